@@ -68,7 +68,7 @@ RUNNING: list[str] = []
 def in_phase(phase: str) -> Iterator[None]:
     """Keeps the phase in ``RUNNING``, and names it in an error that says that memory lacks; other errors pass.
 
-    ``RUNNING`` shows what the step waits for, so phases of other threads, which sample for later steps, are not kept.
+    ``RUNNING`` shows what the step waits for, so phases of other threads that sample for later steps are not kept.
 
     Args:
         phase: the phase, as in ``timing_s/*``.

@@ -83,7 +83,7 @@ Handle: TypeAlias = T | Remote[T]
 """A value that a training backend made: the value itself in one process, a ``Remote`` where it stays with workers.
 
 An algorithm passes handles on and reads ``state.params``; both kinds allow that. A backend accepts only the kind that
-it returns itself, which Python's types cannot express."""
+it returns itself; Python's types cannot express that."""
 
 Ref: TypeAlias = T | Reference[T]
 """The result of a call: the value itself in one process, a ``Reference`` where the call runs in another one."""
@@ -231,7 +231,7 @@ class RolloutBackend(Protocol):
         Weights with other names or shapes than the model's are refused before any weight is overwritten. After a
         later failure, the engine answers no request until a publication succeeds.
 
-        An engine with ``versions_per_token`` lets requests wait between two tokens meanwhile, which go on with the
+        An engine with ``versions_per_token`` lets requests wait between two tokens meanwhile; they go on with the
         new weights; after a failure they end with ``PublicationFailed``. So another thread may publish during a call.
 
         Raises:
@@ -409,7 +409,7 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, state: Handle[TrainState], folder: str | Path) -> None:
-        """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
+        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
         ...
 
     def restore(self, folder: str | Path) -> Handle[TrainState]:

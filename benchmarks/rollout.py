@@ -1,6 +1,6 @@
 """vLLM behind the protocol against vLLM by itself, and several engines against one.
 
-``verl-fn bench rollout`` compares tokens a second of ``Vllm.generate`` with those of ``vllm.LLM.generate``, which
+``verl-fn bench rollout`` compares tokens a second of ``Vllm.generate`` and of ``vllm.LLM.generate``, which
 returns the log-prob of each token as well. Both have the same settings and prompts, each in a process of its own on
 the same GPU, and take turns. With ``--engines 1 2``, so many engines over Ray, each on a GPU of its own, answer the
 same number of prompts each; their tokens a second a GPU are compared with one engine's.

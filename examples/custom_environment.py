@@ -31,7 +31,7 @@ class Letters:
 
 
 def brevity(data_source, solution_str, ground_truth, extra_info=None):
-    """A reward beside that of the environment: a hundredth less for every character of the replies."""
+    """A reward beside the environment's: a hundredth less for every character of the replies."""
     return -0.01 * len(solution_str)
 
 

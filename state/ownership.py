@@ -322,7 +322,7 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
         if references(tensors[i]) == _ONLY_LIST:
             storage = tensors[i].untyped_storage()
             # Torch did not allocate a storage that is not resizable: it may be the memory of a numpy array or a
-            # mapped file, which other code may use. Code may also hold the storage itself.
+            # mapped file that other code may use. Code may also hold the storage itself.
             if storage.resizable() and references(storage) == _ONLY_LIST_AND_TENSOR:
                 # Further uses are views.
                 if uses(storage._cdata) == _ONLY_TENSOR:

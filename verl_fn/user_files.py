@@ -85,7 +85,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         tail = fullname.removeprefix(PREFIX).rpartition(".")[2]
         parent = path[0] if path else ""
         if tail.endswith("/"):
-            # Without its __init__.py, which may ask for far more than the file does.
+            # Without its __init__.py: that may ask for far more than the file does.
             spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
             spec.submodule_search_locations = [os.path.join(parent, _unquoted(tail))]
             return spec
@@ -172,9 +172,9 @@ def _all_imported(file: Path) -> set[str]:
 
 
 def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[str]:
-    """Returns the lines of an error's traceback, with no frames but those of the user's files; none without such.
+    """Returns the lines of an error's traceback, with only the frames of the user's files; none without such.
 
-    An error of another process has its traceback there as text in its message, which is shortened as well.
+    The message of another process's error has the traceback there as text; it is shortened as well.
 
     Args:
         error: the error.

@@ -79,12 +79,12 @@ class Fsdp(Base):
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
-        compile: compile each layer with ``torch.compile``, which takes about a minute in the first calls.
+        compile: compile each layer with ``torch.compile``; it takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
             micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
-            end, which needs memory for a whole fp32 gradient on every rank.
+            end. Every rank then needs memory for a whole fp32 gradient.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
-        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
+        deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
 
     Raises:
         LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads; or ranks were given
@@ -332,7 +332,7 @@ class Fsdp(Base):
     def _share(
         self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
     ) -> Share[Staged]:
-        """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
+        """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_batch(batch)
         with one_thread():

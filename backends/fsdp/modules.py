@@ -158,7 +158,7 @@ def gradient(of: nn.Parameter, like: Tensor) -> Tensor:
     if of.grad is None:
         return torch.zeros_like(like, dtype=torch.float32)
     local = local_of(of.grad)
-    # The same memory, without autograd's reference to the buffer of all gradients of a layer, which would keep that
+    # The same memory, without autograd's reference to the buffer of all gradients of a layer: it would keep that
     # buffer alive.
     plain = local.new_empty(0).set_(local.untyped_storage(), local.storage_offset(), local.size(), local.stride())
     return sharded(plain, spec_of(like))

@@ -36,7 +36,7 @@ class Packing:
             since code is compiled for any size of a tensor but again for every other number.
         slots: each token's place in a padded ``[B * longest]`` table.
         sequence: the ranks that share the sequence, if any; each then has a part of its tokens.
-        plain: use only torch's own functions, which every ``torch.func`` transformation accepts.
+        plain: use only torch's own functions; every ``torch.func`` transformation accepts them.
         masks: the block masks of this packing that were made, by window.
     """
 
@@ -116,7 +116,7 @@ def _fused(
         return cast(Tensor, _FlashWithSinks.apply(q, k, v, sinks, cu, longest, scaling, size)[0])
     from torch.nn.attention.varlen import varlen_attn
 
-    # It returns a tuple only where more than the output is asked for, which its types don't say.
+    # Its types don't say that it returns a tuple only if more than the output is asked for.
     return cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
 
 

@@ -61,7 +61,7 @@ class Local(Base):
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         device: the device that computes and on which states are made.
-        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
+        deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
 
     Example:
         >>> import tempfile
@@ -108,7 +108,7 @@ class Local(Base):
 
     @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
-        """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
+        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
         skeleton = self._built()
         skeleton.check_trained(state.params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))
@@ -184,7 +184,7 @@ class Local(Base):
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
 
-        Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds
+        Its gradient is the one of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds
         the activations of the whole batch and all logits of a micro-batch, and never recomputes layers. Use it to
         examine a loss, not to train. A transformation's backward pass runs in the caller's settings of torch, so
         transform it outside of autocast.

@@ -77,7 +77,7 @@ class Megatron(Base):
         updates_by: ``verl_fn``, or ``megatron``, whose distributed optimizer then computes what ``optimizer`` says.
         fsdp: Megatron-FSDP takes the place of Megatron's DDP, so that ranks divide the parameters that compute, too.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
-        deterministic: use bitwise repeatable kernels on CUDA, torch's attention too; those of the CPU always are.
+        deterministic: use bitwise repeatable kernels on CUDA, torch's attention too; kernels of the CPU are.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
@@ -139,7 +139,7 @@ class Megatron(Base):
 
     @one_at_a_time
     def free_buffers(self) -> None:
-        """Frees Megatron's buffers, which hold no state, until a call needs them."""
+        """Frees Megatron's buffers until a call needs them; they hold no state."""
         if self._model is not None:
             self._model.resident.free()
 
@@ -296,7 +296,7 @@ class Megatron(Base):
     def _share(
         self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
     ) -> Share[MicroBatch]:
-        """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
+        """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
         sizes, routers = self.layout.sizes, self._built().routers

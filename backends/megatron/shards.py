@@ -2,7 +2,7 @@
 
 Megatron's distributed optimizer divides each bucket of a buffer evenly over the ranks that hold the same part of the
 model. A rank owns the elements in its part of the bucket; of parameters that all ranks of tensor parallelism hold, it
-owns one of tp parts of these. So each element of the model belongs to exactly one rank, which has its master, its
+owns one of tp parts of these. So each element of the model belongs to exactly one rank: it has its master, its
 gradient and its moments, and sums over all ranks count nothing twice.
 
 Frozen parameters are not in the buffers. Their elements are divided over the same ranks in the same way.
@@ -144,7 +144,7 @@ class Resident:
 
         Raises:
             LayoutError: another pass is not yet done, so this call comes from its loss.
-            ValueError: the leaves are not those of this rank.
+            ValueError: the leaves are not this rank's.
         """
         if self._in_pass:
             raise LayoutError(
@@ -164,7 +164,7 @@ class Resident:
         An update leaves frozen parameters as they are, so they are filled only if they differ themselves.
 
         Raises:
-            ValueError: the leaves are not those of this rank.
+            ValueError: the leaves are not this rank's.
         """
         trained, frozen = self._differing(leaves)
         if not trained and not frozen:

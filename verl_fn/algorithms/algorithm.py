@@ -58,7 +58,7 @@ class Algorithm(Generic[S]):
             scores if the outline needs a reward. Where sampling runs ahead of learning, it is called with the weights
             of an earlier step, ``workers.version``, and the ``step`` that will learn. So it must take randomness only
             from ``key`` and ``step``, and ask for the version that ``publish`` returns.
-        evaluate: ``(state, problems, workers)`` to metrics on held-out problems, beside those of sampled answers.
+        evaluate: ``(state, problems, workers)`` to metrics on held-out problems, besides sampled answers' metrics.
 
     Example:
         A complete algorithm is ``examples/custom_algorithm.py``; ``verl_fn/algorithms/grpo.py`` is a built-in one.

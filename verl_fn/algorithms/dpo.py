@@ -29,8 +29,8 @@ class DPOState(Node):
 
     Attributes:
         actor: the policy's training state.
-        reference: that of the policy at the start; None for losses without a reference, and with LoRA, where the
-            actor's frozen base is the reference.
+        reference: the policy's training state at the start; None for losses without a reference, and with LoRA: the
+            actor's frozen base is the reference then.
         key: the run's key.
         step: the number of steps done.
     """
@@ -136,7 +136,7 @@ def reference_log_probs(state: DPOState, batch: Batch, w: Workers) -> Any:
 
 
 def apart(batch: Batch) -> tuple[Batch, Batch]:
-    """Returns the rows to learn from, and those with responses to other prompts.
+    """Returns the rows to learn from, and the rows with responses to other prompts.
 
     Example:
         >>> own, others = apart(Batch.from_rows([[1], [2]], per_row={"mismatched": [1.0, 0.0]}))

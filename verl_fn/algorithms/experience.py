@@ -38,7 +38,7 @@ from .workers import Clock, Workers
 def publish(w: Workers, actor: Any, step: int) -> int:
     """Gives the actor's weights to the rollout engine, unless it has them, and returns their version.
 
-    The version is that of ``w``, and by default ``step``.
+    The version is ``w.version``, and by default ``step``.
     """
     version = step if w.version is None else w.version
     if w.rollout.version != version:
@@ -85,8 +85,8 @@ def respond(
     Args:
         sampling: how they are drawn.
         key: draws are a function of it and of the problems' ids.
-        version: that of the engine's weights.
-        clock: measures the time as that of ``phase`` and of ``reward``.
+        version: of the engine's weights.
+        clock: measures the time of ``phase`` and ``reward``.
         score: ask the workers' reward.
         phase: the name of the time in which the engine draws.
     """

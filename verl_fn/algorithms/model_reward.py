@@ -21,7 +21,7 @@ def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
         batch: the rows.
         state: the reward model's training state.
         w: the workers, with a trainer of the role ``reward_model``.
-        clock: measures the time as that of ``reward``.
+        clock: measures the time of ``reward``.
     """
     outputs = clock.run("reward", w.trainers[ROLE].forward, state.params, batch, ("row_values",))
     return with_model_score(batch, outputs)

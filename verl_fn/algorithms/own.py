@@ -28,7 +28,7 @@ HIDDEN = ("map", "loss_fn")
 def in_run(algorithm: Any, name: str) -> Algorithm[Any]:
     """Returns an algorithm of the user as a run executes it.
 
-    Its metrics get what those of built-in algorithms have: the family ``actor/`` where they have none, the times of
+    Its metrics get what built-in algorithms' metrics have: the family ``actor/`` where they have none, the times of
     the phases, scores and lengths of the samples, and the rows that ``learn`` left out.
 
     Args:

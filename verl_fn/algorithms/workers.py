@@ -51,12 +51,12 @@ class Workers:
         trainers: the training backends by role.
         rollout: the engine that samples.
         reward: ``(batch, problems) -> batch``; adds scores to a batch.
-        more: returns so many further training problems, which no other step gets; where sampling runs ahead of
+        more: returns so many further training problems; no other step gets them. Where sampling runs ahead of
             learning, an algorithm should not need it, since it could only ask after waiting for samples.
         tokenizer: the model's tokenizer.
         sampling: the sampling settings of training rollouts.
         version: the step of the weights that the engine draws with, where sampling runs ahead of learning; None where
-            they are those of the algorithm's step.
+            the algorithm's step is the version.
         max_prompt_length: the longest prompt allowed, in tokens.
         truncation: how longer prompts are cut; ``error`` if they are not.
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
@@ -113,7 +113,7 @@ class Clock:
 
         Args:
             get: waits for a result, as ``Workers.get`` does.
-            seconds: the seconds of earlier phases, such as those of ``sample``.
+            seconds: the seconds of earlier phases, such as ``sample``.
         """
         self.seconds: dict[str, float] = dict(seconds or {})
         self._get = get

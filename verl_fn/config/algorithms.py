@@ -1,4 +1,4 @@
-"""The algorithms: what each asks of a run, and its options, which are the ``[algorithm]`` table under its name."""
+"""The algorithms: what each asks of a run, and its options: the ``[algorithm]`` table under its name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Outline:
 
 
 def uses_critic(name: str, role: Role) -> bool:
-    """Returns whether the settings of a role are those of the critic's table.
+    """Returns whether a role takes its settings from the critic's table.
 
     Example:
         >>> uses_critic("critic", Role(head="value")), uses_critic("actor", Role(head="value"))
@@ -231,7 +231,7 @@ class PolicyOptimization(Aggregation):
     )
     tau_neg: float = opt(1.05, "how fast the gradient fades elsewhere", gt(0), le(MOST), when=SAPO)
     dro_beta: float | None = opt(
-        None, "weight of the quadratic penalty, which dro needs", gt(0), le(MOST), when=given("policy_loss", "dro")
+        None, "weight of the quadratic penalty; dro needs it", gt(0), le(MOST), when=given("policy_loss", "dro")
     )
     clip_cov_ratio: float = opt(0.0002, "share of the tokens that are left out", gt(0), le(1), when=CLIP_COV)
     clip_cov_lb: float = opt(1.0, "these tokens have a larger covariance", ge(-MOST), le(MOST), when=CLIP_COV)
@@ -239,7 +239,7 @@ class PolicyOptimization(Aggregation):
     kl_cov_ratio: float = opt(0.0002, "share of the tokens that get the penalty", gt(0), le(1), when=KL_COV)
     ppo_kl_coef: float = opt(0.1, "weight of the penalty", ge(0), le(MOST), when=KL_COV)
     top_entropy_quantile: float = opt(
-        1.0, "learn from this share of the tokens alone, those of the highest entropy", gt(0), le(1)
+        1.0, "learn only from this share of the tokens, the ones with the highest entropy", gt(0), le(1)
     )
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
@@ -367,7 +367,7 @@ class GRPO(PolicyOptimization):
 
 @attrs.frozen(kw_only=True)
 class RLOO(PolicyOptimization):
-    """Options of RLOO: those of GRPO without a choice of the estimator."""
+    """Options of RLOO: GRPO's options without a choice of the estimator."""
 
     @property
     def outline(self) -> Outline:
@@ -422,7 +422,7 @@ class OverlongBuffer:
 
 @attrs.frozen(kw_only=True)
 class DAPO(GRPO):
-    """Options of DAPO: those of GRPO with other defaults, dynamic sampling, and the penalty on overlong responses."""
+    """Options of DAPO: GRPO's with other defaults, dynamic sampling, and the penalty on overlong responses."""
 
     clip_ratio_low: float | None = opt(0.2, "lower clip range", gt(0), le(MOST), when=CLIPPED)
     clip_ratio_high: float | None = opt(0.28, "upper clip range", gt(0), le(MOST), when=CLIPPED)
@@ -478,7 +478,7 @@ class Rejection(Aggregation):
 class DPO:
     """Options of direct preference optimization and its family."""
 
-    loss_type: str = opt("dpo", "dpo, cdpo, ipo, simpo, orpo, or kto, which needs no pairs", one_of(*LOSS_TYPES))
+    loss_type: str = opt("dpo", "dpo, cdpo, ipo, simpo, orpo, or kto (kto needs no pairs)", one_of(*LOSS_TYPES))
     beta: float | None = opt(
         None,
         "scale of implicit rewards; orpo's weight of the odds ratio; by default 0.1, for simpo 2",
@@ -514,7 +514,7 @@ class RewardModel:
 
     center_rewards_coefficient: float = opt(
         0.0,
-        "weight of the squared sum of a pair's scores, which keeps scores of different prompts comparable",
+        "weight of the squared sum of a pair's scores; it keeps scores of different prompts comparable",
         ge(0),
         le(MOST),
     )

@@ -96,9 +96,7 @@ class ValConfig:
 class RolloutConfig:
     """The rollout engine, and sampling in training."""
 
-    name: str = opt(
-        "sampler", "the rollout engine: sampler, which needs nothing else, or vllm", one_of(*ROLLOUT_ENGINES)
-    )
+    name: str = opt("sampler", "the rollout engine: sampler (needs nothing else) or vllm", one_of(*ROLLOUT_ENGINES))
     n: int = opt(1, "responses per prompt", ge(1), when=SAMPLING)
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST), when=SAMPLING)
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some, when=SAMPLING)
@@ -146,7 +144,7 @@ class RolloutConfig:
         "the engine",
         when=(VLLM, COLOCATED, given("free_cache_engine")),
     )
-    enforce_eager: bool = opt(False, "run without CUDA graphs and compiler, which start faster", when=VLLM)
+    enforce_eager: bool = opt(False, "run without CUDA graphs and compiler, to start faster", when=VLLM)
     adapters: str = opt(
         "merged",
         "publish adapters merged into the weights, or alone after one publication of the model",
@@ -181,7 +179,7 @@ class DataConfig:
     )
     weights: tuple[float, ...] = opt(
         (),
-        "the share of each of data.train_files among prompts, by default that of its rows; or of each set of "
+        "the share of each of data.train_files among prompts, by default its share of the rows; or of each set of "
         "reasoning_gym, by default the same for all",
         each_above_zero,
         when=provided(
@@ -202,9 +200,7 @@ class DataConfig:
     max_response_length: int = opt(
         16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
     )
-    prompt_key: str = opt(
-        "prompt", "the files' column of prompts, which are chat messages or strings", when=FROM_FILES
-    )
+    prompt_key: str = opt("prompt", "the files' column of prompts: chat messages or strings", when=FROM_FILES)
     chat_template_kwargs: Mapping[str, Any] = free(
         "a table of arguments of the chat template, such as enable_thinking; rows of files add their own in a column "
         "of this name",
@@ -556,10 +552,10 @@ class DriverConfig:
         le(4096),
     )
     device: str = opt("auto", "cpu, cuda, or auto", one_of("auto", "cpu", "cuda"))
-    deterministic: bool = opt(True, "use only kernels whose results repeat bitwise; those of GPUs are slower")
+    deterministic: bool = opt(True, "use only kernels whose results repeat bitwise; on GPUs they are slower")
     max_lag: int = opt(
         0,
-        "most steps by which the weights that draw a token are older than those that learn from it; above 0, engines "
+        "maximum staleness of a sample, in steps; above 0, engines "
         "that are placed apart sample while the trainer learns",
         ge(0),
         le(64),
@@ -633,7 +629,7 @@ class TrainerConfig:
     rollout_data_dir: str | None = paths(None, "write each step's training responses as text to STEP.jsonl there")
     journal: str = opt(
         "off",
-        "record for replay: off; digests of each step's samples and state; or samples, which adds the samples",
+        "record for replay: off; digests of each step's samples and state; or samples: the samples too",
         one_of("off", "digests", "samples"),
     )
     max_skipped_steps: int = opt(

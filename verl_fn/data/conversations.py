@@ -132,7 +132,7 @@ def _check_completion(place: str, completion: str | Messages, messages: Messages
 
 @attrs.frozen(eq=False)
 class TaskDialogues:
-    """A generated task whose conversations are learned from; held-out problems are those of the task.
+    """A generated task whose conversations are learned from; held-out problems are the task's.
 
     Attributes:
         task: has a ``dialogue``.
@@ -163,7 +163,7 @@ class TaskDialogues:
         return tuple(self._of(problem) for problem in self.task.train(key, start, count))
 
     def held_out(self, count: int | None) -> tuple[Conversation, ...]:
-        """Returns the task's held-out problems, which an evaluation lets the model talk about, with conversations."""
+        """Returns the task's held-out problems with conversations; an evaluation lets the model talk about them."""
         problems = self.task.held_out(count)
         return tuple(
             attrs.evolve(self._of(problem), prompt=problem.prompt, answer=problem.answer) for problem in problems

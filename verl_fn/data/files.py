@@ -30,7 +30,7 @@ class FileData:
     """A source of problems that were read from files.
 
     Attributes:
-        training: the problems of all files, which may lie on disk; empty for a run that only evaluates.
+        training: the problems of all files, perhaps on disk; empty for a run that only evaluates.
         validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
         sizes: the number of training problems of each file; without ``weights`` it may be left out.
@@ -203,7 +203,7 @@ def too_long(problem: Problem, tokens: int, max_length: int) -> DataError:
 
 
 def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Returns whether token ids contain the unknown token, which stands for characters that are lost."""
+    """Returns whether token ids contain the unknown token: it stands for characters that are lost."""
     unknown = _unknown(tokenizer)
     return unknown is not None and unknown in ids
 

@@ -114,7 +114,7 @@ def hub_commit(name: HubName) -> str:
     kind = "dataset" if name.dataset else "model"
     try:
         return str(HfApi(library_name="verl_fn").repo_info(name.name, repo_type=kind, revision=name.revision).sha)
-    # Without a connection, errors are those of the library below.
+    # Without a connection, the library below raises its own errors.
     except Exception as error:
         raise HubError(
             f"{name} is no commit, and the hub cannot be asked for the commit of {name.revision} "
@@ -140,7 +140,7 @@ def hub_snapshot(name: HubName) -> Path:
     )
     try:
         return Path(download(library_name="verl_fn"))
-    # Without a connection, errors are those of the library below.
+    # Without a connection, the library below raises its own errors.
     except Exception as error:
         try:
             # Files of a commit never change. An incomplete download is refused.

@@ -37,7 +37,7 @@ def labelled_rows(prompt_key: str = "prompt") -> Kind:
     """Returns the kind of rows that are responses, each labelled good or bad.
 
     Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
-    are those of ``pair_rows``.
+    are the ones of ``pair_rows``.
 
     Args:
         prompt_key: the column of prompts.

@@ -167,8 +167,8 @@ def file_data(
         tokenizer: the model's tokenizer.
         say: prints a line; it reports how many prompts were left out.
         learns_from: what the algorithm learns from.
-        end_tokens: those of the model, or the first of them, if the run trains on the data's own answers, which the
-            tokenizer must then be able to encode.
+        end_tokens: the model's, or the first of them, if the run trains on the data's own answers. The tokenizer
+            must then be able to encode it.
 
     Raises:
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on

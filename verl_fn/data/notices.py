@@ -80,7 +80,7 @@ def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[s
     """Yields a line if the chat template prints the date, and for each argument that the template does not use.
 
     Args:
-        traits: those of the problems, whose rows may have arguments of their own.
+        traits: of the problems; their rows may have arguments of their own.
         table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer, with the run's arguments.
     """
@@ -104,7 +104,7 @@ def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[s
 
 
 def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: Any, answers: bool) -> Iterator[str]:
-    """Yields a line if texts contain special tokens, which the tokenizer reads as control tokens, not as text."""
+    """Yields a line if the tokenizer reads special tokens in texts as control tokens, not as text."""
     places = np.flatnonzero(traits.flags & (SPECIAL | SPECIAL_ANSWER if answers else SPECIAL))
     pattern = special_pattern(tokenizer)
     if not len(places) or pattern is None:

@@ -31,7 +31,7 @@ class Block:
 
     Attributes:
         place: names a row for error messages, with its number behind it.
-        numbers: those of the rows.
+        numbers: the numbers of the rows.
         rows: lines of JSON, or an Arrow table.
         damage: the start of the error about a part of a table that cannot be read.
         unread: for each column that was not read, the number of rows with a value in it.
@@ -297,7 +297,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float)
 
 
 def _check_characters(place: str, row: Row) -> None:
-    """Rejects half of a surrogate pair, which JSON can write but which no tokenizer can encode."""
+    """Rejects half of a surrogate pair: JSON can write it, but no tokenizer can encode it."""
     for name, value in row.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -88,7 +88,7 @@ def streamed(
         read: makes problems of rows.
         validation: the held-out problems.
         learns_from: what the algorithm learns from.
-        end_tokens: those of the model if the run trains on the data's own answers.
+        end_tokens: the model's if the run trains on the data's own answers.
 
     Raises:
         DataError: an entry is a file, or a data set or one of the first rows cannot be used.
@@ -129,7 +129,7 @@ class Fits:
         max_row: tokens that no training row may exceed.
         leave_out: whether longer ones are left out.
         tokenizer: the model's tokenizer.
-        end_tokens: those of the model if the run trains on the data's own answers; otherwise only prompts count.
+        end_tokens: the model's if the run trains on the data's own answers; otherwise only prompts count.
         truncation: how longer prompts are cut, if they are not left out.
     """
 

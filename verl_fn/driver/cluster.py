@@ -145,7 +145,7 @@ class Cluster:
             seats: the seat of each actor, by the name of its group.
             driver: the config's settings of processes.
             ranks: how many training processes share the cores of their machine.
-            code: references to the user's own objects, which every actor must have.
+            code: references to the user's own objects; every actor must have them.
             restarted: the groups whose actors Ray starts again when they end; see ``restart``.
 
         Raises:
@@ -191,7 +191,7 @@ class Cluster:
         self.build_all([(group, component, factory, *args)])
 
     def build_all(self, components: Iterable[tuple[Any, ...]]) -> None:
-        """Makes components side by side: each process imports what it needs, which takes seconds.
+        """Makes components side by side: each process takes seconds to import what it needs.
 
         Args:
             components: the arguments of ``build`` for each.

@@ -141,7 +141,7 @@ class Host:
         """Yields the samples of a rollout engine as they end."""
         self._restored.wait()
         with self._busy(), self._ending_if_broken("stream"), self._draws(component):
-            # Ray calls methods of generators, which other iterators lack.
+            # Ray calls methods of generators that other iterators lack.
             for sample in self.components[component].stream(requests, version=version):  # noqa: UP028
                 yield sample
 
@@ -221,7 +221,7 @@ class Host:
     def compute(
         self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        """Calls a method as ``invoke`` does; it must not write to its arguments, which lie in shared memory."""
+        """Calls a method as ``invoke`` does; it must not write to its arguments: they lie in shared memory."""
         return self.invoke(component, method, keep, kwargs, *args)
 
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
@@ -281,7 +281,7 @@ class Host:
         return list(self.values)
 
     def watch(self) -> None:
-        """Waits for ever, so that this call ends only with the process, which the driver notices."""
+        """Waits for ever, so that this call ends only with the process, and the driver notices that."""
         threading.Event().wait()
 
     def pulse(self) -> Pulse:
@@ -302,7 +302,7 @@ class Host:
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Marks this thread as that of the running call."""
+        """Marks this thread as the running call's."""
         thread = threading.get_ident()
         self._threads.append(thread)
         self._calls += 1

@@ -195,7 +195,7 @@ class Torchrun:
         """Returns at once, since every call has ended."""
 
     def stored(self, batch: Batch) -> Batch:
-        """Returns the batch, which travels with each call."""
+        """Returns the batch; it travels with each call."""
         return batch
 
     def end(self) -> None:
@@ -267,7 +267,7 @@ def _together(stops: list[int] | None = None) -> Iterator[None]:
     """Raises an error of any process in all of them, and passes a request to stop on to the first process.
 
     Args:
-        stops: the signals that this process got; None in the first process, which handles its own.
+        stops: the signals that this process got; None in the first process: it handles its own.
     """
     from verl_fn.backends import agreement
 

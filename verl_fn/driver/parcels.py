@@ -1,4 +1,4 @@
-"""The form in which values travel between processes: tensors as arrays in Ray's object store, which nobody copies.
+"""The form in which values travel between processes: tensors as arrays in Ray's object store, without a copy.
 
 The object store is memory that the processes of a machine share. The driver copies what it fetches from there, since
 its functions may write to it. A training rank reads a batch from the shared memory itself, and copies only the rows
@@ -31,7 +31,7 @@ class Array:
     """A tensor as it travels.
 
     Attributes:
-        stored: its bytes, which Ray does not copy.
+        stored: its bytes; Ray does not copy them.
         dtype: the tensor's dtype.
         shape: the tensor's shape.
     """

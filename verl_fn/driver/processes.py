@@ -1,4 +1,4 @@
-"""Processes of this machine, by their ids: which run, which descend from which, and how all of them end.
+"""Processes of this machine, by their ids: the running ones, their descendants, and how all of them end.
 
 Run as a program, this file waits for a word of the process that started it. If that ends without one, it ends all
 processes that have files of a folder open, and removes the folder.

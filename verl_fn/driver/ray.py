@@ -44,7 +44,7 @@ TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 
 @contextlib.contextmanager
 def ray_workers(plan: Plan) -> Iterator[Workers]:
-    """Runs the parts of a plan as actors of a cluster: the connected one, that of ``ray.address``, or a new one.
+    """Runs the parts of a plan as actors of a cluster: the connected one, the one at ``ray.address``, or a new one.
 
     Raises:
         ConfigError: the cluster cannot be reached, or has too few resources for the plan.
@@ -79,7 +79,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # Before the components, since an error here comes sooner.
             at_driver = build.at_driver(plan)
             cluster.build_all(components)
-            # A backend accepts values or handles, the kind that it returns, which types cannot express.
+            # A backend accepts values or handles, the kind that it returns; types cannot express that.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
@@ -119,7 +119,7 @@ def _about(cluster: Cluster, plan: Plan, device: str) -> str:
 def send_code(code: Sequence[str]) -> None:
     """Makes functions of the user's own files travel as source, since actors cannot import those files by name.
 
-    So do those of modules and packages beside such a file, which it may import.
+    So do modules and packages beside such a file, since it may import them.
     """
     for reference in code:
         if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
@@ -143,7 +143,7 @@ def _beside(module: ModuleType) -> list[ModuleType]:
 
 @contextlib.contextmanager
 def connected(table: RayConfig) -> Iterator[None]:
-    """Connects to a cluster: the one that is connected, that of ``ray.address``, or a new one of this run alone.
+    """Connects to a cluster: the one that is connected, the one at ``ray.address``, or a new one of this run alone.
 
     Raises:
         ConfigError: there is none at that address, or the runtime environment cannot be used.
@@ -327,7 +327,7 @@ def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequen
     """Raises an error for bundles that a cluster can never provide.
 
     Args:
-        bundles: those of ``seating``.
+        bundles: the bundles of ``seating``.
         plan: the plan.
         nodes: the resources of the cluster's nodes.
 

@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class Remote(protocol.Remote[T]):
-    """An immutable handle to a value on every rank of a group, which is dropped with its last handle.
+    """An immutable handle to a value on every rank of a group; the value is dropped with its last handle.
 
     A donated handle raises ``DonatedError``, as the value itself would.
 
     Attributes:
         stored: the number of the value on the ranks.
         fate: why the handle cannot be used any more.
-        fields: those of its field handles that are in use.
+        fields: the field handles of it that are in use.
     """
 
     stored: Stored
@@ -247,6 +247,6 @@ class RemoteWeights(protocol.Remote[WeightSource]):
         return self.backend._group
 
     def copied(self) -> RemoteWeights:
-        """Returns a handle to a copy of the weights, which an update does not change."""
+        """Returns a handle to a copy of the weights; an update does not change it."""
         copy: Remote[Params] = self.backend.map(snapshot, self.params, keep=True)
         return RemoteWeights(self.backend, copy)

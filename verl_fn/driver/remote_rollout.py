@@ -1,4 +1,4 @@
-"""The protocol of rollout engines over Ray actors, which share the requests of a call."""
+"""The protocol of rollout engines over Ray actors that share the requests of a call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Publication:
 
 
 class RemoteRollout:
-    """``RolloutBackend`` over a component of one or several actors, which share the requests of a call.
+    """``RolloutBackend`` over a component of one or several actors that share the requests of a call.
 
     Args:
         cluster: has the actors.

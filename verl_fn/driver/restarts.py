@@ -2,7 +2,7 @@
 
 Ray starts the process and repeats the calls that have not ended, so references to their results stay valid wherever
 they were passed. The calls wait in the new process until the driver has built the engine there and has published the
-version that the old one held. Draws depend on keys and places alone, so the answers are those that the old process
+version that the old one held. Draws depend on keys and places alone, so the answers are the ones that the old process
 would have given.
 """
 

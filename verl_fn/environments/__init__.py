@@ -45,8 +45,8 @@ class Environment(Protocol):
     conversation has ended the process, the calls of an instance are made again in a new one. So an instance must
     depend only on its calls and on these random numbers.
 
-    An instance may have an attribute ``tools`` once ``reset`` has returned: a list of JSON schemas of functions,
-    which the chat template shows to the model. A method ``close``, if there is one, is called at the end of a
+    An instance may have an attribute ``tools`` once ``reset`` has returned: a list of JSON schemas of functions
+    that the chat template shows to the model. A method ``close``, if there is one, is called at the end of a
     conversation.
 
     A class may have a static method ``score_group``. It gets the instances of the conversations of a problem that the

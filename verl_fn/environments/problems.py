@@ -21,7 +21,7 @@ from .verifiers import ROW
 def environment_data(table: DataConfig, env: EnvConfig, tokenizer: Any, say: Callable[[str], None]) -> FileData:
     """Returns the datasets of the environment of verifiers that ``data.task`` names as a source of problems.
 
-    Each problem keeps its row in ``extra_info``. Prompts are checked without the tools, which the rollout adds.
+    Each problem keeps its row in ``extra_info``. Prompts are checked without the tools: the rollout adds them.
 
     Args:
         table: the config's ``[data]`` table.

@@ -41,7 +41,7 @@ from verl_fn.rewards.reward import Answer
 from verl_fn.rewards.rules import by_rules, has_rule
 from verl_fn.state import Key
 
-# Frozen models of other folders, which algorithm.NAME names.
+# Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
 # The most conversations of a kind that a check tries to begin.
 TRIES = 8
@@ -316,7 +316,7 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
 
 
 def check_device(plan: Plan) -> None:
-    """Checks that the device exists, which ``train --check`` does without: it may run elsewhere.
+    """Checks that the device exists; ``train --check`` does without, since the run may be elsewhere.
 
     Raises:
         ConfigError: it does not.

@@ -370,7 +370,7 @@ def explained(plan: Plan, gpu: int | None) -> Iterator[None]:
         gpu: bytes of the GPU of a training rank; None if ranks compute on the CPU.
 
     Raises:
-        RunOutOfMemory: in place of an error for a lack of memory; it keeps the notes of that error, which name the
+        RunOutOfMemory: in place of an error for a lack of memory; it keeps the notes of that error: they name the
             process.
     """
     try:

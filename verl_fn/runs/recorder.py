@@ -70,7 +70,7 @@ def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> 
 
     Args:
         sample: the algorithm's ``sample``, with its state and its problems bound.
-        problems: how many problems these are; those that ``sample`` asks for with ``w.more`` are added.
+        problems: how many problems these are; problems that ``sample`` asks for with ``w.more`` are added.
         w: the workers.
     """
     return _Recorder(w, problems).draw(sample)
@@ -89,7 +89,7 @@ def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> W
 
 
 class _Recorder(Through):
-    """The engine as ``sample`` sees it, which remembers what it gave; so do the reward and the source of problems."""
+    """The engine as ``sample`` sees it. It remembers what it gave; so do the reward and the source of problems."""
 
     def __init__(self, w: Workers, problems: int, *, ahead: bool = False) -> None:
         super().__init__(w.rollout)

@@ -46,7 +46,7 @@ def give_to_engine(plan: Plan, w: Workers, actor: Any, version: int, clock: Cloc
         w: the workers.
         actor: the actor's training state.
         version: the step of the weights.
-        clock: measures the time, as that of ``update_weights`` and of ``gen``.
+        clock: measures the time of ``update_weights`` and ``gen``.
     """
     if w.rollout.version == version:
         return
@@ -82,7 +82,7 @@ def on_one_gpu(algorithm: Algorithm[Any], plan: Plan, roles: frozenset[str], dev
     Args:
         algorithm: the algorithm.
         plan: says whether the engine sleeps.
-        roles: those whose states lie on the CPU; see ``resting``.
+        roles: the roles whose states lie on the CPU; see ``resting``.
         device: where they learn.
     """
     if not plan.rollout.sleeps and not roles:

@@ -97,7 +97,7 @@ def advance(
 def _asked(
     algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace, clock: Clock
 ) -> tuple[Waiting, ...]:
-    """Returns the experience that waits, with that of a new round if one is due."""
+    """Returns the experience that waits, with a new round's if one is due."""
     step, waiting = state.step, state.waiting
     wanted = range(step + len(waiting), min(step + pace.max_lag + 1, pace.steps))
     if not wanted or (len(waiting) > 1 and not pace.in_flight):
