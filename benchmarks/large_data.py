@@ -96,7 +96,7 @@ def in_process(file: Path, tokenizer: Path, cache: Path) -> dict[str, float]:
 
 
 def start(file: str, folder: str) -> dict[str, float]:
-    """Reads data as the start of a run does; returns seconds and the most memory of this process in GB."""
+    """Reads data as the start of a run does; returns seconds, memory of this process in GB, and the load."""
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.config.schema import DataConfig
     from verl_fn.data.loading import file_data
@@ -117,7 +117,8 @@ def start(file: str, folder: str) -> dict[str, float]:
     data.train(Key.from_seed(0), 0, STEP)
     step = time.perf_counter() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"wall_s": wall, "cpu_s": spent, "peak_gb": peak, "step_s": step}
+    # On a machine with other work, the seconds of CPU say more than the wall time.
+    return {"wall_s": wall, "cpu_s": spent, "peak_gb": peak, "step_s": step, "load": os.getloadavg()[0]}
 
 
 def _cpu() -> float:

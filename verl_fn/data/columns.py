@@ -102,7 +102,8 @@ def tools_of(place: str, row: Row) -> Messages:
         >>> tools_of("a.jsonl, line 1", {"tools": '[{"name": "add", "description": null}]'})
         ({'name': 'add'},)
     """
-    tools = row.get("tools") or []
+    if not (tools := row.get("tools")):
+        return ()
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -244,13 +245,14 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
         >>> template_kwargs_of("a.jsonl, line 1", {"chat_template_kwargs": {"enable_thinking": False}})
         {'enable_thinking': False}
     """
-    kwargs = row.get("chat_template_kwargs")
-    if not isinstance(kwargs, dict | None):
+    if (kwargs := row.get("chat_template_kwargs")) is None:
+        return {}
+    if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
-    if taken := sorted(TAKEN_BY_TEMPLATES & (kwargs or {}).keys()):
+    if taken := sorted(TAKEN_BY_TEMPLATES & kwargs.keys()):
         raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
     # Parquet gives each row all keys of the column.
-    return {key: without_nulls(value) for key, value in (kwargs or {}).items() if value is not None}
+    return {key: without_nulls(value) for key, value in kwargs.items() if value is not None}
 
 
 def source_of(place: str, row: Row, default: str | None = None) -> str:

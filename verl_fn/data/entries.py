@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import attrs
 
-from verl_fn.data.rows import Block, DataError, Row, block_rows, check_columns, column_names, read_blocks
+from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, read_blocks
 from verl_fn.data.sets import Table, is_set, open_set
 from verl_fn.data.tasks import Problem
 
@@ -39,6 +39,11 @@ class Kind:
     make: Callable[[str, Row, int, Counter[str]], Problem]
     hint: str = ""
 
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """Returns the columns that are read of files: also those without which something else would be learned."""
+        return Columns(self.required, self.optional, _matters, self.hint)
+
     def blocks(self, entry: Entry, convert: Sequence[Convert] = ()) -> Iterator[Block]:
         """Yields the rows of an entry, some at a time; ``problems`` makes problems of them.
 
@@ -50,7 +55,7 @@ class Kind:
             DataError: the entry cannot be read, has no rows, or lacks a column.
         """
         if _is_file(entry) and not convert:
-            return read_blocks(entry, self.required, self.optional, hint=self.hint, others=_matters)
+            return read_blocks(entry, self.columns)
         return _raw_blocks(entry)
 
     def problems(
@@ -72,11 +77,11 @@ class Kind:
         wanted = (*self.required, *self.optional)
         rows: Iterator[tuple[str, Row]]
         if convert:
-            rows = ((place, _converted(place, row, convert)) for place, row in block_rows(block, (), None))
+            rows = ((place, _converted(place, row, convert)) for place, row in block_rows(block, ALL))
         else:
-            rows = block_rows(block, self.required, self.optional, hint=self.hint, others=_matters, unread=unused)
+            rows = block_rows(block, self.columns, unused)
         for number, (place, row) in enumerate(rows, first):
-            check_columns(place, row, self.required, self.hint)
+            self.columns.check(place, row)
             for name, value in row.items():
                 if name not in wanted and value is not None:
                     _check_other(place, name, value)
@@ -97,7 +102,7 @@ def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, .
         DataError: a data set cannot be read, or a function fails on the first row.
     """
     if convert:
-        for place, row in block_rows(next(_raw_blocks(entry)), (), None):
+        for place, row in block_rows(next(_raw_blocks(entry)), ALL):
             return tuple(_converted(place, row, convert))
     return column_names(entry) if _is_file(entry) else _table(entry).columns
 
@@ -173,7 +178,7 @@ def _is_file(entry: Entry) -> TypeGuard[str | Path]:
 
 def _raw_blocks(entry: Entry) -> Iterator[Block]:
     """Yields the rows with all their columns."""
-    return read_blocks(entry, (), None) if _is_file(entry) else _table(entry).blocks()
+    return read_blocks(entry, ALL) if _is_file(entry) else _table(entry).blocks()
 
 
 def _table(entry: Entry) -> Table:

@@ -44,22 +44,57 @@ class Block:
     unread: Mapping[str, int] = attrs.field(factory=dict)
 
 
-def read_blocks(
-    file: str | Path,
-    required: Sequence[str],
-    optional: Sequence[str] | None = (),
-    *,
-    hint: str = "",
-    others: Callable[[str], bool] = lambda name: False,
-) -> Iterator[Block]:
+@attrs.frozen
+class Columns:
+    """The columns of rows that are read.
+
+    Attributes:
+        required: columns that every row must have.
+        optional: columns to read if they exist; None for all others.
+        others: tells which further columns to read by their names.
+        hint: advice to add to the error about a missing column.
+    """
+
+    required: Sequence[str] = ()
+    optional: Sequence[str] | None = ()
+    others: Callable[[str], bool] = lambda name: False
+    hint: str = ""
+
+    def has(self, name: str) -> bool:
+        """Returns whether a column is read."""
+        return self.optional is None or name in self.required or name in self.optional or self.others(name)
+
+    def check(self, place: str, names: Collection[str]) -> None:
+        """Checks that all required columns are there.
+
+        Raises:
+            DataError: one is not; the message names the most similar column.
+
+        Example:
+            >>> Columns(["a"]).check("a.jsonl", ["x", "b"])
+            Traceback (most recent call last):
+            verl_fn.data.rows.DataError: a.jsonl: there is no column 'a'; its columns are x, b
+        """
+        for column in self.required:
+            if column not in names:
+                match = closest(column, [name for name in names if name not in self.required])
+                raise DataError(
+                    f"{place}: there is no column {column!r}"
+                    + (f" (did you mean {match!r}?)" if match else "")
+                    + f"; its columns are {', '.join(names)}"
+                    + (f"; {self.hint}" if self.hint else "")
+                )
+
+
+ALL = Columns(optional=None)
+
+
+def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
     """Yields the rows of a parquet or JSONL file, some at a time; ``block_rows`` parses them.
 
     Args:
         file: a file that ends in ``.parquet``, ``.jsonl`` or ``.json``.
-        required: columns to read that every row must have.
-        optional: columns to read where they exist; None for all others.
-        hint: advice to add to the error about a missing column.
-        others: names of further columns to read.
+        columns: what is read.
 
     Raises:
         DataError: the file cannot be read, has no rows, or is a Parquet file that lacks a column.
@@ -75,7 +110,7 @@ def read_blocks(
     parquet = path.suffix == ".parquet"
     empty = True
     try:
-        for block in _parquet(path, required, optional, hint, others) if parquet else _lines(path):
+        for block in _parquet(path, columns) if parquet else _lines(path):
             empty = False
             yield block
     except UnicodeDecodeError as error:
@@ -86,23 +121,12 @@ def read_blocks(
         raise DataError(f"{path} has no rows")
 
 
-def block_rows(
-    block: Block,
-    required: Sequence[str],
-    optional: Sequence[str] | None = (),
-    *,
-    hint: str = "",
-    others: Callable[[str], bool] = lambda name: False,
-    unread: Counter[str] | None = None,
-) -> Iterator[tuple[str, Row]]:
+def block_rows(block: Block, columns: Columns, unread: Counter[str] | None = None) -> Iterator[tuple[str, Row]]:
     """Yields each row of a block, after the name of its place for error messages.
 
     Args:
         block: the rows.
-        required: columns that every row must have.
-        optional: columns to return where they exist; None for all others.
-        hint: advice to add to the error about a missing column.
-        others: names of further columns to return.
+        columns: what is returned.
         unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:
@@ -113,7 +137,7 @@ def block_rows(
     if isinstance(block.rows, list):
         for number, line in zip(block.numbers, block.rows, strict=True):
             place = f"{block.place} {number}"
-            yield place, _of_line(place, line, required, optional, hint, others, unread)
+            yield place, _of_line(place, line, columns, unread)
         return
     try:
         rows = arrow_rows(block.rows)
@@ -129,8 +153,9 @@ def read_rows(file: str | Path, required: Sequence[str]) -> Iterator[tuple[str, 
     Raises:
         DataError: as ``read_blocks`` and ``block_rows``.
     """
-    for block in read_blocks(file, required):
-        yield from block_rows(block, required)
+    columns = Columns(required)
+    for block in read_blocks(file, columns):
+        yield from block_rows(block, columns)
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:
@@ -167,20 +192,14 @@ def count_rows(files: Sequence[str | Path]) -> int | None:
     return count
 
 
-def _parquet(
-    path: Path,
-    required: Sequence[str],
-    optional: Sequence[str] | None,
-    hint: str,
-    others: Callable[[str], bool],
-) -> Iterator[Block]:
+def _parquet(path: Path, columns: Columns) -> Iterator[Block]:
     number, damage = 0, f"{path} cannot be read as parquet (at row {{}})"
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
-            check_columns(str(path), schema.names, required, hint)
-            wanted = schema.names if optional is None else (*required, *optional)
-            more = [name for name in schema.names if name not in wanted and others(name)]
+            columns.check(str(path), schema.names)
+            wanted = schema.names if columns.optional is None else (*columns.required, *columns.optional)
+            more = [name for name in schema.names if name not in wanted and columns.others(name)]
             names = [*(name for name in wanted if name in schema.names), *more]
             rest = [name for name in schema.names if name not in names and schema.names.count(name) == 1]
             if twice := [name for name in names if schema.names.count(name) > 1]:
@@ -245,25 +264,17 @@ def _lines(path: Path) -> Iterator[Block]:
             yield Block(f"{path}, line", [number for number, _ in some], [line for _, line in some])
 
 
-def _of_line(
-    place: str,
-    line: str,
-    required: Sequence[str],
-    optional: Sequence[str] | None,
-    hint: str,
-    others: Callable[[str], bool],
-    unread: Counter[str],
-) -> Row:
+def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> Row:
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
-    check_columns(place, row, required, hint)
+    columns.check(place, row)
     kept = {}
     for name, value in row.items():
-        if optional is None or name in required or name in optional or others(name):
+        if columns.has(name):
             kept[name] = value
         elif value is not None:
             unread[name] += 1
@@ -309,25 +320,3 @@ def _check_characters(place: str, row: Row) -> None:
 
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
-
-
-def check_columns(place: str, columns: Collection[str], required: Sequence[str], hint: str = "") -> None:
-    """Checks that all required columns are there.
-
-    Raises:
-        DataError: one is not; the message names the most similar column.
-
-    Example:
-        >>> check_columns("a.jsonl", ["x", "b"], ["a"])
-        Traceback (most recent call last):
-        verl_fn.data.rows.DataError: a.jsonl: there is no column 'a'; its columns are x, b
-    """
-    for column in required:
-        if column not in columns:
-            match = closest(column, [name for name in columns if name not in required])
-            raise DataError(
-                f"{place}: there is no column {column!r}"
-                + (f" (did you mean {match!r}?)" if match else "")
-                + f"; its columns are {', '.join(columns)}"
-                + (f"; {hint}" if hint else "")
-            )
