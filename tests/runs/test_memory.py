@@ -1,6 +1,8 @@
 """The bytes of each phase: by hand for a small model, against measured peaks, and what is refused."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import attrs
@@ -55,10 +57,11 @@ def test_a_small_model_by_hand(tmp_path):
     limits = ["data.max_prompt_length=6", "data.max_response_length=10", "rollout.gpu_memory_utilization=0.25"]
     plan = plan_of(tmp_path, *more, *limits)
     gpu, sizes = 4 * GIB, parts(plan_of(tmp_path, *more, *limits), gpu=4 * GIB)
-    assert list(sizes) == ["update_weights", "gen", "old_log_prob", "update_actor"]
+    assert list(sizes) == ["start", "update_weights", "gen", "old_log_prob", "update_actor"]
     state = {"actor parameters": 4 * n, "actor moments": 8 * n, "actor bfloat16 copy": 2 * n}
     always = {"CUDA itself": 2 * CONTEXT}
     layer = 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 192)
+    assert sizes["start"] == {"actor parameters": 4 * n, "actor moments": 8 * n} | always
     assert sizes["update_weights"] == state | {"engine weights": 2 * n} | always
     cache = {"engine cache and computation": gpu // 4 - 2 * n}
     assert sizes["gen"] == state | {"engine weights": 2 * n} | cache | always
@@ -111,11 +114,13 @@ def test_shards_and_the_roles_that_share_a_gpu(folder):
     assert sizes["update_actor"]["actor gathered layers"] == 2 * (ends + 2 * (n - ends) // 24)
     assert {"critic moments", "actor moments"} <= sizes["update_actor"].keys()
     apart = parts(plan_of(model, "ray.separate=critic"))
-    assert list(apart) == ["update_weights", "gen", "old_log_prob", "update_actor"]
+    assert list(apart) == ["start", "update_weights", "gen", "old_log_prob", "update_actor"]
     assert "critic moments" not in apart["update_actor"]
     offloaded = parts(plan_of(model, "actor.strategy=fsdp", "actor.fsdp_config.offload_policy=true"))
     assert "actor moments" not in offloaded["update_actor"] and "actor parameters" in offloaded["update_actor"]
     assert "actor parameters" not in offloaded["gen"]
+    # A state that lies on the CPU was loaded on the GPU first, one role after the other.
+    assert offloaded["start"].keys() == {"critic parameters", "critic moments", "CUDA itself"}
 
 
 def test_a_reward_model_has_a_phase_of_its_own(folder):
@@ -134,7 +139,7 @@ def test_the_cache_of_the_embedded_engine(folder):
 
 def test_states_move_to_the_cpu_where_they_do_not_fit(folder):
     model = folder("1.5b")
-    needed = phases(plan_of(model, "rollout.gpu_memory_utilization=0.8"), 1, 140 * GIB, offload=False)[1].nbytes
+    needed = phases(plan_of(model, "rollout.gpu_memory_utilization=0.8"), 1, 140 * GIB, offload=False)[2].nbytes
     plan = plan_of(model, "rollout.gpu_memory_utilization=0.8")
     assert needed > 140 * GIB and offloads(plan, 1, 140 * GIB)
     assert not offloads(plan, 1, None) and not offloads(plan_of(model), 1, 140 * GIB)
@@ -181,23 +186,28 @@ def test_advice_follows_the_largest_parts(folder):
 def test_a_check_counts_and_refuses(tiny, tmp_path, capsys):
     recipe = tmp_path / "empty.toml"
     recipe.write_text("")
-    run = [f"model.path={tiny}", f"trainer.dir={tmp_path}/run", *VLLM, "--check"]
-    assert main(["train", str(recipe), *TINY, *run, "--gpu-memory", "16"]) == 0
+    run = [f"model.path={tiny}", f"trainer.dir={tmp_path}/run", *VLLM, "--check", "--gpus", "1"]
+    assert main(["train", str(recipe), *TINY, "driver.device=cuda", *run, "--gpu-memory", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("memory"))
-    assert lines[start] == "memory      by phase, on a GPU of 16.00 GiB; the largest is the generation"
-    assert [line.split(":")[0].strip() for line in lines[start + 1 : start + 7]] == [
-        "publication", "generation", "log-probs", "update of the actor", "values", "update of the critic",
+    assert lines[start] == "memory      by phase, in GiB, on a GPU of 16.00 GiB; the largest is the generation"
+    assert [line.split(":")[0].strip() for line in lines[start + 1 : start + 8]] == [
+        "start", "publication", "generation", "log-probs", "update of the actor", "values", "update of the critic",
     ]  # fmt: skip
-    assert "engine cache and computation 8.00" in lines[start + 2]
-    assert lines[-1].strip() == "the engine sleeps while the ranks compute (rollout.free_cache_engine)"
-    assert main(["train", str(recipe), *TINY, *run, "--gpu-memory", "16", "rollout.gpu_memory_utilization=0.95"]) == 0
+    assert "engine cache and computation 8.00" in lines[start + 3]
+    assert lines[start + 8].strip() == "the engine sleeps while the ranks compute (rollout.free_cache_engine)"
+    assert lines[start + 9] == "verdict     fits in 16 GiB (peak 10.0 GiB, generation)"
+    full = "rollout.gpu_memory_utilization=0.95"
+    assert main(["train", str(recipe), *TINY, "driver.device=cuda", *run, "--gpu-memory", "16", full]) == 0
     out = capsys.readouterr().out
-    assert "note: the generation may need 17.20 GiB, and the GPU has 16.00" in out
+    assert "does not fit in 16 GiB: the generation needs 17.2 GiB; set\n" in out
+    assert "\n            rollout.gpu_memory_utilization=0.8 (peak" in out
     assert "training states lie on the CPU while the engine generates" in out
     both = ["rollout.gpu_memory_utilization=0.9", "rollout.engines=2", "--gpu-memory", "16"]
-    assert main(["train", str(recipe), *TINY, *run, *both]) == 2
-    assert "error: the generation needs at least 28.80 GiB, and the GPU has 16.00" in capsys.readouterr().err
+    assert main(["train", str(recipe), *TINY, "driver.device=cuda", *run, *both]) == 2
+    said = capsys.readouterr()
+    assert "error: the generation needs at least 28.80 GiB, and the GPU has 16.00" in said.err
+    assert "verdict     does not fit in 16 GiB" in said.out
     assert not (tmp_path / "run").exists()
 
 
@@ -208,12 +218,102 @@ def test_a_size_that_no_gpu_has(size, capsys):
     assert "--gpu-memory" in capsys.readouterr().err
 
 
-def test_a_check_of_a_run_on_the_cpu_counts_no_gpu(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("words", [["--gpus", "8"], ["--gpus", "0", "--gpu-memory", "80"], ["--gpus", "x"]])
+def test_a_machine_that_is_not_described(words, capsys):
+    for more in (["--check", *words], ["--gpu-memory", "80"], ["--gpus", "2", "--gpu-memory", "80"]):
+        with pytest.raises(SystemExit):
+            main(["train", "x.toml", *more])
+        assert "--gpu" in capsys.readouterr().err
+
+
+def test_a_check_of_a_run_on_the_cpu_counts_no_gpu(tiny, tmp_path, monkeypatch):
+    """It shows the dtype that the CPU computes in, which is float32 even for a model of bfloat16."""
     from verl_fn.runs.check_run import check_run
 
-    assert "memory  " not in check_run(tiny_run(tiny, tmp_path))
-    unknown = check_run(tiny_run(tiny, tmp_path, "driver.device=auto"))
-    assert "on a GPU of unknown size (--gpu-memory GIB compares)" in unknown or "on a GPU of" in unknown
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = json.loads((tiny / "config.json").read_text()) | {"dtype": "bfloat16"}
+    half = shutil.copytree(tiny, tmp_path / "half")
+    (half / "config.json").write_text(json.dumps(config))
+    for device in ("cpu", "auto"):
+        said = check_run(tiny_run(half, tmp_path, f"driver.device={device}", "algorithm.name=sft"))
+        assert "float32" in said and not any(word in said for word in ("memory  ", "verdict", "layouts", "bfloat16"))
+
+
+GPUS = ["--gpus", "8", "--gpu-memory", "80"]
+
+
+@pytest.fixture
+def page():
+    """The config, the plan and its output in the documentation."""
+    text = (Path(__file__).parents[2] / "docs/gpus.md").read_text().partition("### Planning from a machine")[2]
+    return re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def qwen3(page, tmp_path, monkeypatch):
+    """Prints the documentation's plan for GPUs that are not here, from config.json alone."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b/config.json").write_text(page[0])
+    (tmp_path / "plan.toml").write_text(page[1])
+    return lambda *more: main(["train", "plan.toml", "--check", *more])
+
+
+def test_the_plan_in_the_documentation(qwen3, page, tmp_path, capsys):
+    assert page[2].strip() == "verl-fn train plan.toml --check --gpus 8 --gpu-memory 80"
+    assert qwen3(*GPUS) == 0
+    assert capsys.readouterr().out.replace(str(tmp_path), "/home/me") == page[3]
+
+
+def test_a_plan_for_a_machine_with_gpus_from_a_config_json(qwen3, capsys):
+    assert qwen3(*GPUS) == 0
+    out = capsys.readouterr().out
+    assert "has no weights: they are not checked" in out and "has no tokenizer: data, chat template" in out
+    assert "8,190,735,360 parameters" in out and "8 x vllm, bfloat16" in out and "; bfloat16; 100 updates" in out
+    budget, recompute = "actor.ppo_max_token_len_per_gpu=12288", "actor.enable_gradient_checkpointing=true"
+    assert "does not fit in 80 GiB: the update of the actor needs 90.3 GiB; set\n" in out
+    assert f"\n            {budget} (peak 72.9 GiB" in out
+    # What the plan proposes fits, and little more does not.
+    for settings in ([budget], [recompute], [recompute, "actor.ppo_max_token_len_per_gpu=98304"]):
+        assert qwen3(*GPUS, *settings) == 0
+        assert "verdict     fits in 80 GiB (peak " in capsys.readouterr().out
+    assert qwen3(*GPUS, "actor.ppo_max_token_len_per_gpu=14336") == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_plan_says_what_is_not_there(qwen3, capsys, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
+    assert qwen3(*GPUS, "ray.ranks=16") == 2
+    assert "ask for 16 GPUs, and the cluster has 8" in capsys.readouterr().err
+    assert qwen3(*GPUS, "driver.device=cpu") == 2
+    assert "--gpus plans for GPUs" in capsys.readouterr().err
+    # For this machine, a folder needs its weights, and the config its GPUs.
+    assert qwen3("driver.device=cuda") == 2
+    assert "torch finds no GPU here; set driver.device=cpu or auto, or plan for another machine by" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_plan_that_fits_nowhere(qwen3, capsys):
+    one = ["ray.ranks=1", "rollout.engines=1", "actor.strategy=local", "--gpus", "1", "--gpu-memory", "80"]
+    assert qwen3(*one) == 2
+    said = capsys.readouterr()
+    assert "; the least is with\n" in said.out and "layouts     none fits 1 x 80 GiB" in said.out
+    assert "error: the update of the actor needs at least 137.31 GiB" in said.err
+
+
+def test_a_plan_proposes_the_engines_share_and_rows(qwen3, capsys):
+    more = ["actor.enable_gradient_checkpointing=true", "rollout.slots=8"]
+    assert qwen3(*GPUS, *more) == 0
+    out = capsys.readouterr().out
+    share = next(line for line in out.splitlines() if line.startswith("engine  ")).split()[1]
+    assert share.startswith("rollout.gpu_memory_utilization=0.")
+    assert qwen3(*GPUS, *more, share) == 0
+    out = capsys.readouterr().out
+    assert (
+        "verdict     fits" in out and "rollout.slots=64 fits (8 now): an engine has 64 rows to draw in a step" in out
+    )
 
 
 def test_frozen_weights_count_in_the_dtype_that_computes(folder):

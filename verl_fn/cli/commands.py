@@ -58,7 +58,7 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     if args.check:
         from verl_fn.runs.check_run import check_run
 
-        say(check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None))
+        say(check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None, args.gpus))
         return 0
     try:
         train(plan, show, live=sys.stdout.isatty() and not args.quiet)

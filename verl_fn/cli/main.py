@@ -71,6 +71,25 @@ def _add_check(to: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="with --check: the memory of a GPU in GiB; by default this machine's",
     )
+    to.add_argument(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="with --check and --gpu-memory: plan for another machine with so many GPUs; a model folder then needs "
+        "only its config.json",
+    )
+
+
+def count(argument: str) -> int:
+    """Reads a number of GPUs.
+
+    Example:
+        >>> count("8")
+        8
+    """
+    if not argument.isdecimal() or not 0 < int(argument) < 2**16:
+        raise argparse.ArgumentTypeError(f"{argument} is no number of GPUs, such as 8")
+    return int(argument)
 
 
 def gib(argument: str) -> float:
@@ -229,6 +248,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.overrides = [*args.overrides, *rest]
     if hasattr(args, "models"):
         _split_models(top, args)
+    if not getattr(args, "check", True) and (args.gpus or args.gpu_memory):
+        top.error("--gpus and --gpu-memory go with --check")
+    if getattr(args, "gpus", None) and not args.gpu_memory:
+        top.error("--gpus plans for another machine, so --gpu-memory must say how many GiB each of its GPUs has")
     return args
 
 

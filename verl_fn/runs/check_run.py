@@ -5,43 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
+import torch
+
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
-from verl_fn.config import Plan, RolePlan
+from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
+from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.driver import build, ranks
 
 from .checks import (
     check_all_weights,
+    check_code,
+    check_device,
+    check_gpus,
     check_has_training,
+    check_model_folders,
     check_processes,
+    check_ranks,
     check_run_folder,
     check_writable,
     row_lengths,
 )
 from .continuing import changes, find_origin, finished, run_date
+from .fitting import better_engine, fits, layouts, longest_row, peak, remedies
 from .folder import Run
-from .memory import GIB, check_memory, largest, offloads, phases, role_memory
+from .memory import GIB, check_memory, engine_weights, largest, offloads, phases, role_memory, share
 from .prepare import prepare
 from .screen import say
 
 
-def check_run(plan: Plan, gpu: int | None = None) -> str:
+def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> str:
     """Runs the checks that precede training, and describes the run.
 
     Args:
         plan: the plan.
         gpu: bytes of a GPU; by default of this machine's, if it has one.
+        gpus: the GPUs of another machine that the run is planned for; None for this machine. Then model folders need
+            no weights and no tokenizer, and the run's folder and the packages of the run are not looked for.
 
     Returns:
-        Lines about the algorithm, the rows of a step, each role's layout, updates and memory per rank, and the
-        memory of each phase on a GPU.
+        Lines about the algorithm, the rows of a step, each role's layout, updates and memory per rank, the memory of
+        each phase on a GPU, and settings that fit it.
 
     Raises:
         UserError: the run could not start, or needs more memory than the GPU has.
     """
-    check_run_folder(Path(plan.trainer.dir))
-    check_writable(Path(plan.trainer.dir))
+    if gpus is None:
+        check_device(plan)
+        check_run_folder(Path(plan.trainer.dir))
+        check_writable(Path(plan.trainer.dir))
+    else:
+        check_gpus(plan, gpus)
+        plan = _on_gpus(plan)
     check_has_training(plan)
     plan = plan.dated(run_date(plan))
     run = Run(plan, say)
@@ -50,55 +67,109 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         return f"this run has finished, after {ended.step} steps; nothing would be done"
     for sentence in changed:
         say(sentence)
-    source = prepare(plan, say)
-    if origin is None:
-        check_all_weights(plan)
-    for note in check_processes(plan, source):
-        say(f"note: {note}")
-    tokenizer = build.policy_tokenizer(plan.rollout)
-    size = ranks.training_ranks(plan)
-    d, r, t = plan.data, plan.rollout, plan.trainer
-    rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
-    lengths = row_lengths(plan, source, tokenizer)
-    longest = max(lengths.sampled, lengths.trained)
-    data = "files" if d.train_files else d.task
-    lines = [
-        f"algorithm   {plan.algorithm} on {data}: {t.total_training_steps} steps, seed {t.seed}",
-        f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens",
-        f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}",
-        f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training "
-        f"{'process' if size == 1 else 'processes'}",
-        f"folder      {t.dir}",
-    ]
-    if lag := plan.driver.max_lag:
-        steps = "1 step" if lag == 1 else f"{lag} steps"
-        correction = getattr(plan.options, "rollout_is", None) or "that of the algorithm"
-        lines.append(f"overlap     sampling runs up to {steps} ahead of learning; correction: {correction}")
-        if r.in_flight_weight_updates:
-            lines.append("            each step's weights reach the engines in the middle of responses")
-    for role in plan.roles.values():
-        lines += _role_lines(role, plan, size)
-    for name, original in plan.copies.items():
-        lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
-    if plan.driver.device != "cpu":
-        lines += _memory_lines(plan, size, gpu or ranks.gpu_memory(ranks.device(plan.driver)))
+    longest = longest_row(plan)
+    has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in Path(plan.model).glob(pattern))
+    if gpus is not None and plan.new_model is None and not has_tokenizer:
+        say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
+        check_code(plan)
+        check_model_folders(plan)
+        check_ranks(plan, ranks.training_ranks(plan), installed=False)
+    else:
+        source = prepare(plan, say, gpus)
+        for note in check_processes(plan, source):
+            say(f"note: {note}")
+        lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
+        longest = max(lengths.sampled, lengths.trained)
+    lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
+    for folder in lacking:
+        say(f"note: {folder} has no weights: they are not checked")
+    lines = [*_run_lines(plan, longest)]
+    device = ranks.device(plan.driver)
+    if device == "cuda":
+        size, gpu = ranks.training_ranks(plan), gpu or ranks.gpu_memory(device)
+        lines += _memory_lines(plan, size, gpu)
+        if gpu is not None:
+            lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
+        try:
+            check_memory(plan, size, gpu)
+        except ConfigError:
+            say("\n".join(lines))
+            raise
     return "\n".join(lines)
 
 
+def _on_gpus(plan: Plan) -> Plan:
+    """Returns the plan for a machine with GPUs.
+
+    Raises:
+        ConfigError: the run computes on the CPU.
+    """
+    if plan.driver.device == "cpu":
+        raise ConfigError("driver.device is cpu, and --gpus plans for GPUs; set driver.device=auto or cuda")
+    return attrs.evolve(
+        plan,
+        driver=attrs.evolve(plan.driver, device="cuda"),
+        table=plan.table | {"driver": plan.table["driver"] | {"device": "cuda"}},
+    )
+
+
+def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
+    """Yields lines about the run and its models; ``longest`` is the number of tokens of its longest row."""
+    d, r, t, size = plan.data, plan.rollout, plan.trainer, ranks.training_ranks(plan)
+    rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
+    data = "files" if d.train_files else d.task
+    yield f"algorithm   {plan.algorithm} on {data}: {t.total_training_steps} steps, seed {t.seed}"
+    yield f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens"
+    yield f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}"
+    processes = "process" if size == 1 else "processes"
+    yield f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training {processes}"
+    yield f"folder      {t.dir}"
+    if lag := plan.driver.max_lag:
+        steps = "1 step" if lag == 1 else f"{lag} steps"
+        correction = getattr(plan.options, "rollout_is", None) or "that of the algorithm"
+        yield f"overlap     sampling runs up to {steps} ahead of learning; correction: {correction}"
+        if r.in_flight_weight_updates:
+            yield "            each step's weights reach the engines in the middle of responses"
+    for role in plan.roles.values():
+        yield from _role_lines(role, plan, size)
+    for name, original in plan.copies.items():
+        yield f"{name:<11} the frozen base of {original}, no model of its own"
+
+
 def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
-    """Yields the bytes of each phase on the GPU of a rank, and a note where they may be too many."""
-    note = check_memory(plan, size, gpu)
+    """Yields the bytes of each phase on the GPU of a rank, and whether they fit."""
     counted = phases(plan, size, gpu)
+    most = largest(counted)
     room = f"of {gpu / GIB:.2f} GiB" if gpu is not None else "of unknown size (--gpu-memory GIB compares)"
-    yield f"memory      by phase, on a GPU {room}; the largest is the {largest(counted).title}"
+    yield f"memory      by phase, in GiB, on a GPU {room}; the largest is the {most.title}"
     for phase in counted:
         yield f"            {phase.title}: {phase.describe()}"
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
     if offloads(plan, size, gpu):
         yield "            training states lie on the CPU while the engine generates (rollout.offload_trainer)"
-    if note:
-        yield f"            note: {note}"
+
+
+def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
+    """Yields whether a plan fits its GPU, and settings that fit or use it better."""
+    most, room = peak(plan, gpu), f"in {gpu / GIB:.4g} GiB"
+    if fits(plan, gpu):
+        yield f"verdict     fits {room} (peak {most.nbytes / GIB:.1f} GiB, {most.title})"
+        for sentence in better_engine(plan, gpu) if plan.learns_from == "samples" else ():
+            yield f"engine      {sentence}"
+    else:
+        changes = remedies(plan, gpus, gpu)
+        helps = " or\n            ".join(map(str, changes)) or "nothing that was tried"
+        least = "; set" if changes and changes[0].phase.nbytes <= gpu else "; the least is with"
+        note = f"the {most.title} needs {most.nbytes / GIB:.1f} GiB"
+        if (of_engine := share(plan, gpu)) and most.nbytes <= gpu:
+            note = f"the engine's weights take {engine_weights(plan) / GIB:.1f} of its {of_engine / GIB:.1f} GiB"
+        yield f"verdict     does not fit {room}: {note}{least}\n            {helps}"
+    for i, layout in enumerate(found := [*layouts(plan, gpus, gpu)]):
+        title = f"layouts     with the largest budget of tokens that fits {gpus} x {gpu / GIB:.4g} GiB:\n" * (i == 0)
+        yield f"{title}            {layout}"
+    if not found:
+        yield f"layouts     none fits {gpus} x {gpu / GIB:.4g} GiB"
 
 
 def _engines(plan: Plan) -> str:
@@ -136,7 +207,7 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"
     yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"
-    counted = role_memory(role, plan, size).own
+    counted = role_memory(role, plan, size, ranks.device(plan.driver)).own
     parts = [f"{p.name.removeprefix(f'{role.name} ')} {p.nbytes / GIB:.3f}" for p in counted if p.nbytes]
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {', '.join(parts)}; micro-batches of at most {role.max_tokens:,} tokens{place}"

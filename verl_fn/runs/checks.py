@@ -47,8 +47,14 @@ OTHER_MODELS = ("reward_model", "teacher")
 TRIES = 8
 
 
-def check(plan: Plan, source: Source, tokenizer: Any) -> None:
-    """Checks that tokenizer, models, row lengths, ranks and device go together.
+def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True) -> None:
+    """Checks that tokenizer, models, row lengths and ranks go together.
+
+    Args:
+        plan: the plan.
+        source: its problems.
+        tokenizer: of the model.
+        installed: whether the libraries of its backends must be installed here.
 
     Raises:
         ModelError: the tokenizer's vocabulary is larger than a model's.
@@ -56,7 +62,7 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             than allowed, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    check_ranks(plan, ranks.training_ranks(plan))
+    check_ranks(plan, ranks.training_ranks(plan), installed=installed)
     if plan.trainer.stop_at is not None and isinstance(source, FileData | StreamedData) and not source.validation:
         raise ConfigError(
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
@@ -261,8 +267,13 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     )
 
 
-def check_ranks(plan: Plan, size: int) -> None:
+def check_ranks(plan: Plan, size: int, *, installed: bool = True) -> None:
     """Checks that every role's layout fits the number of ranks and its model.
+
+    Args:
+        plan: the plan.
+        size: the number of ranks.
+        installed: whether the libraries of its backends must be installed here.
 
     Raises:
         ConfigError: a layout does not fit.
@@ -280,7 +291,7 @@ def check_ranks(plan: Plan, size: int) -> None:
                 )
             continue
         if role.strategy == "megatron":
-            _check_megatron(role, table, size)
+            _check_megatron(role, table, size, installed=installed)
             continue
         for name in ("replicate", "ulysses_sequence_parallel_size"):
             value = getattr(role.fsdp_config, name)
@@ -292,9 +303,10 @@ def check_ranks(plan: Plan, size: int) -> None:
             raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
 
 
-def _check_megatron(role: RolePlan, table: str, size: int) -> None:
+def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -> None:
     try:
-        check_installed()
+        if installed:
+            check_installed()
     except MegatronMissing as error:
         raise ConfigError(f"{table}.strategy is megatron: {error}") from error
     try:
@@ -316,7 +328,7 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
 
 
 def check_device(plan: Plan) -> None:
-    """Checks that the device exists; ``train --check`` does without, since the run may be elsewhere.
+    """Checks that the device exists.
 
     Raises:
         ConfigError: it does not.
@@ -326,7 +338,10 @@ def check_device(plan: Plan) -> None:
     ray = sys.modules.get("ray") if on_ray else None
     connected = (ray is not None and ray.is_initialized()) or (on_ray and bool(plan.ray.address))
     if plan.driver.device == "cuda" and not connected and not torch.cuda.is_available():
-        raise ConfigError("driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto")
+        raise ConfigError(
+            "driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto, or plan for another "
+            "machine by --check --gpus N --gpu-memory GIB"
+        )
 
 
 def check_other_models(plan: Plan, tokenizer: Any) -> None:
@@ -387,20 +402,23 @@ def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
 CONSOLE = "console"
 
 
-def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int]) -> None:
+def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | None = None) -> None:
     """Checks loggers, chat template, rollout engine and cluster, none of which is started.
 
     Args:
         plan: the plan.
         tokenizer: of the model.
         ends: the tokens that end an answer.
+        gpus: how many GPUs another machine has, for which packages need not be installed here; None for this one.
 
     Raises:
         UserError: one of them cannot be had or used; the message names the key.
     """
-    check_loggers(plan.trainer)
     if plan.env.name:
         Renderer(tokenizer, ends)
+    if gpus is not None:
+        return
+    check_loggers(plan.trainer)
     # Nodes of a cluster that runs already may have what this machine lacks.
     if plan.rollout.name == "vllm" and not plan.ray.address:
         _check_vllm(plan)
@@ -408,6 +426,19 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int]) -> None:
         from verl_fn.driver.ray import check_before_start
 
         check_before_start(plan)
+
+
+def check_gpus(plan: Plan, gpus: int) -> None:
+    """Checks that a machine has a GPU for each process of a plan that takes one.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    from verl_fn.driver.ray import check_room, seating, training_groups
+
+    if plan.driver.kind == "ray":
+        _, bundles = seating(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
+        check_room(bundles, plan, [{"GPU": gpus}])
 
 
 def check_code(plan: Plan) -> None:
@@ -436,15 +467,28 @@ def check_loggers(trainer: TrainerConfig) -> None:
             raise ConfigError(f"trainer.logger asks for {name}, which is not installed: {install(name)}")
 
 
-def check_all_weights(plan: Plan) -> None:
+def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
     """Checks that model folders have the weights of their models, whose files are not read to the end.
+
+    Args:
+        plan: the plan.
+        needed: whether a folder must have weights.
+
+    Returns:
+        The folders without weights.
 
     Raises:
         ModelError: one has not, or its model has not been run with Megatron.
         ConfigError: ranks would share padded rows.
     """
     models = {(role.folder, role.head, role.row_layout): role for role in plan.roles.values()}
-    skeletons = {model: check_weights(*model) for model in models}
+    lacking = [] if needed else [folder for folder, *_ in models if not any(Path(folder).glob("*.safetensors"))]
+    skeletons = {
+        (folder, head, layout): hollow(folder, head, key=Key.from_seed(0), row_layout=layout).skeleton
+        if folder in lacking
+        else check_weights(folder, head, layout)
+        for folder, head, layout in models
+    }
     for role in plan.roles.values():
         skeleton = skeletons[role.folder, role.head, role.row_layout]
         if role.strategy != "megatron" and (role.lora or role.enable_gradient_checkpointing):
@@ -457,6 +501,7 @@ def check_all_weights(plan: Plan) -> None:
                 f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "
                 "ranks cannot share padded rows; set it to 1"
             )
+    return list(dict.fromkeys(lacking))
 
 
 def check_processes(plan: Plan, source: Source) -> Iterator[str]:

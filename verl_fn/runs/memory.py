@@ -7,7 +7,9 @@ for models that compute with FlashAttention (``ModelSizes``), and what a process
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 
@@ -23,9 +25,10 @@ GIB = 2**30
 CONTEXT = GIB  # what CUDA, its libraries, captured graphs and buffers for weights take in a process
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32  # AdamW's two averages of a parameter
-GENERATION, PUBLICATION = "gen", "update_weights"
+START, GENERATION, PUBLICATION = "start", "gen", "update_weights"
 # What the phases of verl's timing metrics are for.
 TITLES = {
+    START: "start",
     GENERATION: "generation",
     PUBLICATION: "publication",
     "old_log_prob": "log-probs",
@@ -106,21 +109,30 @@ class RoleMemory:
 
     Attributes:
         own: parameters, gradients, moments, the copy that computes and Megatron's buffer, wherever they lie.
+        loaded: what lies on the GPU once the role's folder has been read, even if it moves to the CPU then.
         state: what lies on the GPU between passes, unless the trainer offloads it while the engine generates.
         buffers: what Megatron keeps between passes, and gives back before an engine wakes.
         phases: the phases in which the role computes, each with what it adds.
     """
 
     own: tuple[Part, ...]
+    loaded: tuple[Part, ...]
     state: tuple[Part, ...]
     buffers: tuple[Part, ...]
     phases: tuple[Phase, ...]
 
 
-def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
-    """Counts the bytes of a role on one of the ranks that train it."""
+def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") -> RoleMemory:
+    """Counts the bytes of a role on one of the ranks that train it.
+
+    Args:
+        role: the role.
+        plan: the plan that it belongs to.
+        ranks: how many ranks train it.
+        device: ``cpu`` or ``cuda``, by which the dtype is chosen if the config names none.
+    """
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
-    dtype = compute_dtype(role.dtype, role.folder, "cuda")
+    dtype = _dtype(role.dtype, role.folder, device, _stamp(role.folder))
     width, name, lower = width_of(dtype), role.name, _state_setting(role)
     own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
     # Frozen weights lie in the dtype that computes them.
@@ -147,6 +159,7 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
     state = (parameters, moments, *((copy,) if role.strategy == "local" else ()))
     return RoleMemory(
         own=(parameters, gradients, moments, copy, buffer),
+        loaded=(parameters, moments),
         state=() if role.offload else state,
         buffers=(copy, buffer) if role.strategy == "megatron" else (),
         phases=tuple(phases),
@@ -230,7 +243,7 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
 
 
 def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
-    """Returns the phases of a step on the GPU of a training rank, with all that shares it.
+    """Returns the start and the phases of a step on the GPU of a training rank, with all that shares it.
 
     Roles of ``ray.separate`` and engines that are placed apart have GPUs of their own and are not counted.
 
@@ -258,7 +271,13 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
         awake = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in awake)
     processes = 1 if plan.driver.kind == "local" else 1 + _engines(plan, ranks)
     cuda = Part("CUDA itself", processes * CONTEXT, exact=False)
+    # Roles are loaded one after the other, on the GPU.
+    start = [*awake, cuda]
+    for i, role in enumerate(roles):
+        before = () if offload else (part for one in roles[:i] for part in one.state)
+        start = max(start, [*before, *role.loaded, *awake, cuda], key=lambda parts: sum(p.nbytes for p in parts))
     return (
+        Phase(START, start),
         Phase(PUBLICATION, (*at_rest, *weights, cuda)),
         Phase(GENERATION, (*at_rest, *engine, cuda)),
         *(Phase(p.name, (*state, *buffers, *p.parts, *awake, cuda)) for role in roles for p in role.phases),
@@ -290,7 +309,7 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
     most = max(counted, key=lambda phase: phase.exact)
     if most.exact > gpu:
         raise ConfigError(f"the {most.title} needs at least {most.exact / GIB:.2f} GiB{_beside(most, gpu)}")
-    if (engine := share(plan, gpu)) and (need := _weights(plan)) > engine:
+    if (engine := share(plan, gpu)) and (need := engine_weights(plan)) > engine:
         raise ConfigError(
             f"rollout.gpu_memory_utilization = {plan.rollout.gpu_memory_utilization:g} is {engine / GIB:.2f} GiB of "
             f"this GPU, and the engine's weights alone take {need / GIB:.2f}; raise it"
@@ -330,13 +349,26 @@ def share(plan: Plan, gpu: int | None) -> int:
     return int(plan.rollout.gpu_memory_utilization * gpu) if gpu is not None and plan.rollout.name == "vllm" else 0
 
 
-def _weights(plan: Plan) -> int:
-    return model_sizes(plan.rollout.folder, "lm").total * _width(plan) // plan.rollout.tensor_parallel_size
+def engine_weights(plan: Plan) -> int:
+    """Returns the bytes of the weights of one engine on each of its GPUs."""
+    return model_sizes(plan.rollout.folder, "lm").total * element_width(plan) // plan.rollout.tensor_parallel_size
 
 
-def _width(plan: Plan) -> int:
+def element_width(plan: Plan) -> int:
     """Returns the bytes of an element of the engine's weights and cache."""
-    return width_of(compute_dtype(plan.rollout.dtype, plan.rollout.folder, "cuda"))
+    r = plan.rollout
+    return width_of(_dtype(r.dtype, r.folder, "cuda", _stamp(r.folder)))
+
+
+def _stamp(folder: str) -> int:
+    """Returns the time at which a model's config was written."""
+    return (Path(folder) / "config.json").stat().st_mtime_ns
+
+
+# Settings are found by counting many plans of one model. `stamp`: of config.json.
+@functools.lru_cache(maxsize=64)
+def _dtype(asked: str | None, folder: str, device: str, stamp: int) -> str:
+    return compute_dtype(asked, folder, device)
 
 
 def _engines(plan: Plan, ranks: int) -> int:
@@ -351,13 +383,13 @@ def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Part, ...]:
     r, count = plan.rollout, _engines(plan, ranks)
     if not count:
         return ()
-    weights = Part("engine weights", count * _weights(plan), "rollout.dtype=bfloat16")
+    weights = Part("engine weights", count * engine_weights(plan), "rollout.dtype=bfloat16")
     if r.name == "vllm":
         utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
-        rest = count * max(0, share(plan, gpu) - _weights(plan))
+        rest = count * max(0, share(plan, gpu) - engine_weights(plan))
         return weights, Part("engine cache and computation", rest, utilization)
     tokens = min(r.slots, plan.data.train_batch_size * r.n) * r.longest
-    cache = model_sizes(r.folder, "lm").cache(tokens, _width(plan))
+    cache = model_sizes(r.folder, "lm").cache(tokens, element_width(plan))
     return weights, Part("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
 
 

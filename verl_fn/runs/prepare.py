@@ -29,10 +29,15 @@ NEEDS_MODEL = (
 )
 
 
-def prepare(plan: Plan, say: Say) -> Source:
+def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     """Makes the model's folder if the plan asks for one, reads the problems, and checks plan, models and data.
 
     Data that is valid but probably a mistake is reported.
+
+    Args:
+        plan: the plan.
+        say: prints a line.
+        gpus: how many GPUs another machine has, for which the plan is only checked; None for a run on this one.
 
     Raises:
         UserError: something cannot be used; the message names it and the key.
@@ -67,7 +72,7 @@ def prepare(plan: Plan, say: Say) -> Source:
         )
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
-    check_parts(plan, tokenizer, ends)
+    check_parts(plan, tokenizer, ends, gpus)
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
     learns_from = plan.learns_from
@@ -80,7 +85,7 @@ def prepare(plan: Plan, say: Say) -> Source:
         source = environment_data(plan.data, plan.env, tokenizer, say)
     else:
         source = generated(plan.data, tokenizer, learns_from)
-    check(plan, source, tokenizer)
+    check(plan, source, tokenizer, installed=gpus is None)
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source

@@ -68,10 +68,11 @@ def blank_state(plan: Plan) -> RunState:
 def initial_state(plan: Plan, w: Workers) -> RunState:
     """Returns the state before the first step, with every role loaded from its model folder."""
     key = Key.from_seed(plan.trainer.seed)
-    states = {
-        name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name)) for name, role in plan.roles.items()
-    }
-    state = RunState(algorithm_of(plan).init(dict.fromkeys(plan.copies) | offloaded(states, plan, w), key), cursor=0)
+    states: dict[str, Any] = dict.fromkeys(plan.copies)
+    for name, role in plan.roles.items():
+        # A state moves to the CPU before the next one is loaded.
+        states |= offloaded({name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name))}, plan, w)
+    state = RunState(algorithm_of(plan).init(states, key), cursor=0)
     check_fields(state, plan)
     return state
 
