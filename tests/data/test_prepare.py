@@ -13,9 +13,8 @@ from verl_fn.backends.hf import new_model as new_models
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model, prepare_smollm2
 from verl_fn.cli import main
-from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
 from verl_fn.data.loading import read_files
-from verl_fn.data.prepare import prepare_gsm8k
+from verl_fn.data.prepare import SIZES, prepare_arithmetic, prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.errors import UsageError
 from verl_fn.rewards.rules import rule_for

@@ -11,7 +11,7 @@ from verl_fn.backends.hf.new_model import PACKAGE, prepare_smollm2
 from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
-from verl_fn.data.arithmetic import prepare_arithmetic
+from verl_fn.data.prepare import prepare_arithmetic
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 

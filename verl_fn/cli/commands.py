@@ -194,7 +194,7 @@ def prepare(args: argparse.Namespace) -> int:
         say(f"wrote {prepare_smollm2(args.out)}")
         return 0
     if args.dataset == "arithmetic":
-        from verl_fn.data.arithmetic import prepare_arithmetic
+        from verl_fn.data.prepare import prepare_arithmetic
 
         rows = prepare_arithmetic(args.out)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from verl_fn.data.judged import Judged
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
+from verl_fn.data.traits import strings
 from verl_fn.state import Batch
 
 
@@ -214,11 +215,4 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence
 
 def _texts(problem: Problem) -> str:
     """Returns all texts of a problem's messages."""
-    return "".join(_strings((problem.prompt, getattr(problem, "messages", ()), getattr(problem, "responses", ()))))
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [text for one in inner for text in _strings(one)]
+    return "".join(strings((problem.prompt, getattr(problem, "messages", ()), getattr(problem, "responses", ()))))

@@ -1,19 +1,25 @@
-"""Problems with responses that are judged already, and pairs of such responses made of a generated task."""
+"""Problems with responses that are judged already: from files, or pairs made of a generated task."""
 
 from __future__ import annotations
 
 import random
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import attrs
 
-from verl_fn.data.columns import Messages
+from verl_fn.data.columns import OPTIONAL, Messages, check_turns, fields_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.entries import Kind
+from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Key
 
 Response: TypeAlias = str | Messages
 """A response: a string, or the messages that follow the prompt's."""
 
+PAIR_COLUMNS = ("chosen", "rejected")
+LABEL_COLUMNS = ("completion", "label")
+SOURCE = "preferences"  # the data source of rows that name none
 MOST_EDITS = 4  # mistakes in a response that is made of a right answer
 
 
@@ -117,3 +123,142 @@ def edited(text: str, alphabet: str, dice: random.Random) -> str:
     if kind == "leave out":
         return text[:place] + text[place + 1 :]
     return text[: max(1, place)]
+
+
+def pair_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows that are preference pairs.
+
+    Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
+    without it, chosen and rejected are whole conversations, and the prompt is how both begin. They may
+    also begin with the messages of the prompt, or with a user's message of its text. Optional are ``data_source``,
+    ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability``, ``extra_info``,
+    ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
+
+    A row is refused if it is no pair: a response is missing or empty, both are equal, or the two conversations do not
+    begin alike.
+
+    Args:
+        prompt_key: the column of prompts.
+    """
+    return _kind(PAIR_COLUMNS, prompt_key, _pair)
+
+
+def labelled_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows that are responses, each labelled good or bad.
+
+    Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
+    are the ones of ``pair_rows``.
+
+    Args:
+        prompt_key: the column of prompts.
+    """
+    return _kind(LABEL_COLUMNS, prompt_key, _labelled)
+
+
+def _kind(required: tuple[str, ...], prompt_key: str, make: Callable[[str, Row, str, int], Judged]) -> Kind:
+    return Kind(
+        required,
+        (prompt_key, "data_source", "reward_model", *OPTIONAL),
+        lambda place, row, number, unused: make(place, row, prompt_key, number),
+        f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column",
+    )
+
+
+def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
+    for column in PAIR_COLUMNS:
+        if row[column] is None:
+            other = PAIR_COLUMNS[1 - PAIR_COLUMNS.index(column)]
+            raise DataError(f"{place}: {column} is missing, so {other} has no partner; complete or remove the row")
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{place}: chosen and rejected are equal, so neither is preferred; remove the row")
+    chosen, rejected = (_response(place, row[column], column) for column in PAIR_COLUMNS)
+    if row.get(prompt_key) is None:
+        prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
+    else:
+        prompt = prompt_of(place, row[prompt_key], prompt_key)
+        if repeated := _repeated(prompt, chosen):
+            if _repeated(prompt, rejected) != repeated:
+                raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
+            prompt, chosen, rejected = repeated, chosen[len(repeated) :], rejected[len(repeated) :]
+    for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
+        _check_response(place, prompt, response, column)
+    return _judged(place, row, number, prompt, (chosen,), (rejected,))
+
+
+def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
+    label = row["label"]
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(f"{place}: label must be true or false, not {label!r:.80}")
+    if row.get(prompt_key) is None:
+        raise DataError(f"{place}: there is no {prompt_key}; data.prompt_key names the prompts' column")
+    prompt = prompt_of(place, row[prompt_key], prompt_key)
+    response = _response(place, row["completion"], "completion")
+    _check_response(place, prompt, response, "completion")
+    return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
+
+
+def _response(place: str, value: Any, column: str) -> Response:
+    if value in ("", [], None):
+        raise DataError(f"{place}: {column} is empty; write a response, or remove the row")
+    return prompt_of(place, value, column)
+
+
+def _repeated(prompt: Response, response: Response) -> Messages:
+    """Returns the messages with which a response repeats its prompt: the same, or those up to the user's words."""
+    if isinstance(response, str):
+        return ()
+    if not isinstance(prompt, str):
+        return prompt if response[: len(prompt)] == prompt else ()
+    first = next((i for i, message in enumerate(response) if message["role"] == "user"), -1)
+    return response[: first + 1] if response[first]["content"] == prompt else ()
+
+
+def _common_prompt(
+    place: str, chosen: Response, rejected: Response, prompt_key: str
+) -> tuple[Response, Response, Response]:
+    """Splits two conversations into the messages that both begin with and the rest of each."""
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"{place}: there is no {prompt_key}; without it, chosen and rejected must be lists of messages that "
+            "begin with the prompt. data.prompt_key names the prompts' column"
+        )
+    common = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        common += 1
+    if common == 0:
+        raise DataError(
+            f"{place}: the conversations chosen and rejected begin differently, so they are no pair of responses to "
+            f"one prompt; let both begin with the same messages, or add the column {prompt_key}"
+        )
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _check_response(place: str, prompt: Response, response: Response, column: str) -> None:
+    if isinstance(response, str):
+        return
+    if isinstance(prompt, str):
+        raise DataError(f"{place}: {column} is a list of messages, and the prompt is a string; write both alike")
+    check_turns(place, response, column)
+    if response[0]["role"] != "assistant":
+        raise DataError(f"{place}: {column} begins with a message of {response[0]['role']!r}, not of the assistant")
+
+
+def _judged(
+    place: str,
+    row: Row,
+    number: int,
+    prompt: Response,
+    chosen: tuple[Response, ...],
+    rejected: tuple[Response, ...],
+) -> Judged:
+    return Judged(
+        prompt=prompt,
+        answer="" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"]),
+        id=number,
+        data_source=source_of(place, row, SOURCE),
+        chosen=chosen,
+        rejected=rejected,
+        **fields_of(place, row),
+    )

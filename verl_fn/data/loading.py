@@ -17,8 +17,7 @@ from verl_fn.data.conversations import COMPLETION, MESSAGES, TaskDialogues, comp
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
 from verl_fn.data.files import FileData, problem_rows, read_problems
-from verl_fn.data.judged import TaskPairs
-from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, labelled_rows, pair_rows
+from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.streaming import streamed
