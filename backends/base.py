@@ -40,7 +40,7 @@ from verl_fn.state import (
 )
 from verl_fn.state.guards import expect, expect_params, expect_state, expect_update
 from verl_fn.state.node import field_names
-from verl_fn.steps import Loss, Optimizer, apply_update, check_weights
+from verl_fn.steps import Frozen, Loss, Optimizer, apply_update, check_weights
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -126,6 +126,7 @@ class Base(abc.ABC):
         self.head = check_head(head)
         self.deterministic = deterministic
         self._several_ranks = several_ranks
+        self._trains = not isinstance(optimizer, Frozen)
         self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
 
     # Making states
@@ -199,9 +200,10 @@ class Base(abc.ABC):
         """Returns fp32 gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks the weights that the loss's levels need, the field that keeps its rows
-                together or the ``routed_experts`` to replay, a row or group is longer than the token budget, or ranks
-                were given different batches, needs or states. Different losses are not detected.
+            ValueError: the state trains no parameter, as one of the optimizer ``frozen()``; the batch lacks the
+                weights that the loss's levels need, the field that keeps its rows together or the ``routed_experts``
+                to replay; a row or group is longer than the token budget; or ranks were given different batches,
+                needs or states. Different losses are not detected.
             LayoutError: another thread computes.
             DonatedError: the state was donated.
             NotDifferentiable: a derivative of this function was taken.
@@ -210,6 +212,11 @@ class Base(abc.ABC):
         """
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
+        if state.params.trainable == frozenset():
+            raise ValueError(
+                "this state trains no parameter, so there are no gradients: it was made with the optimizer frozen(), "
+                "or its params are the base of others; make the backend with an optimizer that updates"
+            )
         check_weights(loss, batch)
         wanted = self._wanted(loss.needs)
         with self._one_call(gradients=True):

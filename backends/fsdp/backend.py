@@ -121,7 +121,7 @@ class Fsdp(Base):
         self.compile = compile
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self._recipe = Recipe(head, checkpointing, lora, row_layout, self.dtype, self.device)
+        self._recipe = Recipe(head, checkpointing, lora, row_layout, self.dtype, self.device, self._trains)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
 

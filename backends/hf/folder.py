@@ -118,6 +118,7 @@ def build(
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    trained: bool = True,
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
 
@@ -133,6 +134,7 @@ def build(
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         frozen: the dtype of parameters that are not trained.
         device: on which the model computes.
+        trained: whether a model without adapters is trained.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -159,6 +161,7 @@ def build(
         for name, t in params.items():
             check_numbers(name, t, folder)
     params |= _adapted(skeleton, lora, key, folder)
+    skeleton.trained = trained
     _to_meta(model)
     return skeleton, _masters(skeleton, params, frozen)
 
@@ -306,6 +309,7 @@ def hollow(
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    trained: bool = True,
 ) -> Hollow:
     """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
@@ -318,6 +322,7 @@ def hollow(
         model = _without_weights(auto, config, options, folder)
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
     _read_constants(skeleton, auto, config, options, folder)
+    skeleton.trained = trained
     shapes = {name: p.detach() for name, p in model.named_parameters()}
     adapters: dict[str, Tensor] = {}
     if lora is not None:

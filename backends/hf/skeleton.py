@@ -90,6 +90,7 @@ class Skeleton(nn.Module):
         model: the transformers model.
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
         adapters: the model's adapters, if it has any.
+        trained: whether a model without adapters is trained.
         longest: the most tokens of a row.
         fit: how the model is run.
         files: the contents of the other files of the model's folder; a checkpoint holds them too.
@@ -100,6 +101,7 @@ class Skeleton(nn.Module):
         self.model: PreTrainedModel = model
         self.head = head
         self.adapters = Adapters()
+        self.trained = True
         self.longest = longest
         self.fit = fit or Fit()
         self.files: dict[str, bytes] = {}
@@ -156,7 +158,7 @@ class Skeleton(nn.Module):
     def trainable(self) -> frozenset[str] | None:
         """The names of trained parameters: of the adapters and a value head, or None for all parameters."""
         if self.adapters.lora is None:
-            return None
+            return None if self.trained else frozenset()
         head = set(self.output_layer.parameters()) if self.head == "value" else set()
         return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
 

@@ -234,6 +234,7 @@ class Local(Base):
         skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
             lora=self.lora, row_layout=self.row_layout, frozen=self.dtype, device=self.device,
+            trained=self._trains,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)

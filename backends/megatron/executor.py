@@ -78,7 +78,8 @@ class Executor:
         """
         with agreed():
             check_cuda()
-            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype)
+            trains = not isinstance(optimizer, Frozen)
+            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype, trained=trains)
             check_tried(empty.skeleton, folder)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, adapters)
@@ -92,7 +93,7 @@ class Executor:
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
         resident = Resident(built.ddp, pieces, layout, built.tied)
-        if how.updates_by == "megatron" and not isinstance(optimizer, Frozen):
+        if how.updates_by == "megatron" and trains:
             own_optimizer = Distributed.of(own_optimizer, resident, how.dtype)
         zeros = {
             leaf: torch.zeros(piece.stop - piece.start, device=how.device)

@@ -335,6 +335,15 @@ def test_frozen_weights_count_in_the_dtype_that_computes(folder):
     assert wide["actor parameters"] == 4 * sizes.total and "actor float32 copy" not in wide
 
 
+@pytest.mark.parametrize("strategy", ["local", "fsdp", "megatron"])
+def test_a_reference_counts_in_the_dtype_that_computes(folder, strategy):
+    model, more = folder("0.5b"), ["algorithm.name=grpo", "rollout.n=8", "algorithm.use_kl_loss=true"]
+    counted = parts(plan_of(model, *more, f"actor.strategy={strategy}"), 1, 140 * GIB)["update_actor"]
+    n, copy = model_sizes(model, "lm").total, {"megatron": 2}.get(strategy)
+    assert counted["actor parameters"] == 4 * n and counted["reference parameters"] == 2 * n
+    assert counted.get("reference bfloat16 copy") == (copy and copy * n)
+
+
 MEGATRON = ["actor.strategy=megatron", "algorithm.name=grpo", "rollout.n=8"]
 
 

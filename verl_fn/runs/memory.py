@@ -136,7 +136,7 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
     width, name, lower = width_of(dtype), role.name, _state_setting(role)
     own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
     # Frozen weights lie in the dtype that computes them.
-    frozen = own - own_trained if role.lora else 0
+    frozen = own - own_trained if role.lora or not role.trained else 0
     parameters = Part(f"{name} parameters", frozen * width + (own - frozen) * FLOAT32, lower)
     moments = Part(f"{name} moments", own_trained * MOMENTS, lower)
     gradients = Part(f"{name} gradients", own_trained * FLOAT32, lower)
@@ -211,7 +211,7 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     # One layer computes while the next one is gathered.
     two_layers = 2 * (sizes.total - sizes.ends) // sizes.layers
     if role.strategy == "local":
-        cast = sizes.trained if role.lora else sizes.total
+        cast = sizes.trained if role.lora else trained
         return sizes.total, trained, cast if width < FLOAT32 else 0, 0, 0
     if role.strategy == "fsdp":
         shards = max(1, ranks // role.fsdp_config.replicate)

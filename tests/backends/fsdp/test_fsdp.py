@@ -221,6 +221,11 @@ def test_frozen_shards_lie_in_the_compute_dtype(two, untied, options):
         assert "model.embed_tokens.weight, are frozen in this backend's model and lie in its compute dtype" in error
 
 
+def test_a_model_that_is_never_trained_has_half_the_bytes(two, folder, tmp_path):
+    for (full, half), error in two.run("never_trained", folder, tmp_path):
+        assert full == 2 * half > 0 and "made with the optimizer frozen()" in error
+
+
 NARROW = {"lora": LORA, "compute_dtype": "bfloat16"}
 
 

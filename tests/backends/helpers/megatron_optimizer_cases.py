@@ -102,12 +102,13 @@ def huge_gradients(folder):
 
 
 def not_updated(folder):
-    """A model that is never trained needs no optimizer; and the error of an update."""
-    backend, batch = megatron(folder, THEIRS, optimizer=frozen()), tiny_batch()
-    state = backend.init(KEY)
-    backend.forward(state.params, batch)
-    grads, _ = backend.forward_backward(state, batch, ppo_clip())
-    return error_of(lambda: backend.apply_update(state, grads))
+    """A model that is never trained needs no optimizer and half the bytes; and the error of a gradient."""
+    half = THEIRS | {"compute_dtype": "bfloat16"}
+    trained, backend, batch = megatron(folder, half), megatron(folder, half, optimizer=frozen()), tiny_batch()
+    full, state = trained.init(KEY).params, backend.init(KEY)
+    assert [{t.element_size() for t in params.values()} for params in (full, state.params)] == [{4}, {2}]
+    assert tree.equal(*(b.forward(params, batch) for b, params in ((trained, full), (backend, state.params))))
+    return error_of(lambda: backend.forward_backward(state, batch, ppo_clip()))
 
 
 CHECKS = {

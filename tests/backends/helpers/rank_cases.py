@@ -22,6 +22,7 @@ from verl_fn.steps import (
     constant,
     distill_top_k,
     entropy,
+    frozen,
     loss,
     ppo_clip,
     value_clip,
@@ -328,6 +329,19 @@ def narrow_base(folder, options):
         for kind, of in names.items()
     }
     return bytes_each, error_of(lambda: backend.forward_backward(more, batch, loss))
+
+
+def never_trained(folder, into):
+    """A reference in bf16 has half the bytes, and says and restores the same."""
+    half = {"compute_dtype": "bfloat16", "max_tokens": 24}
+    trained, backend, batch = Fsdp(folder, optimizer(), **half), Fsdp(folder, frozen(), **half), tiny_batch()
+    full, state = trained.load_pretrained().params, backend.load_pretrained()
+    outputs = [b.forward(params, batch) for b, params in ((trained, full), (backend, state.params))]
+    backend.save(state, into)
+    again = backend.restore(into)
+    assert tree.equal(*outputs) and tree.equal(*(whole_of(s.params) for s in (state, again)))
+    sizes = [sum(local_of(t).nbytes for t in params.values()) for params in (full, state.params)]
+    return sizes, error_of(lambda: backend.forward_backward(again, batch, ppo_clip()))
 
 
 def _in_fp32(t):

@@ -172,6 +172,21 @@ def test_place_moves_and_changes_no_value(tiny):
     assert tree.equal(backend.place(state, params="cpu", optimizer="cpu"), state)
 
 
+def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path):
+    """A reference has a third of the bytes of masters and their copies, and says the same in every bit."""
+    trained, backend = (Local(tiny, tx, compute_dtype="bfloat16") for tx in (OPTIMIZER, frozen()))
+    wide = Local(tiny, frozen())
+    full, state = trained.load_pretrained(), backend.load_pretrained()
+    assert tree.equal(state.params.leaves, {name: t.bfloat16() for name, t in full.params.items()})
+    assert tree.equal(*(b.forward(s.params, ragged()) for b, s in ((trained, full), (backend, state))))
+    assert not backend._cast and tree.equal(state.params.base.leaves, state.params.leaves)
+    backend.save(state, tmp_path / "half")
+    wide.save(wide.load_pretrained(), tmp_path / "full")
+    assert all(tree.equal(backend.restore(tmp_path / name).params, state.params) for name in ("half", "full"))
+    with pytest.raises(ValueError, match=r"trains no parameter.* made with the optimizer frozen\(\)"):
+        backend.forward_backward(state, ragged(), cross_entropy())
+
+
 def test_init_is_a_function_of_the_key(tiny):
     backend = Local(tiny, frozen())
     one, same, other = (backend.init(Key.from_seed(s)) for s in (1, 1, 2))
