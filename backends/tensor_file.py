@@ -32,7 +32,7 @@ RENEWED = 128 * 2**20  # bytes
 
 
 @attrs.frozen(eq=False)
-class Part:
+class Span:
     """The part of a tensor that one process writes; the parts of all processes together are the whole tensor.
 
     Attributes:
@@ -46,12 +46,12 @@ class Part:
     shape: torch.Size
 
     @classmethod
-    def whole(cls, t: Tensor) -> Part:
+    def whole(cls, t: Tensor) -> Span:
         """Returns a whole tensor as one part."""
         return cls(t.detach().reshape(-1), 0, t.shape)
 
 
-def start(file: Path, parts: Mapping[str, Part]) -> None:
+def start(file: Path, parts: Mapping[str, Span]) -> None:
     """Makes the file in its full size, with the header that lists where each tensor lies.
 
     Example:
@@ -60,7 +60,7 @@ def start(file: Path, parts: Mapping[str, Part]) -> None:
         >>> file = Path(tempfile.mkdtemp()) / "a.safetensors"
         >>> w, halves = torch.arange(4.0), {}
         >>> for rank in (0, 1):
-        ...     halves[rank] = {"w": Part(w[2 * rank : 2 * rank + 2], 2 * rank, w.shape)}
+        ...     halves[rank] = {"w": Span(w[2 * rank : 2 * rank + 2], 2 * rank, w.shape)}
         >>> start(file, halves[0])
         >>> for rank in (1, 0):
         ...     fill(file, halves[rank])
@@ -73,7 +73,7 @@ def start(file: Path, parts: Mapping[str, Part]) -> None:
         opened.truncate(len(header) + size)
 
 
-def fill(file: Path, parts: Mapping[str, Part]) -> None:
+def fill(file: Path, parts: Mapping[str, Span]) -> None:
     """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
     fd = os.open(file, os.O_WRONLY)
@@ -180,7 +180,7 @@ def _check(
             raise ValueError(f"{file} has {name} as {saved[name][0]}{saved[name][1]}, not {dtype}{shape}")
 
 
-def _plan(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
+def _plan(parts: Mapping[str, Span]) -> tuple[bytes, dict[str, int], int]:
     """Returns the header, where each tensor starts after it, and the size of all tensors together."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places: dict[str, int] = {}

@@ -30,7 +30,7 @@ from verl_fn.backends.agreement import Gather, agreed, alone
 from verl_fn.backends.hf.folder import write_carried
 from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.backends.tensor_file import Part, Rows
+from verl_fn.backends.tensor_file import Rows, Span
 from verl_fn.errors import UserError
 from verl_fn.state import tree
 from verl_fn.state.tree import Scalar, flatten, unflatten
@@ -47,8 +47,8 @@ class CheckpointError(UserError, ValueError):
 
 def save_state(
     folder: str | Path,
-    model: Mapping[str, Part],
-    rest: Mapping[str, Part],
+    model: Mapping[str, Span],
+    rest: Mapping[str, Span],
     scalars: Mapping[str, Scalar],
     describe: Callable[[Path], None] = lambda folder: None,
     *,

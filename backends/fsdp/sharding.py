@@ -18,7 +18,7 @@ from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.protocol import TensorSpec
-from verl_fn.backends.tensor_file import Part
+from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Cut
 from verl_fn.state import Named, Node, tree
 from verl_fn.state.node import FrozenDict, field_names, rebuild
@@ -181,18 +181,18 @@ class Layout:
             # `reshape` would leave a single element its stride, with which it cannot be viewed as bytes.
             yield rows.contiguous().view(-1)[: t.numel()].view(t.shape)
 
-    def part(self, t: Tensor) -> Part:
+    def part(self, t: Tensor) -> Span:
         """Returns the elements of a tensor that this rank writes into a checkpoint.
 
         Ranks that hold copies of a shard each write a part of it. The first rank writes tensors that all ranks have.
         """
         if not isinstance(t, DTensor):
-            return Part(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
+            return Span(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
         elements = local_of(t).reshape(-1)
         first = self.bounds(t.shape[0])[0] * t.shape[1:].numel()
         copies, copy = self.copies
         start, end = len(elements) * copy // copies, len(elements) * (copy + 1) // copies
-        return Part(elements[start:end], first + start, t.shape)
+        return Span(elements[start:end], first + start, t.shape)
 
     def shard(self, whole: Tensor, device: torch.device) -> DTensor:
         """Returns this rank's shard of a tensor that every rank has."""

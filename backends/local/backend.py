@@ -18,7 +18,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
-from verl_fn.backends.tensor_file import Part
+from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
     Batch,
@@ -113,7 +113,7 @@ class Local(Base):
         skeleton.check_trained(state.params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))
         model, others = (
-            {name: Part.whole(t) for name, t in tensors.items()}
+            {name: Span.whole(t) for name, t in tensors.items()}
             for tensors in ({**skeleton.adapters.filed(state.params), **skeleton.constants}, rest)
         )
 

@@ -16,7 +16,7 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.config import check_same_config
 from verl_fn.backends.hf.folder import FolderWeights, Hollow
 from verl_fn.backends.megatron.executor import Executor
-from verl_fn.backends.tensor_file import Part, Slices
+from verl_fn.backends.tensor_file import Slices, Span
 from verl_fn.state import Key, Named, Params, TrainState
 from verl_fn.state.node import FrozenDict, rebuild
 from verl_fn.state.tree import flatten
@@ -38,14 +38,14 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
     layout, skeleton = model.layout, model.hollow.skeleton
     number = 0
 
-    def parts(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Part]:
+    def parts(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Span]:
         nonlocal number
         of_rank = {}
         for name, t in tensors:
             elements = t.detach().reshape(-1)
             if number % layout.size != layout.rank:
                 elements = elements[:0]
-            of_rank[name] = Part(elements.to("cpu", copy=True), 0, t.shape)
+            of_rank[name] = Span(elements.to("cpu", copy=True), 0, t.shape)
             number += 1
         return of_rank
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
-from verl_fn.backends.tensor_file import Part
+from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
     PER_ROW,
@@ -129,7 +129,7 @@ class Mock:
         """Writes the state into ``folder``, under the file names of ``Local``."""
         self._called("save")
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
-        model, others = ({name: Part.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
+        model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
         save_state(folder, model, others, scalars)
 
     @isolated()

@@ -108,7 +108,7 @@ class Layer(NamedTuple):
     window: int | None
 
 
-class Weights(NamedTuple):
+class LlamaWeights(NamedTuple):
     """All weights of a model of the Llama shape."""
 
     embed: Tensor
@@ -206,7 +206,7 @@ class LlamaDecoder:
         self._cache = torch.zeros(
             config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.dim, dtype=dtype, device=device
         )
-        self._weights: Weights | None = None
+        self._weights: LlamaWeights | None = None
         self._places: Places | None = None
 
     def begin(self) -> None:
@@ -224,7 +224,7 @@ class LlamaDecoder:
         layers = [self._layer(places, i) for i in range(self.config.num_hidden_layers)]
         embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
         product = _product(embed, pack=False) if head is None else _product(head)
-        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self._root, product)
+        self._weights = LlamaWeights(embed, layers, tensors["model.norm.weight"] * self._root, product)
         if self.device.type == "cpu" and self.dtype == torch.float32:
             # Packed weights are copies, so the places would be a second set of weights.
             self._places = None
@@ -283,7 +283,7 @@ class LlamaDecoder:
         weights = self._loaded()
         return weights.head(_normed(hidden, self._eps) * weights.norm).float()
 
-    def _loaded(self) -> Weights:
+    def _loaded(self) -> LlamaWeights:
         assert self._weights is not None, "load comes first"
         return self._weights
 

@@ -45,7 +45,7 @@ class RunOutOfMemory(UserError, RuntimeError):
 
 
 @attrs.frozen
-class Part:
+class Allocation:
     """The bytes of one part of a run on a GPU.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part:
     exact: bool = True
 
 
-def _present(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _present(parts: Iterable[Allocation]) -> tuple[Allocation, ...]:
     return tuple(part for part in parts if part.nbytes)
 
 
@@ -75,7 +75,7 @@ class Phase:
     """
 
     name: str
-    parts: tuple[Part, ...] = attrs.field(converter=_present)
+    parts: tuple[Allocation, ...] = attrs.field(converter=_present)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +96,7 @@ class Phase:
         """Returns the parts and their sum, in GiB.
 
         Example:
-            >>> Phase("gen", (Part("engine", 3 * GIB), Part("actor parameters", GIB))).describe()
+            >>> Phase("gen", (Allocation("engine", 3 * GIB), Allocation("actor parameters", GIB))).describe()
             'engine 3.00, actor parameters 1.00 = 4.00 GiB'
         """
         parts = ", ".join(f"{part.name} {part.nbytes / GIB:.2f}" for part in self.parts)
@@ -115,10 +115,10 @@ class RoleMemory:
         phases: the phases in which the role computes, each with what it adds.
     """
 
-    own: tuple[Part, ...]
-    loaded: tuple[Part, ...]
-    state: tuple[Part, ...]
-    buffers: tuple[Part, ...]
+    own: tuple[Allocation, ...]
+    loaded: tuple[Allocation, ...]
+    state: tuple[Allocation, ...]
+    buffers: tuple[Allocation, ...]
     phases: tuple[Phase, ...]
 
 
@@ -137,13 +137,15 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
     own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
     # Frozen weights lie in the dtype that computes them.
     frozen = own - own_trained if role.lora or not role.trained else 0
-    parameters = Part(f"{name} parameters", frozen * width + (own - frozen) * FLOAT32, lower)
-    moments = Part(f"{name} moments", own_trained * MOMENTS, lower)
-    gradients = Part(f"{name} gradients", own_trained * FLOAT32, lower)
-    copy = Part(f"{name} {dtype} copy", held * width, lower)
-    buffer = Part(f"{name} gradient buffer", held_trained * FLOAT32, lower)
+    parameters = Allocation(f"{name} parameters", frozen * width + (own - frozen) * FLOAT32, lower)
+    moments = Allocation(f"{name} moments", own_trained * MOMENTS, lower)
+    gradients = Allocation(f"{name} gradients", own_trained * FLOAT32, lower)
+    copy = Allocation(f"{name} {dtype} copy", held * width, lower)
+    buffer = Allocation(f"{name} gradient buffer", held_trained * FLOAT32, lower)
     free = "" if role.fsdp_config.reshard_after_forward else f"{role.table}.fsdp_config.reshard_after_forward=true"
-    gathered = Part(f"{name} gathered layers", layers * width, free if role.strategy == "fsdp" else "", exact=False)
+    gathered = Allocation(
+        f"{name} gathered layers", layers * width, free if role.strategy == "fsdp" else "", exact=False
+    )
     passing = (*((parameters,) if role.offload else ()), gathered)
     forward, backward = _activations(role, sizes, _tokens(role, plan, ranks), width)
     phases = []
@@ -151,7 +153,7 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
         names = ("values", "reward") if role.head == "value" else ("old_log_prob", "ref")
         phases.append(Phase(names[not role.trained], (*passing, forward)))
     if role.trained:
-        added: tuple[Part, ...] = (gradients, backward)
+        added: tuple[Allocation, ...] = (gradients, backward)
         if role.strategy == "megatron":
             # Its buffer is copied into gradients once the backward pass has freed its activations.
             added = (max(added, key=lambda part: part.nbytes),)
@@ -166,7 +168,7 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
     )
 
 
-def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> tuple[Part, Part]:
+def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> tuple[Allocation, Allocation]:
     """Returns what a forward pass keeps on a rank, and what an update keeps."""
     lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
     if not role.enable_gradient_checkpointing:
@@ -174,7 +176,9 @@ def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> 
     logits = sizes.logits(tokens, width) if role.head == "lm" else 0
     checkpointing = role.enable_gradient_checkpointing
     kept = sizes.layer(tokens, width), sizes.kept(tokens, width, checkpointing=checkpointing)
-    forward, backward = (Part(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept)
+    forward, backward = (
+        Allocation(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept
+    )
     return forward, backward
 
 
@@ -270,7 +274,7 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     if plan.rollout.shares:
         awake = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in awake)
     processes = 1 if plan.driver.kind == "local" else 1 + _engines(plan, ranks)
-    cuda = Part("CUDA itself", processes * CONTEXT, exact=False)
+    cuda = Allocation("CUDA itself", processes * CONTEXT, exact=False)
     # Roles are loaded one after the other, on the GPU.
     start = [*awake, cuda]
     for i, role in enumerate(roles):
@@ -335,7 +339,7 @@ def advice(phase: Phase, gpu: int | None = None) -> str:
         gpu: bytes of the GPU; parts of less than a twentieth of it are left out.
 
     Example:
-        >>> advice(Phase("gen", (Part("a", 10, "lower x"), Part("b", 90, "lower y"), Part("c", 50))))
+        >>> advice(Phase("gen", (Allocation("a", 10, "lower x"), Allocation("b", 90, "lower y"), Allocation("c", 50))))
         'lower y; or lower x'
     """
     least = (gpu or phase.nbytes) / 20
@@ -378,19 +382,19 @@ def _engines(plan: Plan, ranks: int) -> int:
     return -(-plan.rollout.engines // ranks) if plan.rollout.placement == "colocated" else 0
 
 
-def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Part, ...]:
+def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Allocation, ...]:
     """Returns the parts of the engines that share the GPU of a training rank, the weights first."""
     r, count = plan.rollout, _engines(plan, ranks)
     if not count:
         return ()
-    weights = Part("engine weights", count * engine_weights(plan), "rollout.dtype=bfloat16")
+    weights = Allocation("engine weights", count * engine_weights(plan), "rollout.dtype=bfloat16")
     if r.name == "vllm":
         utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
         rest = count * max(0, share(plan, gpu) - engine_weights(plan))
-        return weights, Part("engine cache and computation", rest, utilization)
+        return weights, Allocation("engine cache and computation", rest, utilization)
     tokens = min(r.slots, plan.data.train_batch_size * r.n) * r.longest
     cache = model_sizes(r.folder, "lm").cache(tokens, element_width(plan))
-    return weights, Part("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
+    return weights, Allocation("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
 
 
 @contextlib.contextmanager
