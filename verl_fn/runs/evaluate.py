@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,13 +160,15 @@ def evaluation_of(
     score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
     acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
     report: dict[str, float] = {}
+    # A single answer's pass@1 is its mean.
+    powers = [2**i for i in range(n.bit_length())] if n > 1 else []
     for source in dict.fromkeys(p.data_source for p in problems):
         rows = torch.tensor([p.data_source == source for p in problems])
         # Where the reward returned acc for some answers only, the problems count all of whose answers have it.
         known = rows & ~acc.isnan().any(1) if acc is not None else torch.zeros_like(rows)
         if acc is not None and bool(known.any()):
             report |= spread(f"val-core/{source}/acc", acc[known], pred[known])
-            report |= {f"val-aux/{source}/acc/pass@{k}": pass_at(acc[known], k) for k in _ks(n)}
+            report |= {f"val-aux/{source}/acc/pass@{k}": pass_at(acc[known], k) for k in powers}
             if int(known.sum()) < int(rows.sum()):
                 report[f"val-aux/{source}/acc/count"] = float(known.sum())
             report |= spread(f"val-aux/{source}/reward", score[rows])
@@ -273,11 +275,3 @@ def pass_at(acc: torch.Tensor, k: int) -> float:
     n = acc.shape[1]
     right = (acc >= 1).sum(dim=1).tolist()
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(right)
-
-
-def _ks(n: int) -> Iterator[int]:
-    """Yields the powers of two up to n; none for a single answer, whose pass@1 is its mean."""
-    k = 1
-    while 1 < n >= k:
-        yield k
-        k *= 2

@@ -162,18 +162,14 @@ def _compare(
         How many values were compared by kind, and a description of the first difference or None.
     """
     logged, repeated = _repeatable(row, last), _repeatable(metrics_row(state.step, report), last)
-    compared, difference = {"metrics": len(logged)}, None
-    executed = entry(state, drawn, w, plan) if line is not None else None
-    if line is not None and executed is not None:
-        compared["sample fields"] = len(executed["samples"])
-        compared["state leaves"] = sum(len(leaves) for leaves in executed["state"].values())
-        difference = first_difference(line, executed, "samples")
-    difference = difference or _first_metric(logged, repeated)
-    if line is not None and executed is not None:
-        difference = difference or first_difference(line, executed, "state")
-    elif last:
-        difference = difference or _against_checkpoint(folder, state, plan, w, compared)
-    return compared, difference
+    compared, metric = {"metrics": len(logged)}, _first_metric(logged, repeated)
+    if line is None:
+        return compared, metric or (_against_checkpoint(folder, state, plan, w, compared) if last else None)
+    executed = entry(state, drawn, w, plan)
+    compared["sample fields"] = len(executed["samples"])
+    compared["state leaves"] = sum(len(leaves) for leaves in executed["state"].values())
+    samples, after = (first_difference(line, executed, kind) for kind in ("samples", "state"))
+    return compared, samples or metric or after
 
 
 def _origin(folder: Path, resume_from: str | None, step: int, since: int | None) -> Path | None:
