@@ -201,16 +201,6 @@ class Layout:
         """The number of this rank among the ranks that share matrices."""
         return self.groups.tp.rank()
 
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
-        return self.groups.pp.rank() == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank has the last layers and the output layer."""
-        return self.groups.pp.rank() == self.sizes.pp - 1
-
 
 _EMPTY: dict[str, Any] = {}
 """Megatron's globals before any layout was made."""
