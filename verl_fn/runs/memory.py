@@ -339,7 +339,8 @@ def advice(phase: Phase, gpu: int | None = None) -> str:
         gpu: bytes of the GPU; parts of less than a twentieth of it are left out.
 
     Example:
-        >>> advice(Phase("gen", (Allocation("a", 10, "lower x"), Allocation("b", 90, "lower y"), Allocation("c", 50))))
+        >>> parts = Allocation("a", 10, "lower x"), Allocation("b", 90, "lower y"), Allocation("c", 50)
+        >>> advice(Phase("gen", parts))
         'lower y; or lower x'
     """
     least = (gpu or phase.nbytes) / 20
