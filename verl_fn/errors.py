@@ -69,6 +69,18 @@ def place_of(fn: Callable[..., object]) -> str:
     return name + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 
 
+def kind_of(value: object) -> str:
+    """Returns the type of a value with an article, for errors.
+
+    Example:
+        >>> kind_of(3), kind_of((1.0, "a")), kind_of(None)
+        ('a int', 'a tuple of float, str', 'None')
+    """
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def signature_of(fn: Callable[..., object]) -> str:
     """Returns the names of a function's parameters.
 

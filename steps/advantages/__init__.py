@@ -5,10 +5,8 @@ such as tool output, are skipped by recursions; their advantage and return are 0
 warning.
 """
 
-from .columns import whiten_masked
-from .group import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
-from .normalised import gdpo, reinforce_plus_plus_baseline
-from .rows import penalize_overlong
+from .columns import penalize_overlong, whiten_masked
+from .group import dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
 from .token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from .token_returns import gae, reinforce_plus_plus, remax
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import written
-from .rows import Groups, grouped_scores
+from .columns import Groups, grouped_scores, written
 from .token_returns import rewards_to_go
 
 

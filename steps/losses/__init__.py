@@ -15,12 +15,20 @@ from .contract import (
 from .covariance import clip_cov, kl_cov
 from .distillation import distill, distill_top_k
 from .divergence import dppo_kl, dppo_tv
-from .kto import kto, kto_reference_point
-from .policy import cross_entropy, entropy, kl_to_reference, ppo_clip, reinforce, value_clip
-from .preference import bradley_terry, cdpo, dpo, ipo
-from .reference_free import orpo, simpo
-from .sequence import geo_mean, gspo
-from .surrogates import cispo, dro, sapo
+from .policy import (
+    cispo,
+    cross_entropy,
+    dro,
+    entropy,
+    geo_mean,
+    gspo,
+    kl_to_reference,
+    ppo_clip,
+    reinforce,
+    sapo,
+    value_clip,
+)
+from .preference import bradley_terry, cdpo, dpo, ipo, kto, kto_reference_point, orpo, simpo
 
 __all__ = [
     "Level",

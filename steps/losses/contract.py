@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.errors import ArgumentError, UserError, place_of, signature_of, takes
+from verl_fn.errors import ArgumentError, UserError, kind_of, place_of, signature_of, takes
 from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics, read_only
 from verl_fn.state.metrics import Metric
 
@@ -74,14 +74,14 @@ class Term:
                     )
                 raise
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
-            raise self._error(f"{_kind(returned)}; a loss returns its values and its metrics")
+            raise self._error(f"{kind_of(returned)}; a loss returns its values and its metrics")
         values, reported = returned
         if not isinstance(reported, Mapping):
-            raise self._error(f"{_kind(reported)} as its metrics; they are a dict by name")
+            raise self._error(f"{kind_of(reported)} as its metrics; they are a dict by name")
         for name, metric in reported.items():
             if not isinstance(metric, Metric):
                 raise self._error(
-                    f"{_kind(metric)} as the metric {name!r}; it does not add up over micro-batches; "
+                    f"{kind_of(metric)} as the metric {name!r}; it does not add up over micro-batches; "
                     "verl_fn.state has Weighted, Sum, Max, Min and Moments"
                 )
         return values if self.factor == 1.0 else self.factor * values, reported
@@ -359,12 +359,6 @@ def described(fn: Callable[..., object]) -> str:
         ('the loss len', 'the loss described (...contract.py:...)')
     """
     return f"the loss {place_of(fn)}"
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def without_nan_gradients(output: Tensor, weightless: Tensor) -> Tensor:

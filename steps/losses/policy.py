@@ -1,4 +1,4 @@
-"""Common losses: PPO's clipped surrogate and its critic, the plain policy gradient, entropy, KL, cross-entropy."""
+"""Policy losses that bound the probability ratio of tokens or responses, and the losses that go with them."""
 
 from __future__ import annotations
 
@@ -183,3 +183,209 @@ def bounds(both: float, low: float | None, high: float | None) -> tuple[float, f
         (0.2, 0.28)
     """
     return both if low is None else low, both if high is None else high
+
+
+# The largest mean log-ratio of a row, as in verl.
+MOST = 10.0
+
+
+def gspo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None) -> Loss:
+    """Returns the clipped surrogate with the ratio of the whole response (GSPO). It reads ``old_log_probs``.
+
+    s is the geometric mean of the probability ratios of a row's response tokens, and the loss of each of them is
+    ``max(-A s, -A clip(s, 1 - low, 1 + high))``. The gradient reaches a token through its own log-probability, so
+    that every token can have an advantage of its own; with one advantage per row it is the gradient of s.
+
+    The paper averages over the tokens of a row and then over rows: use the weights of ``seq-mean-token-mean``. Its
+    bounds are about 3e-4, since s stays near 1.
+
+    Args:
+        clip_ratio: how far s may move from 1 in either direction.
+        clip_ratio_low: replaces ``clip_ratio`` for s below 1.
+        clip_ratio_high: replaces ``clip_ratio`` for s above 1.
+
+    Example:
+        >>> fields = {"old_log_probs": [[-1.0, -1.0]], "advantages": [[1.0, 1.0]], "response_mask": [[1.0, 1.0]],
+        ...           "loss_weight": [[0.5, 0.5]]}
+        >>> outputs = TokenOutputs({"logprobs": torch.tensor([-0.9, -1.1])})
+        >>> gspo()(outputs, Batch.from_rows([[1, 2]], fields))[0].tolist()
+        [-1.0, -1.0]
+
+    Source: Zheng et al. 2025 (arXiv 2507.18071); the form per token is GSPO-token.
+    """
+    low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
+
+    @loss(needs=["logprobs"])
+    def gspo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask, advantages, logprobs = batch["response_mask"].bool(), batch["advantages"], outputs.logprobs
+        gap = torch.where(mask, logprobs.detach() - batch["old_log_probs"], 0.0)
+        mean = batch.sum_rows(gap) / batch.sum_rows(mask.to(gap.dtype)).clamp(min=1.0)
+        ratio = (logprobs - logprobs.detach() + batch.spread(mean)).clamp(max=MOST).exp()
+        unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+        per_token = torch.maximum(unclipped, clipped)
+        return per_token, {
+            "actor/pg_loss": weighted_sum(batch, per_token),
+            "actor/pg_clipfrac": token_mean(batch, clipped > unclipped),
+            "actor/ppo_kl": token_mean(batch, -gap),
+        }
+
+    return gspo
+
+
+def geo_mean(
+    clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None
+) -> Loss:
+    """Returns the geometric-mean policy loss (GMPO), one value per row. It reads ``old_log_probs``.
+
+    The log-ratio of each token is clipped to ``[-low, high]`` on the side that its advantage moves it to. The loss of
+    a row is minus its mean advantage times the exponential of the mean of these log-ratios.
+
+    It is a row loss, so it needs ``row_weight`` (``aggregate_rows``).
+
+    Args:
+        clip_ratio: how far a log-ratio may be from 0 in either direction, in nats.
+        clip_ratio_low: replaces ``clip_ratio`` for log-ratios below 0.
+        clip_ratio_high: replaces ``clip_ratio`` for log-ratios above 0.
+
+    Example:
+        >>> fields = {"old_log_probs": [[-1.0, -1.0]], "advantages": [[2.0, 2.0]], "response_mask": [[1.0, 1.0]]}
+        >>> batch = Batch.from_rows([[1, 2]], fields, {"row_weight": [1.0]})
+        >>> geo_mean()(TokenOutputs({"logprobs": torch.tensor([-0.2, -1.2])}), batch)[0].tolist()
+        [-2.0]
+
+    Source: Zhao et al. 2025 (arXiv 2507.20673).
+    """
+    low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
+
+    @loss(needs=["logprobs"], level="row")
+    def geo_mean(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask = batch["response_mask"].bool()
+        advantages = torch.where(mask, batch["advantages"], 0.0)
+        gap = torch.where(mask, log_ratio(outputs, batch), 0.0)
+        near, sign = gap.clamp(-low, high), advantages.sign()
+        pessimistic = sign * torch.minimum(sign * gap, sign * near)
+        lengths = batch.sum_rows(mask.to(gap.dtype)).clamp(min=1.0)
+        ratio = (batch.sum_rows(pessimistic) / lengths).exp()
+        values = -batch.sum_rows(advantages) / lengths * ratio
+        clipped = gap != near
+        return values, {
+            "actor/pg_loss": weighted_sum(batch, values, "row"),
+            "actor/pg_clipfrac": token_mean(batch, clipped & (advantages > 0)),
+            "actor/pg_clipfrac_lower": token_mean(batch, clipped & (advantages < 0)),
+            "actor/ppo_kl": token_mean(batch, -gap),
+        }
+
+    return geo_mean
+
+
+def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
+    """Returns the soft adaptive policy loss (SAPO), with a gate in place of a clip. It reads ``old_log_probs``.
+
+    With the probability ratio r and the advantage A, the loss is ``-A (4 / tau) sigmoid(tau (r - 1))``. Its gradient
+    is largest on policy, where it is the policy gradient, and fades as r moves away from 1.
+
+    The paper averages over the tokens of a row and then over rows: use the weights of ``seq-mean-token-mean``.
+
+    Args:
+        tau_pos: how fast the gradient fades if the advantage is positive.
+        tau_neg: the same for all other tokens.
+
+    Raises:
+        ValueError: one of them is not positive.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[-1.0]], "advantages": [[1.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> sapo()(TokenOutputs({"logprobs": torch.tensor([-1.0])}), batch)[0].tolist()
+        [-2.0]
+
+    Source: Gao et al. 2025 (arXiv 2511.20347).
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos is {tau_pos} and tau_neg {tau_neg}; both must be positive")
+
+    @loss(needs=["logprobs"])
+    def sapo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        advantages, gap = batch["advantages"], log_ratio(outputs, batch)
+        tau = torch.where(advantages > 0, tau_pos, tau_neg).to(gap.dtype)
+        gate = torch.sigmoid(tau * (gap.exp() - 1.0)) * (4.0 / tau)
+        per_token = -advantages * gate
+        return per_token, {
+            "actor/pg_loss": weighted_sum(batch, per_token),
+            "actor/ppo_kl": token_mean(batch, -gap),
+        }
+
+    return sapo
+
+
+def cispo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None) -> Loss:
+    """Returns the policy gradient with clipped importance weights (CISPO). It reads ``old_log_probs``.
+
+    The loss is ``-clip(r, 1 - low, 1 + high) * A * log-probability``; the gradient does not pass through the
+    ratio r. So a token whose ratio is clipped still has a gradient.
+
+    Args:
+        clip_ratio: how far the weight may be from 1 in either direction.
+        clip_ratio_low: replaces ``clip_ratio`` for weights below 1.
+        clip_ratio_high: replaces ``clip_ratio`` for weights above 1.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[-2.0]], "advantages": [[1.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> x = torch.tensor([-1.0], requires_grad=True)
+        >>> cispo()(TokenOutputs({"logprobs": x}), batch)[0].sum().backward()
+        >>> round(x.grad.item(), 4)
+        -1.2
+
+    Source: MiniMax 2025 (arXiv 2506.13585).
+    """
+    low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
+
+    @loss(needs=["logprobs"])
+    def cispo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        gap = log_ratio(outputs, batch)
+        ratio = gap.exp().detach()
+        weight = ratio.clamp(1.0 - low, 1.0 + high)
+        per_token = -weight * batch["advantages"] * outputs.logprobs
+        return per_token, {
+            "actor/pg_loss": weighted_sum(batch, per_token),
+            "actor/pg_clipfrac": token_mean(batch, ratio != weight),
+            "actor/ppo_kl": token_mean(batch, -gap),
+        }
+
+    return cispo
+
+
+def dro(dro_beta: float) -> Loss:
+    """Returns the direct reward optimization loss (DRO). It reads ``old_log_probs``.
+
+    The loss is ``-(A * log-probability - dro_beta / 2 * d^2)``, where d is the log-ratio to ``old_log_probs``. The
+    penalty takes the place of a clip, so zero advantages do not give a zero gradient away from the old policy.
+
+    Args:
+        dro_beta: the weight of the penalty.
+
+    Raises:
+        ValueError: ``dro_beta`` is not positive.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[-2.0]], "advantages": [[1.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> dro(0.5)(TokenOutputs({"logprobs": torch.tensor([-1.0])}), batch)[0].tolist()
+        [1.25]
+
+    Source: Richemond et al. 2024 (arXiv 2405.19107), equation 8 for given values.
+    """
+    if dro_beta <= 0:
+        raise ValueError(f"dro_beta is {dro_beta}; it must be positive")
+
+    @loss(needs=["logprobs"])
+    def dro(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        gap = outputs.logprobs - batch["old_log_probs"]
+        per_token = 0.5 * dro_beta * gap.square() - batch["advantages"] * outputs.logprobs
+        return per_token, {
+            "actor/pg_loss": weighted_sum(batch, per_token),
+            "actor/ppo_kl": token_mean(batch, -gap),
+        }
+
+    return dro

@@ -1,16 +1,18 @@
-"""Losses for preferences between two rows, relative to a reference policy or by a reward model's scores."""
+"""Losses of preferences: of a reward model, relative to a reference policy, without one, and KTO."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from verl_fn.state import Batch, Metrics, TokenOutputs
+from verl_fn.state import Batch, Metrics, TokenOutputs, Weighted
 
 from .contract import Loss, loss, row_mean, weighted_sum
-from .pairs import Pairs, row_log_probs
 
 OfMargin = Callable[[Tensor], Tensor]
 
@@ -196,3 +198,254 @@ def check_beta(beta: float) -> None:
     """
     if not beta > 0.0:
         raise ValueError(f"beta is {beta}; it must be positive")
+
+
+@attrs.frozen(eq=False)
+class Pairs:
+    """The pairs of a batch, with the rows of a pair in any order.
+
+    Attributes:
+        sign: 1 for the preferred row of a pair, -1 for the other.
+        index: the place of each row's pair among the pairs.
+        count: the number of pairs.
+    """
+
+    sign: Float[Tensor, " B"]
+    index: Int[Tensor, " B"]
+    count: int
+
+    @classmethod
+    def of(cls, batch: Batch, pair: str, chosen: str, dtype: torch.dtype) -> Pairs:
+        """Finds the pairs of a batch.
+
+        Args:
+            batch: has both fields.
+            pair: the per-row field of integers that is the same for the two rows of a pair.
+            chosen: the per-row field that is 1 for the preferred row and 0 for the other.
+            dtype: of ``sign``.
+
+        Raises:
+            ValueError: a pair does not have exactly one preferred row and one other row.
+
+        Example:
+            >>> batch = Batch.from_rows([[1], [2]], per_row={"pair": [7, 7], "chosen": [0.0, 1.0]})
+            >>> pairs = Pairs.of(batch, "pair", "chosen", torch.float32)
+            >>> pairs.margin(torch.tensor([1.0, 3.0])).tolist()
+            [2.0, 2.0]
+        """
+        ids, index, counts = batch[pair].unique(return_inverse=True, return_counts=True)
+        sign = 2.0 * batch[chosen].to(dtype) - 1.0
+        balance = sign.new_zeros(len(ids)).index_add(0, index, sign)
+        wrong = (counts != 2) | (balance != 0)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{pair} {ids[wrong][:5].tolist()} of this batch do not have two rows, one with {chosen} 1 and one "
+                "with 0; group rows by pair before the batch is made"
+            )
+        return cls(sign, index, len(ids))
+
+    def margin(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns, for both rows of a pair, the value of the preferred row less the value of the other."""
+        return self._of_pairs(self.sign * values)
+
+    def total(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns, for both rows of a pair, the sum of their values."""
+        return self._of_pairs(values)
+
+    def preferred(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns, for both rows of a pair, the value of the preferred row."""
+        return self._of_pairs(torch.where(self.sign > 0, values, 0.0))
+
+    def mean(self, batch: Batch, values: Float[Tensor, " B"], sign: float) -> Weighted:
+        """Makes the metric for the mean over the preferred rows (``sign`` 1) or over the others (-1)."""
+        return Weighted.of(values, (batch["row_weight"] != 0) & (self.sign == sign))
+
+    def _of_pairs(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
+
+
+def row_log_probs(batch: Batch, log_probs: Float[Tensor, " T"]) -> Float[Tensor, " B"]:
+    """Returns the log-probability of each row's response, in nats: the sum over tokens with ``response_mask``.
+
+    Example:
+        >>> batch = Batch.from_rows([[1, 2, 3]], {"response_mask": [[0.0, 1.0, 1.0]]})
+        >>> row_log_probs(batch, torch.tensor([9.0, -1.0, -0.5])).tolist()
+        [-1.5]
+    """
+    return batch.sum_rows(torch.where(batch["response_mask"] != 0, log_probs, 0.0))
+
+
+def row_mean_log_probs(batch: Batch, log_probs: Float[Tensor, " T"]) -> Float[Tensor, " B"]:
+    """Returns the mean log-probability of the tokens of each row's response, in nats; 0 for a row without one."""
+    lengths = batch.sum_rows((batch["response_mask"] != 0).to(log_probs.dtype))
+    return row_log_probs(batch, log_probs) / lengths.clamp(min=1.0)
+
+
+def simpo(beta: float = 2.0, gamma: float = 1.0, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+    """Returns the loss of simple preference optimization.
+
+    The reward of a response is beta times its mean log-probability per token, m, and the preferred one must win by a
+    margin: the loss is -log sigmoid(beta * (m_w - m_l) - gamma). It is a row loss, and both rows of a pair get the
+    loss of the pair.
+
+    Args:
+        beta: the scale of rewards.
+        gamma: the margin. TRL's ``simpo_gamma`` and the paper's gamma are the same.
+        pair: the per-row field of integers that is the same for the two rows of a pair.
+        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
+
+    Raises:
+        ValueError: ``beta`` is not positive; or, when it is computed, a pair does not have exactly one preferred row
+            and one other row.
+
+    Example:
+        >>> batch = Batch.from_rows([[1, 1], [2]], {"response_mask": [[1.0, 1.0], [1.0]]},
+        ...                         {"pair": [7, 7], "chosen": [1.0, 0.0], "row_weight": [0.5, 0.5]})
+        >>> outputs = TokenOutputs({"logprobs": torch.tensor([-1.0, -2.0, -3.0])})
+        >>> [round(value, 4) for value in simpo()(outputs, batch)[0].tolist()]
+        [0.1269, 0.1269]
+
+    Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
+    """
+    check_beta(beta)
+
+    @loss(needs=["logprobs"], level="row", together=pair)
+    def simpo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        pairs = Pairs.of(batch, pair, chosen, outputs.logprobs.dtype)
+        rewards = beta * row_mean_log_probs(batch, outputs.logprobs)
+        values = softplus(gamma - pairs.margin(rewards))
+        return values, reward_metrics("simpo", batch, pairs, values, rewards)
+
+    return simpo
+
+
+def orpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+    """Returns the loss of odds ratio preference optimization: fine-tuning on the preferred response, and a penalty.
+
+    With m the mean log-probability per token of a response and odds = exp(m) / (1 - exp(m)), it is
+    -m_w - beta * log sigmoid(log odds_w - log odds_l). It is a row loss, and both rows of a pair get the loss of the
+    pair.
+
+    Args:
+        beta: the weight of the penalty, the paper's lambda.
+        pair: the per-row field of integers that is the same for the two rows of a pair.
+        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
+
+    Raises:
+        ValueError: as ``simpo``.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2]], {"response_mask": [[1.0], [1.0]]},
+        ...                         {"pair": [7, 7], "chosen": [1.0, 0.0], "row_weight": [0.5, 0.5]})
+        >>> outputs = TokenOutputs({"logprobs": torch.tensor([0.5, 0.25]).log()})
+        >>> [round(value, 4) for value in orpo(1.0)(outputs, batch)[0].tolist()]
+        [0.9808, 0.9808]
+
+    Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7.
+    """
+    check_beta(beta)
+
+    @loss(needs=["logprobs"], level="row", together=pair)
+    def orpo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        pairs = Pairs.of(batch, pair, chosen, outputs.logprobs.dtype)
+        mean = row_mean_log_probs(batch, outputs.logprobs)
+        # The odds of a response with probability 1 are infinite.
+        mean = mean.clamp(max=-torch.finfo(mean.dtype).eps)
+        margin = pairs.margin(mean - torch.log(-torch.expm1(mean)))
+        nll = pairs.preferred(-mean)
+        values = nll + beta * softplus(-margin)
+        metrics = reward_metrics("orpo", batch, pairs, values, beta * mean)
+        return values, metrics | {
+            "orpo/nll": row_mean(batch, nll),
+            "orpo/log_odds_ratio": row_mean(batch, margin),
+        }
+
+    return orpo
+
+
+def kto(beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> Loss:
+    """Returns the loss of Kahneman-Tversky optimization.
+
+    With r = log(policy(y | x) / reference(y | x)) and the reference point z, the loss of a desirable row is
+    desirable_weight * (1 - sigmoid(beta * (r - z))), and the loss of another row is
+    undesirable_weight * (1 - sigmoid(beta * (z - r))). It is a row loss. It reads ``ref_log_prob`` and two per-row
+    fields: ``label``, 1 for a desirable row and 0 for another, and ``reference_point``, a column that
+    ``kto_reference_point`` writes over the whole update batch. No gradient flows through the reference point.
+
+    Args:
+        beta: a larger one makes gains and losses saturate earlier.
+        desirable_weight: the paper's lambda_D. Choose both weights such that the weight times the number of rows is
+            about equal for both kinds.
+        undesirable_weight: the paper's lambda_U.
+
+    Raises:
+        ValueError: ``beta`` is not positive.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2]], {"response_mask": [[1.0], [1.0]], "ref_log_prob": [[-2.0], [-2.0]]},
+        ...                         {"label": [1.0, 0.0], "reference_point": [0.5, 0.5], "row_weight": [0.5, 0.5]})
+        >>> outputs = TokenOutputs({"logprobs": torch.tensor([-0.5, -0.5])})
+        >>> [round(value, 4) for value in kto(beta=1.0)(outputs, batch)[0].tolist()]
+        [0.2689, 0.7311]
+
+    Source: Ethayarajh et al. 2024 (arXiv 2402.01306), equation 8.
+    """
+    check_beta(beta)
+
+    @loss(needs=["logprobs"], level="row")
+    def kto(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        log_ratio = row_log_probs(batch, outputs.logprobs - batch["ref_log_prob"])
+        desirable = batch["label"] > 0.5
+        gain = beta * (log_ratio - batch["reference_point"])
+        # 1 - sigmoid(x) is sigmoid(-x), without cancellation for large x.
+        values = torch.where(
+            desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
+        )
+        live, rewards = batch["row_weight"] != 0, beta * log_ratio.detach()
+        return values, {
+            "kto/loss": weighted_sum(batch, values, "row"),
+            "rewards/chosen": Weighted.of(rewards, live & desirable),
+            "rewards/rejected": Weighted.of(rewards, live & ~desirable),
+            "kto/reference_point": Weighted.of(batch["reference_point"], live),
+        }
+
+    return kto
+
+
+def kto_reference_point(batch: Batch, mismatched: Batch) -> Batch:
+    """Writes ``reference_point``, an estimate of KL(policy ‖ reference), into every row of an update batch.
+
+    It is the mean of log(policy(y' | x) / reference(y' | x)) over prompts x with responses y' to other prompts, and
+    at least 0. It is a statistic of the whole update batch, so call it before the batch is split.
+
+    Args:
+        batch: the update batch.
+        mismatched: rows of prompts with responses to other prompts, with ``old_log_probs`` and ``ref_log_prob``.
+
+    Raises:
+        ValueError: no mismatched row has a response.
+
+    Example:
+        >>> fields = {"old_log_probs": [[-1.0], [-1.0]], "ref_log_prob": [[-2.0], [-1.5]]}
+        >>> mismatched = Batch.from_rows([[1], [2]], fields | {"response_mask": [[1.0], [1.0]]})
+        >>> kto_reference_point(Batch.from_rows([[5]]), mismatched)["reference_point"].tolist()
+        [0.75]
+
+    Source: Ethayarajh et al. 2024 (arXiv 2402.01306), section 4.1.
+    """
+    live = batch_rows_with_response(mismatched)
+    if not bool(live.any()):
+        raise ValueError("no mismatched row has a response, so there is no reference point")
+    log_ratio = row_log_probs(mismatched, mismatched["old_log_probs"] - mismatched["ref_log_prob"])
+    point = log_ratio[live].double().mean().clamp(min=0.0).to(log_ratio.dtype)
+    return batch.with_rows(reference_point=point.expand(len(batch)).clone())
+
+
+def batch_rows_with_response(batch: Batch) -> Tensor:
+    """Returns a mask of the rows that have a token with ``response_mask``.
+
+    Example:
+        >>> batch_rows_with_response(Batch.from_rows([[1], [2]], {"response_mask": [[0.0], [1.0]]})).tolist()
+        [False, True]
+    """
+    return batch.sum_rows((batch["response_mask"] != 0).float()) > 0

@@ -1,10 +1,8 @@
 """Optimizers, learning-rate schedules, and ``apply_update`` to apply an optimizer to a state."""
 
-from .adamw import AdamState, AdamW, adamw
 from .apply import apply_update, check_update
-from .masks import matrices, no_decay
+from .optimizers import SGD, AdamState, AdamW, SGDState, adamw, matrices, no_decay, sgd
 from .schedules import Constant, Cosine, Linear, Schedule, constant, cosine, linear
-from .sgd import SGD, SGDState, sgd
 from .transforms import (
     Chain,
     ClipByGlobalNorm,

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from verl_fn.algorithms.by_conversation import whole_conversations
-from verl_fn.algorithms.dapo import joined, split_by_signal
-from verl_fn.algorithms.rejection import best_of_groups, summary
+from verl_fn.algorithms.grpo import joined, split_by_signal
+from verl_fn.algorithms.imitation import best_of_groups, mean_score
+from verl_fn.algorithms.policy import whole_conversations
 from verl_fn.algorithms.reports import batch_report, explained_variance
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.tasks import Problem
@@ -79,7 +79,7 @@ def test_all_rows_of_the_best_conversation_are_learned_from():
     batch = batch_of()
     best = best_of_groups(batch)
     assert [row.tolist() for row in best.rows()] == [[4, 5], [4, 5, 6, 6], [4, 5, 6, 6, 7]]
-    assert summary(best) == (3, 1.0, 11) and summary(batch.take([0, 1, 2, 3]))[1] == 0.5
+    assert mean_score(best) == 1.0 and mean_score(batch.take([0, 1, 2, 3])) == 0.5
     assert len(best_of_groups(batch, 2.0)) == 0
     silent = batch.with_tokens(response_mask=torch.where(torch.arange(15) < 2, batch["response_mask"], 0.0))
     assert [row.tolist() for row in best_of_groups(silent).rows()] == [[4, 9]]

@@ -10,12 +10,12 @@ import torch
 from test_without_critic import KEY, TASK, step, workers
 
 from verl_fn import steps
-from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax
+from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax, sft
 from verl_fn.algorithms.experience import sample_and_score, with_reference
 from verl_fn.algorithms.own import in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
 from verl_fn.backends.protocol import Through
-from verl_fn.config import GRPO, PPO, ConfigError, Outline, ReMax, Role, load, make_plan
+from verl_fn.config import GRPO, PPO, SFT, ConfigError, Outline, ReMax, Role, load, make_plan
 from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
@@ -492,6 +492,19 @@ def test_an_algorithm_with_more_models_or_other_data_says_how_it_begins_and_samp
         Algorithm(learn=learn, outline=Outline({"actor": Role(), "reference": Role(trained=False)}))
     with pytest.raises(AlgorithmError, match="learns from answers needs a sample, a function of state, problems"):
         Algorithm(learn=learn, outline=Outline(learns_from="answers"))
+
+
+def test_a_held_out_loss_has_weights_of_ones_own(here):
+    w = attrs.evolve(workers(), gives_likeliest=False)
+    state, problems = SimpleNamespace(actor=w.trainers["actor"].init(KEY)), TASK.train(KEY, 0, 4)
+    mean, half = (
+        sft(SFT(loss_agg_mode=mode)).evaluate(state, problems, w)["val/loss"] for mode in ("token-mean", "me:halved")
+    )
+    assert half == pytest.approx(mean / 2) and mean > 0
+
+
+def halved(batch):
+    return batch["response_mask"] / batch["response_mask"].sum() / 2
 
 
 # What is done in place

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import types
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -206,7 +207,7 @@ def test_rewards_that_fail(refused, tiny, tmp_path, name, says):
 
 def test_gradients_that_are_never_finite_end_the_run(tiny, tmp_path, monkeypatch):
     """Updates are skipped and counted; after the set number of steps the run ends and keeps its checkpoints."""
-    sft = importlib.import_module("verl_fn.algorithms.sft")
+    sft = importlib.import_module("verl_fn.algorithms.imitation")
     from verl_fn.steps import cross_entropy
 
     steps = ["trainer.total_training_steps=9", "trainer.max_skipped_steps=3"]
@@ -345,10 +346,8 @@ def test_a_full_disk_while_the_random_model_is_written(refused, tmp_path, monkey
     import transformers
     from safetensors import SafetensorError
 
-    def full(*args, **kwargs):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", Mock(side_effect=full))
     found = refused(*start("", tmp_path / "run"), status=2)
     assert str(tmp_path / "run") in found and "No space left" in found
     assert not list((tmp_path / "run").glob("*new_model*"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from run_configs import tiny_run
 
-from verl_fn.algorithms.model_reward import with_model_score
-from verl_fn.algorithms.rejection import best_of_groups
+from verl_fn.algorithms.experience import with_model_score
+from verl_fn.algorithms.imitation import best_of_groups
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local

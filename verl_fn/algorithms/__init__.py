@@ -9,19 +9,13 @@ from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import load_object
 
 from .algorithm import ActorState, Algorithm
-from .contract import AlgorithmError, AlgorithmState, Experience, Report
-from .dapo import dapo
-from .distill import distill
-from .dpo import dpo
-from .grpo import grpo, rloo
+from .grpo import dapo, grpo, remax, rloo
+from .imitation import distill, rejection, sft
+from .judged import dpo, reward_model
 from .own import in_run
 from .policy import aggregation
 from .ppo import ppo
-from .rejection import rejection
-from .remax import remax
-from .reward_model import reward_model
-from .sft import sft
-from .workers import Clock, Workers
+from .workers import AlgorithmError, AlgorithmState, Clock, Experience, Report, Workers
 
 __all__ = [
     "ActorState",

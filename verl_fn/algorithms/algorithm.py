@@ -13,9 +13,8 @@ from verl_fn.data.tasks import Problem
 from verl_fn.errors import place_of, signature_of, takes
 from verl_fn.state import Key, Node, node
 
-from .contract import AlgorithmError, AlgorithmState, Experience, Report
 from .experience import draw
-from .workers import Workers
+from .workers import AlgorithmError, AlgorithmState, Experience, Report, Workers
 
 S = TypeVar("S", bound=AlgorithmState)
 

@@ -1,4 +1,4 @@
-"""The parts that algorithms share: gathering experience, annotating it, and updating one role."""
+"""The parts that algorithms share: gathering experience, scoring and annotating it, and updating one role."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from verl_fn.state import (
     requests_for,
 )
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, scan
+from verl_fn.steps.aggregate import last_of_rows
 
-from .contract import Experience
 from .policy import Selection, aggregation
-from .reports import update_report
-from .workers import Clock, Workers
+from .reports import timing_report, update_report
+from .workers import Clock, Experience, Report, Workers
 
 
 def publish(w: Workers, actor: Any, step: int) -> int:
@@ -163,7 +163,7 @@ def annotate(
         outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
-        passes["ref"] = lambda: _reference_outputs(batch, state, w, "reference")
+        passes["ref"] = lambda: reference_outputs(batch, state, w)
     if critic:
         passes["values"] = lambda: w.trainers["critic"].forward(state.critic.params, batch, ("values",))
     results = clock.run_all(passes)
@@ -189,11 +189,12 @@ def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference"
         w: the workers.
         role: the name of a ``Role(trained=False, copy_of="actor")``.
     """
-    outputs = w.get(_reference_outputs(batch, state, w, role))
+    outputs = w.get(reference_outputs(batch, state, w, role))
     return with_outputs(batch, outputs, logprobs="ref_log_prob")
 
 
-def _reference_outputs(batch: Batch, state: Any, w: Workers, role: str) -> Ref[TokenOutputs]:
+def reference_outputs(batch: Batch, state: Any, w: Workers, role: str = "reference") -> Ref[TokenOutputs]:
+    """Returns the log-probs of a frozen copy of the actor; with LoRA the actor's frozen base is that copy."""
     if (own := getattr(state, role)) is not None:
         return w.trainers[role].forward(own.params, batch, ("logprobs",))
     # The reference picks its own experts.
@@ -254,6 +255,27 @@ def update(
     return scan(one, state, enumerate(batches))
 
 
+def one_update(
+    actor: Any, batch: Batch, loss: Loss, experience: Experience, w: Workers, clock: Clock, family: str = "train"
+) -> tuple[Any, Report]:
+    """Returns the actor after one update on a batch, and the metrics of a step that has no other.
+
+    Args:
+        actor: its training state.
+        batch: the whole update batch, with its weights.
+        loss: the loss.
+        experience: the step's experience.
+        w: the workers.
+        clock: of the step.
+        family: of the update's metrics; fine-tuning has verl's ``train``, and ``train/global_tokens``.
+    """
+    actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
+    tokens = float(experience.batch.num_tokens)
+    total = "train/global_tokens" if family == "train" else "perf/total_num_tokens"
+    report = update_report(family, metrics) | experience.report | {total: tokens}
+    return actor, report | timing_report(clock, tokens)
+
+
 def selecting(
     backend: TrainBackend, selection: Selection | None, w: Workers, key: Key
 ) -> Callable[[Any, Batch, int], Batch] | None:
@@ -286,6 +308,11 @@ def update_batches(
 def loss_scale(options: Aggregation, w: Workers) -> float:
     """Returns the constant of ``seq-mean-token-sum-norm``: the option, or the longest response allowed."""
     return options.loss_scale_factor or float(w.sampling.max_tokens)
+
+
+def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
+    """Writes ``loss_weight`` into a whole update batch, as the options ask for."""
+    return aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
 
 
 def weighted_minibatches(
@@ -327,3 +354,40 @@ def weighted_minibatches(
         for start, end in itertools.pairwise(bounds):
             part = aggregate(batch.take(order[start:end]), mode, loss_scale_factor=scale)
             yield aggregate_rows(part) if rows_too else part
+
+
+ROLE = "reward_model"
+
+
+def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
+    """Writes the scores of a reward model into a batch that was not scored yet.
+
+    It is a part of ``learn``: the ranks that train would wait for samples that a later step has asked for.
+
+    Args:
+        batch: the rows.
+        state: the reward model's training state.
+        w: the workers, with a trainer of the role ``reward_model``.
+        clock: measures the time of ``reward``.
+    """
+    outputs = clock.run("reward", w.trainers[ROLE].forward, state.params, batch, ("row_values",))
+    return with_model_score(batch, outputs)
+
+
+def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
+    """Writes ``score`` and, on the last token of each response, ``token_level_scores`` and ``token_level_rewards``.
+
+    Args:
+        batch: rows with ``response_mask``.
+        outputs: the reward model's ``row_values``.
+
+    Example:
+        >>> import torch
+        >>> batch = Batch.from_rows([[5, 6, 2]], {"response_mask": [[0.0, 1.0, 1.0]]})
+        >>> with_model_score(batch, TokenOutputs({"row_values": torch.tensor([0.5])}))["token_level_scores"].tolist()
+        [0.0, 0.0, 0.5]
+    """
+    on_last = batch.spread(outputs.row_values) * last_of_rows(batch, batch["response_mask"])
+    return batch.with_rows(score=outputs.row_values).with_tokens(
+        token_level_scores=on_last, token_level_rewards=on_last
+    )

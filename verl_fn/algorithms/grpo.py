@@ -6,20 +6,37 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
+import torch
+
 from verl_fn import steps
-from verl_fn.config.algorithms import GRPO, RLOO, PolicyOptimization
+from verl_fn.config import ConfigError
+from verl_fn.config.algorithms import DAPO, GRPO, RLOO, FilterGroups, PolicyOptimization, ReMax
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import UserError
 from verl_fn.state import Batch, Key, Node, node
-from verl_fn.steps import AdaptiveKL, FixedKL
+from verl_fn.state.batch import concatenate
+from verl_fn.steps import AdaptiveKL, FixedKL, penalize_overlong
+from verl_fn.steps.advantages.columns import Groups, groups_of
 
 from .algorithm import Algorithm
-from .by_conversation import by_conversation
-from .contract import Experience, Report
-from .experience import annotate, draw, kl_controller, kl_in_reward, selecting, update, update_batches
-from .model_reward import score_by_model
-from .policy import actor_outputs, corrected, estimator, policy_loss, selection
+from .experience import (
+    annotate,
+    batch_of,
+    draw,
+    kl_controller,
+    kl_in_reward,
+    publish,
+    requests_of,
+    respond,
+    score_by_model,
+    selecting,
+    update,
+    update_batches,
+)
+from .policy import actor_outputs, by_conversation, corrected, estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
-from .workers import Clock, Workers
+from .workers import Clock, Experience, Report, Workers
 
 
 @node
@@ -105,3 +122,170 @@ def without_critic(
 
     sample = sample or functools.partial(draw, score=outline.needs_reward)
     return Algorithm(init=init, sample=sample, learn=learn, outline=outline)
+
+
+def remax(options: ReMax) -> Algorithm[GRPOState]:
+    """Makes ReMax: a step samples responses, and for each prompt the greedy one, whose reward is the baseline.
+
+    The greedy responses are not learned from; they count as dropped for the reason ``baseline``.
+
+    Example:
+        >>> remax(ReMax()).outline.min_n
+        1
+
+    Source:
+        Li et al. 2023, arXiv 2310.10505.
+    """
+    return without_critic(options, corrected(steps.remax, options), sample_with_baseline)
+
+
+def sample_with_baseline(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
+    """Draws responses to ``problems`` and, with a second request at temperature 0, the greedy one to each."""
+    clock, key = Clock(w.get), state.key.fold_in(state.step)
+    version = clock.run("update_weights", publish, w, state.actor, state.step)
+    likeliest = attrs.evolve(w.sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
+    requests = {
+        "gen": requests_of(problems, w, w.sampling, key.fold_in("rollout")),
+        "gen_max": requests_of(problems, w, likeliest, key.fold_in("greedy")),
+    }
+    generate = functools.partial(w.rollout.generate, version=version)
+    samples = clock.run_all({phase: functools.partial(generate, asked) for phase, asked in requests.items()})
+    batch, greedy = (batch_of(drawn, problems, w, clock) for drawn in samples.values())
+    return Experience(with_baselines(batch, greedy), len(problems), clock.seconds, dropped={"baseline": greedy})
+
+
+def with_baselines(batch: Batch, greedy: Batch) -> Batch:
+    """Writes ``reward_baselines``: the score of the greedy response to each row's prompt.
+
+    Args:
+        batch: rows with ``group``.
+        greedy: a row with ``score`` for each group.
+
+    Raises:
+        ValueError: a group has no greedy response.
+
+    Example:
+        >>> rows = Batch.from_rows([[1], [2], [3]], per_row={"group": [7, 7, 4]})
+        >>> greedy = Batch.from_rows([[1], [2]], per_row={"group": [4, 7], "score": [0.0, 0.5]})
+        >>> with_baselines(rows, greedy)["reward_baselines"].tolist()
+        [0.5, 0.5, 0.0]
+    """
+    baselines = dict(zip(greedy["group"].tolist(), greedy["score"].tolist(), strict=True))
+    groups = batch["group"].tolist()
+    if lacking := [group for group in groups if group not in baselines]:
+        raise ValueError(
+            f"there is no greedy response to problem {lacking[0]}, so its responses have no baseline: the rollout "
+            "engine gave none, or its environment failed"
+        )
+    values = torch.tensor([baselines[group] for group in groups], dtype=greedy["score"].dtype)
+    return batch.with_rows(reward_baselines=values)
+
+
+class NoSignal(UserError, RuntimeError):
+    """Raised for a step in which no group of responses has different rewards, so that there is nothing to learn."""
+
+
+def dapo(options: DAPO) -> Algorithm[GRPOState]:
+    """Makes DAPO: GRPO with a wider upper clip range, dynamic sampling, and a penalty on overlong responses.
+
+    In dynamic sampling, a group whose responses all have the same reward is dropped, for the reason
+    ``equal_rewards``, and a new problem takes its place.
+
+    Example:
+        >>> dapo(DAPO()).outline.min_n
+        2
+
+    Source:
+        Yu et al. 2025, arXiv 2503.14476.
+    """
+    groups, buffer = options.filter_groups, options.overlong_buffer
+    sample = functools.partial(sample_with_signal, options=groups) if groups.enable else None
+    shape = None
+    if buffer.len:
+        shape = functools.partial(penalize_overlong, buffer=buffer.len, factor=buffer.penalty_factor)
+    return without_critic(options, estimator(options), sample, outputs=actor_outputs(options), shape=shape)
+
+
+def sample_with_signal(
+    state: GRPOState, problems: Sequence[Problem], w: Workers, *, options: FilterGroups
+) -> Experience:
+    """Draws as many groups with different rewards as there are problems, or as many as the limit of calls allows.
+
+    Args:
+        state: the algorithm's state.
+        problems: the step's training problems, of which some may be replaced.
+        w: the workers; ``w.more`` gives the problems that take their places.
+        options: what is compared, and the limit.
+
+    Raises:
+        NoSignal: the limit is reached without any such group.
+    """
+    clock, key, step = Clock(w.get), state.key.fold_in(state.step).fold_in("rollout"), state.step
+    version = clock.run("update_weights", publish, w, state.actor, step)
+    kept: list[Batch] = []
+    dropped: list[Batch] = []
+    groups = asked = calls = 0
+    while groups < len(problems) and calls < options.max_num_gen_batches:
+        drawn = problems if calls == 0 else w.more(len(problems) - groups)
+        scored = respond(drawn, w.sampling, w, key, version, clock)
+        calls, asked = calls + 1, asked + len(drawn)
+        differing, equal, count = split_by_signal(scored, options.metric)
+        kept, dropped, groups = [*kept, differing], [*dropped, equal], groups + count
+    if not groups:
+        raise NoSignal(
+            f"step {step + 1}: in each of {asked} groups of responses, in {calls} calls for samples, all have the "
+            f"same {options.metric}, so there is nothing to learn; take problems that the model gets right now and "
+            "then, raise rollout.n or algorithm.filter_groups.max_num_gen_batches, or give partial credit in the "
+            "reward"
+        )
+    report = {"train/num_gen_batches": float(calls), "train/groups_kept": groups / asked}
+    return Experience(joined(*kept), groups, clock.seconds, report, {"equal_rewards": joined(*dropped)})
+
+
+def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, int]:
+    """Splits a batch into the groups whose rows differ in ``metric`` and all others; also the number of the former.
+
+    Rows without a response token, and rows that lack ``metric``, have no vote.
+
+    Args:
+        batch: rows with ``group``, ``response_mask`` and ``metric``.
+        metric: ``score`` or ``acc``.
+
+    Raises:
+        ConfigError: the reward gives no ``acc``.
+
+    Example:
+        >>> fields = {"group": [4, 4, 9, 9], "score": [0.0, 1.0, 0.5, 0.5]}
+        >>> batch = Batch.from_rows([[1], [2], [3], [4]], {"response_mask": [[1.0]] * 4}, fields)
+        >>> different, equal, groups = split_by_signal(batch)
+        >>> different.tokens.tolist(), equal.tokens.tolist(), groups
+        ([1, 2], [3, 4], 1)
+    """
+    if metric not in batch:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric is {metric}, which the reward functions do not return; return it "
+            '({"score": ..., "acc": ...}), or set algorithm.filter_groups.metric=score'
+        )
+    groups, values = groups_of(batch), batch[metric]
+    groups = Groups(groups.of, groups.counts & ~values.isnan())
+    differs = -groups.max(-values) < groups.max(values)
+    return batch.take(differs), batch.take(~differs), len(groups.of[differs].unique())
+
+
+def joined(*batches: Batch) -> Batch:
+    """Returns the rows of all batches; a batch without rows need not have the fields of the others.
+
+    Numbers that reward functions returned for some of the batches only are missing in the others: nan.
+
+    Example:
+        >>> some, other = Batch.from_rows([[1]], per_row={"reward/length": [3.0]}), Batch.from_rows([[2], [3]])
+        >>> joined(some, other)["reward/length"].tolist()
+        [3.0, nan, nan]
+    """
+    with_rows = [batch for batch in batches if len(batch)]
+    names = {name for batch in with_rows for name in batch.per_row if name == "acc" or name.startswith("reward/")}
+    full = [
+        batch.with_rows(**{name: torch.full((len(batch),), torch.nan) for name in names if name not in batch})
+        for batch in with_rows
+    ]
+    return concatenate(full) if full else batches[0]

@@ -11,14 +11,13 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import TrainBackend
-from verl_fn.errors import place_of
+from verl_fn.errors import kind_of, place_of
 from verl_fn.state import Batch, read_only, tree
 from verl_fn.state.metrics import Metric
 
 from .algorithm import Algorithm
-from .contract import AlgorithmError, Experience, Report
 from .reports import sample_report, timing_report
-from .workers import Clock, Workers
+from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 ROW = "row_of_experience"
 # Calls of a training backend that show nothing of what is learned from.
@@ -39,7 +38,7 @@ def in_run(algorithm: Any, name: str) -> Algorithm[Any]:
         AlgorithmError: it is no algorithm; in its functions: they return something else than they should.
     """
     if not isinstance(algorithm, Algorithm):
-        raise AlgorithmError(f"{name} returns {_kind(algorithm)}; it must return a verl_fn.algorithms.Algorithm")
+        raise AlgorithmError(f"{name} returns {kind_of(algorithm)}; it must return a verl_fn.algorithms.Algorithm")
     return attrs.evolve(
         algorithm,
         sample=functools.partial(_sample, sample=algorithm.sample),
@@ -58,7 +57,7 @@ def _sample(state: Any, problems: Any, w: Workers, *, sample: Callable[..., Any]
         experience = sample(state, problems, attrs.evolve(w, reward=reward))
     if not isinstance(experience, Experience):
         raise AlgorithmError(
-            f"{place_of(sample)} returns {_kind(experience)}; sample returns a verl_fn.algorithms.Experience"
+            f"{place_of(sample)} returns {kind_of(experience)}; sample returns a verl_fn.algorithms.Experience"
         )
     return experience
 
@@ -81,8 +80,8 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
             returned = learn(state, numbered, attrs.evolve(w, trainers=trainers))
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise AlgorithmError(
-                f"{place_of(learn)} returns {_kind(returned)}; learn returns the next state and a report, a dict of "
-                "numbers by name"
+                f"{place_of(learn)} returns {kind_of(returned)}; learn returns the next state and a report, a dict "
+                "of numbers by name"
             )
         after.append(returned[0])
         return _numbers(w.get(returned[1]), learn)
@@ -129,14 +128,14 @@ def _shape(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of {leaf.dtype} and shape {tuple(leaf.shape)}"
     number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    return "" if leaf is None else "a number" if number else _kind(leaf)
+    return "" if leaf is None else "a number" if number else kind_of(leaf)
 
 
 def _numbers(report: Any, learn: Callable[..., Any]) -> Report:
     """Returns the report of ``learn`` as numbers, with a family for each name."""
     if not isinstance(report, Mapping):
         raise AlgorithmError(
-            f"{place_of(learn)} returns {_kind(report)} as its report; it is a dict of numbers by name"
+            f"{place_of(learn)} returns {kind_of(report)} as its report; it is a dict of numbers by name"
         )
     numbers: Report = {}
     for name, value in report.items():
@@ -145,7 +144,7 @@ def _numbers(report: Any, learn: Callable[..., Any]) -> Report:
             numbers[name if "/" in name else f"actor/{name}"] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise AlgorithmError(
-                f"{place_of(learn)} reports {_kind(value)} as {name!r}; a report has one number for each name"
+                f"{place_of(learn)} reports {kind_of(value)} as {name!r}; a report has one number for each name"
             ) from error
     return numbers
 
@@ -209,9 +208,3 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         self._passes.hidden |= name in HIDDEN
         return getattr(self._inner, name)
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)} values"
-    return "None" if value is None else f"a {type(value).__name__}"

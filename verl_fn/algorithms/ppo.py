@@ -10,12 +10,10 @@ from verl_fn.state import Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
 
 from .algorithm import Algorithm
-from .contract import Experience, Report
-from .experience import annotate, kl_controller, kl_in_reward, selecting, update, update_batches
-from .model_reward import score_by_model
+from .experience import annotate, kl_controller, kl_in_reward, score_by_model, selecting, update, update_batches
 from .policy import estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
-from .workers import Clock, Workers
+from .workers import Clock, Experience, Report, Workers
 
 
 @node

@@ -8,11 +8,10 @@ import torch
 
 from verl_fn.state import Batch, Max, Metrics, Min, Weighted
 from verl_fn.steps import rollout_gap
-from verl_fn.steps.advantages.rows import groups_of
+from verl_fn.steps.advantages.columns import groups_of
 
-from .by_conversation import whole_conversations
-from .contract import Report
-from .workers import Clock
+from .policy import whole_conversations
+from .workers import Clock, Report
 
 
 def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Report:

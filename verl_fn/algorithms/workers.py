@@ -1,17 +1,18 @@
-"""The parts that an algorithm runs on: backends, a rollout engine and a reward; and the clock of a step."""
+"""What an algorithm gets and gives: the parts that it runs on, the clock of a step, experience and metrics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 
 from verl_fn.backends.memory import in_phase
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import ArgumentError
+from verl_fn.errors import ArgumentError, UserError
+from verl_fn.state import Batch, Key
 
 T = TypeVar("T")
 
@@ -151,3 +152,45 @@ class Clock:
 
     def _add(self, phase: str, start: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+Report: TypeAlias = dict[str, float]
+"""The metrics of a step by name, as numbers."""
+
+
+class AlgorithmError(UserError, TypeError):
+    """A function of an algorithm takes or returns something else than it should."""
+
+
+class AlgorithmState(Protocol):
+    """The fields that every algorithm's state has. A state is a ``@node`` with one further field for each role."""
+
+    @property
+    def key(self) -> Key:
+        """Returns the run's key; each step derives a key of its own from it and ``step``."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Returns the number of steps done."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Experience:
+    """The result of ``sample``, from which ``learn`` learns. It can be saved between the two.
+
+    Attributes:
+        batch: the rows.
+        problems: the number of problems that the rows answer.
+        seconds: the duration of each phase so far.
+        report: the metrics so far.
+        dropped: the sampled rows that are not in ``batch``, by the reason. Rows that are in neither count as dropped
+            by the algorithm.
+    """
+
+    batch: Batch
+    problems: int
+    seconds: Mapping[str, float] = attrs.field(factory=dict)
+    report: Report = attrs.field(factory=dict)
+    dropped: Mapping[str, Batch] = attrs.field(factory=dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ WRITTEN = ("advantages", "returns")
 LATER = ("loss_weight", "row_weight", "cov_selected")
 SCORES = ("score", "acc", "env_score", "env_acc")
 EQUAL_REWARDS = (0.7, 1000.1, 1e6 + 0.1, -3.3, 1 / 3, 1e-8, 1e29)
+# Law, description, another batch, the places of the first batch's tokens in it, and the usual cause of a difference.
+Variant: TypeAlias = tuple[str, str, Batch, Tensor, str]
 UNEQUAL = "a number of rows that is taken to be the same for all groups"
 
 
@@ -74,14 +77,14 @@ def check_advantage(
     except RuntimeError as error:
         raise LawViolation("Rows", f"the estimator raises: {error}", UNEQUAL) from error
     _masked(batch, whole)
-    _rows(estimator, batch, whole, key, tolerance)
+    for variant in _variants(batch, key):
+        _same(estimator, whole, variant, tolerance)
     _dropped(estimator, batch)
-    _holes(estimator, batch, whole, key, tolerance)
     if zero_rewards if zero_rewards is not None else equal_rewards:
         _without_rewards(estimator, batch)
     if equal_rewards and zero_rewards is not False and _reads_groups(estimator, batch):
         _equal_rewards(estimator, batch)
-    _voteless(estimator, batch, whole, tolerance)
+    _same(estimator, whole, _with_silent_rows(batch), tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
 
 
@@ -97,29 +100,41 @@ def _masked(batch: Batch, whole: dict[str, Tensor]) -> None:
         require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
 
 
-def _holes(
-    estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], key: Key, tolerance: float
-) -> None:
-    """Checks that tokens without ``response_mask`` do not count, whatever they hold and however many there are."""
-    for what, other in scrambled(batch, key).items():
-        require_close(
-            "Zero",
-            f"{what} where response_mask is 0: the result",
-            whole,
-            _result(estimator, other),
-            "a sum or a mean over rows that does not weigh with response_mask, or x * response_mask where x may "
-            "not be finite; torch.where(mask, x, 0) drops it",
-            tolerance=tolerance,
-        )
-    longer, old = with_longer_prompts(batch, key)
-    require_close(
-        "Zero",
-        "with longer prompts, the result",
-        whole,
-        {name: t[old] for name, t in _result(estimator, longer).items()},
-        "batch.lengths or positions also count the prompt; count response_mask",
-        tolerance=tolerance,
+def _same(estimator: Callable[[Batch], Batch], whole: dict[str, Tensor], variant: Variant, tolerance: float) -> None:
+    law, what, other, places, cause = variant
+    result = {name: t[places] for name, t in _result(estimator, other).items()}
+    require_close(law, f"{what} the result", whole, result, cause, tolerance=tolerance)
+
+
+def _with_silent_rows(batch: Batch) -> Variant:
+    """Returns the batch with a second row for each, in the same group, that has no response token."""
+    both = batch.take(torch.arange(2 * len(batch)) % len(batch))
+    own = torch.arange(both.num_tokens) < batch.num_tokens
+    both = both.with_tokens(response_mask=torch.where(own, both["response_mask"], 0.0))
+    cause = "rows without a response token that are counted in a group or in the batch"
+    return "Rows", "beside rows without a response token,", both, own, cause
+
+
+def _variants(batch: Batch, key: Key) -> Iterator[Variant]:
+    """Yields batches that must give the same as ``batch``."""
+    here, rows = torch.arange(batch.num_tokens), torch.arange(len(batch))
+    cause = "groups taken from neighbouring rows, or something that depends on the first or last row"
+    orders = {"random": torch.randperm(len(batch), generator=key.generator()), "opposite": rows.flip(0)}
+    for name, order in {**orders, "rotated": rows.roll(1)}.items():
+        places = batch.with_tokens(here=here).take(order)["here"].argsort()
+        yield "Rows", f"with the rows in {name} order,", batch.take(order), places, cause
+    if "group" in batch.per_row:
+        renamed = batch.with_rows(group=1000 - 3 * batch["group"])
+        yield "Rows", "with other ids of the groups,", renamed, here, "ids used as numbers"
+    cause = (
+        "a sum or a mean over rows that does not weigh with response_mask, or x * response_mask where x may not be "
+        "finite; torch.where(mask, x, 0) drops it"
     )
+    for what, other in scrambled(batch, key).items():
+        yield "Zero", f"{what} where response_mask is 0:", other, here, cause
+    longer, old = with_longer_prompts(batch, key)
+    cause = "batch.lengths or positions also count the prompt; count response_mask"
+    yield "Zero", "with longer prompts,", longer, old, cause
 
 
 def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
@@ -216,50 +231,3 @@ def _dropped(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
         except RuntimeError as error:
             raise LawViolation("Rows", f"without row {row} the estimator raises: {error}", UNEQUAL) from error
         _require_finite(fewer, f" without row {row}")
-
-
-def _voteless(estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], tolerance: float) -> None:
-    """Checks the estimator with a second row for each, in the same group, that has no response token."""
-    both = batch.take(torch.arange(2 * len(batch)) % len(batch))
-    own = torch.arange(both.num_tokens) < batch.num_tokens
-    both = both.with_tokens(response_mask=torch.where(own, both["response_mask"], 0.0))
-    require_close(
-        "Rows",
-        "beside rows without a response token, the result of the others",
-        whole,
-        {name: t[own] for name, t in _result(estimator, both).items()},
-        "rows without a response token that are counted in a group or in the batch",
-        tolerance=tolerance,
-    )
-
-
-def _rows(
-    estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], key: Key, tolerance: float
-) -> None:
-    order = torch.arange(len(batch))
-    orders = {
-        "random order": torch.randperm(len(batch), generator=key.generator()),
-        "opposite order": order.flip(0),
-        "rotated order": order.roll(1),
-    }
-    for name, rows in orders.items():
-        moved = _result(estimator, batch.take(rows))
-        expected = {n: batch.with_tokens(**whole).take(rows)[n] for n in whole}
-        require_close(
-            "Rows",
-            f"with the rows in {name}, the result",
-            expected,
-            moved,
-            "groups taken from neighbouring rows, or something that depends on the first or last row",
-            tolerance=tolerance,
-        )
-    if "group" in batch.per_row:
-        renamed = batch.with_rows(group=1000 - 3 * batch["group"])
-        require_close(
-            "Rows",
-            "with other ids of the groups, the result",
-            whole,
-            _result(estimator, renamed),
-            "ids used as numbers",
-            tolerance=tolerance,
-        )

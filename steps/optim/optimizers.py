@@ -1,18 +1,97 @@
-"""AdamW through torch's fused kernel."""
+"""AdamW and SGD through torch's fused kernels, and masks of the parameters to which weight decay applies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 import torch
+from torch import Tensor
 
 from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
-from .masks import ByName, Mask, as_mask
 from .schedules import Schedule, as_schedule
 from .transforms import Optimizer, Update, check_slots, laid_out_as, tensors_of
+
+Mask: TypeAlias = Callable[[str, Tensor], bool]
+
+
+@attrs.frozen
+class NoDecay:
+    """A mask that excludes parameters by parts of their names; ``no_decay`` makes it."""
+
+    parts: tuple[str, ...]
+
+    def __call__(self, name: str, tensor: Tensor) -> bool:
+        return not any(part in name for part in self.parts)
+
+
+def no_decay(*parts: str) -> NoDecay:
+    """Makes a mask that decays each parameter unless its canonical name contains one of ``parts``.
+
+    Example:
+        >>> import torch
+        >>> mask = no_decay("bias", "norm")
+        >>> mask, mask("model.norm.weight", torch.zeros(1)), mask("lm_head.weight", torch.zeros(1))
+        (NoDecay(parts=('bias', 'norm')), False, True)
+    """
+    return NoDecay(parts)
+
+
+def matrices(name: str, tensor: Tensor) -> bool:
+    """Decays parameters of two and more dimensions: no biases and no weights of norms.
+
+    Example:
+        >>> import torch
+        >>> matrices("model.norm.weight", torch.zeros(4)), matrices("lm_head.weight", torch.zeros(4, 4))
+        (False, True)
+
+    Source: Megatron-LM exempts the same parameters from weight decay.
+    """
+    return tensor.ndim > 1
+
+
+@attrs.frozen
+class ByName:
+    """A mask that lists all parameters; ``as_mask`` makes it from a mapping."""
+
+    decays: tuple[tuple[str, bool], ...]
+
+    @functools.cached_property
+    def _listed(self) -> dict[str, bool]:
+        return dict(self.decays)
+
+    def __call__(self, name: str, tensor: Tensor) -> bool:
+        return self._listed[name]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises an error for a trained parameter that the mapping lacks.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for name in names:
+            if name not in self._listed:
+                raise ValueError(
+                    f"weight_decay_mask has no value for {name}; give it one for every trained parameter"
+                )
+
+
+def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
+    """Converts a mapping by name to a mask; a function of name and tensor, or None for all, stays as it is.
+
+    On sharded backends the function gets this process's shard of a tensor. It has as many dimensions as the whole
+    tensor, but another first size.
+
+    Example:
+        >>> as_mask({"w": True, "b": False}) == as_mask({"b": False, "w": True})
+        True
+    """
+    if isinstance(mask, Mapping):
+        return ByName(tuple(sorted((name, bool(decays)) for name, decays in mask.items())))
+    return mask
 
 
 @node
@@ -133,3 +212,73 @@ def adamw(
     Source: Loshchilov & Hutter 2019 (arXiv 1711.05101).
     """
     return AdamW(schedule, betas, eps, weight_decay, weight_decay_mask)
+
+
+@node
+class SGDState(Node):
+    """The state of SGD.
+
+    Attributes:
+        momentum: the momentum of each parameter; empty if the optimizer has none.
+    """
+
+    momentum: Slots
+
+
+@attrs.frozen
+class SGD(Optimizer):
+    """Stochastic gradient descent; ``sgd`` makes it and describes the settings."""
+
+    schedule: Schedule = attrs.field(converter=as_schedule)
+    momentum: float = 0.0
+
+    @property
+    def by_leaf(self) -> bool:
+        return True
+
+    def init(self, params: Params) -> SGDState:
+        names = params.trained() if self.momentum else []
+        return SGDState(Slots({name: torch.zeros_like(params[name]) for name in names}))
+
+    def check(self, params: Params, state: Any, position: int) -> None:
+        if not isinstance(state, SGDState):
+            raise ValueError(f"sgd did not make this state's optimizer tree, a {type(state).__name__}")
+        if self.momentum:
+            check_slots(state.momentum, params.trained(), params)
+        self.schedule(position)
+
+    def update(
+        self, grads: Grads, state: SGDState, params: Params, update: Update
+    ) -> tuple[Params, SGDState, Metrics]:
+        lr = self.schedule(update.position)
+        if names := list(grads):
+            weights = tensors_of(params, names)
+            torch._fused_sgd_(
+                weights,
+                laid_out_as(tensors_of(grads, names), weights),
+                tensors_of(state.momentum, names) if self.momentum else [],
+                weight_decay=0.0,
+                momentum=self.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=update.divisor,
+                found_inf=update.skip,
+            )
+        return params, state, {"lr": Weighted(lr, 1.0)}
+
+
+def sgd(schedule: Schedule | float, momentum: float = 0.0) -> SGD:
+    """Makes stochastic gradient descent.
+
+    Args:
+        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
+        momentum: the decay rate of heavy-ball momentum; 0 turns it off.
+
+    Example:
+        >>> sgd(0.1, momentum=0.9)
+        SGD(schedule=Constant(lr=0.1, warmup_steps=0), momentum=0.9)
+    """
+    return SGD(schedule, momentum)
