@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.child import environment
-from verl_fn.rewards.functions import RewardFunctions, RewardProcess
+from verl_fn.rewards import worker
+from verl_fn.rewards.child import Child, environment
+from verl_fn.rewards.functions import RewardFunctions, report_of
 from verl_fn.rewards.reward import Answer, RewardError
 
 TIMEOUT = 1.0
@@ -114,14 +115,15 @@ def test_there_are_sixty():
 
 
 def test_calls_end_in_a_score_or_a_line(folder, capfd):
-    process = RewardProcess(str(folder), environment(()))
+    process = Child(worker.__file__, str(folder), environment(()))
     try:
-        assert process.load(["hostile_rewards.py:run"], str(folder), TIMEOUT, {}) == ["plain"]
+        greeting = [str(folder), ["hostile_rewards.py:run"], TIMEOUT, {}]
+        assert process.greet(greeting, "reward.functions", RewardError) == ["plain"]
         process.send([0, [[row(name), 0] for name in CALLS]], TIMEOUT)
         outcomes = {}
         while len(outcomes) < len(CALLS):
             assert select.select([process.connection], [], [], 60)[0]
-            outcomes |= {name: outcome for name, outcome in process.reports() if outcome is not None}
+            outcomes |= {name: outcome for name, outcome in map(report_of, process.lines(0.0)) if outcome is not None}
     finally:
         process.stop()
     for (name, expected), outcome in zip(CALLS.items(), outcomes.values(), strict=True):
@@ -162,7 +164,7 @@ def test_processes_end_in_a_score_or_a_line(functions, folder, capfd, name):
     expected = PROCESSES[name]
     if isinstance(expected, float):
         assert scores == [expected, 0.5], message
-        functions._workers.pop().stop()
+        functions._pool.stop()
     else:
         assert re.match(f"the reward function hostile_rewards.py:run ({expected})", message), (scores, message)
         assert "problem 7 of 'src'" in message and "\n" not in message and len(message) < 1000

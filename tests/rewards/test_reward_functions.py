@@ -386,7 +386,7 @@ def test_a_worker_that_was_killed_between_batches_is_replaced(here):
     functions = RewardFunctions(["mine.py:process"])
     pid = int(functions(answers("a"))[0]["pid"])
     os.kill(pid, 9)
-    while functions._workers[0].is_ready():
+    while functions._pool.child(0).is_ready():
         time.sleep(0.01)
     assert functions(answers("a"))[0]["pid"] != pid
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
-import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from verl_fn.errors import UserError
-from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.rewards.child import (
+    START_SECONDS,
+    Child,
+    GarbledError,
+    Pool,
+    Work,
+    environment,
+    garbled,
+    one_line,
+    parsed,
+)
 from verl_fn.state import EndReason
 
 from .calls import HERMES
@@ -85,8 +93,6 @@ def variables_of_its_own(variables: Mapping[str, str], names: Sequence[str]) -> 
 
 
 SCRIPT = Path(__file__).with_name("worker.py")
-# How long a call goes on after it was cancelled.
-CANCEL_SECONDS = 0.5
 
 
 @attrs.frozen
@@ -185,7 +191,6 @@ class Scores:
 Call = Job | Scoring
 Result = tuple[Mapping[str, Any], ...] | Opening | End | Scores | Failure
 """Messages, or the end of a conversation, or the scores of a group, or why there is none of these."""
-_Results = dict[int, Result]
 
 
 class EnvProcesses:
@@ -228,38 +233,32 @@ class EnvProcesses:
     ) -> None:
         self.calls = calls
         self.name, self._timeout = name, timeout
-        self.cancelled = threading.Event()
-        self.scores_groups = False
         self._folder = str(Path(folder or ".").resolve())
-        self._environment = environment(variables, "env.variables", EnvError)
-        self._python, self._arguments = python or sys.executable, dict(arguments or {})
+        allowed = environment(variables, "env.variables", EnvError)
         if python:
             check_interpreter(python)
-            self._environment = variables_of_its_own(self._environment, variables)
+            allowed = variables_of_its_own(allowed, variables)
         try:
-            json.dumps(self._arguments)
+            json.dumps(arguments)
         except (TypeError, ValueError) as error:
             raise EnvError(f"env.arguments cannot be JSON ({error}); write dates and times as strings") from error
-        self._children: list[Child | None] = [None] * num_workers
-        weakref.finalize(self, _stop, self._children)
+        start = functools.partial(Child, str(SCRIPT), self._folder, allowed, python or sys.executable)
+        greeting = [self._folder, self.name, dict(arguments or {}), self.calls]
+        self._pool, self._num_workers = Pool(num_workers, start, greeting, "env.name", EnvError), num_workers
+        self.cancelled = self._pool.cancelled
         # Starting the first process here lets a wrong name end the run before anything is sampled.
-        self._child(0)
+        self.scores_groups = self._pool.start([0]) == [GROUPS]
 
     def __call__(self, jobs: Sequence[Call]) -> list[Result]:
         """Returns the result of each job. Calls of a conversation come in order; all conversations begin together."""
-        shares: dict[int, _Share] = {}
+        shares: dict[int, list[int]] = {}
         for place, job in enumerate(jobs):
             # Where the instances of the conversations are.
             one = job.jobs[0] if isinstance(job, Scoring) else job
-            process = (one.group if self.scores_groups else one.number) % len(self._children)
-            shares.setdefault(process, _Share([])).places.append(place)
+            process = (one.group if self.scores_groups else one.number) % self._num_workers
+            shares.setdefault(process, []).append(place)
         results: dict[int, Result] = {}
-        try:
-            self._run(shares, jobs, results)
-        except BaseException:
-            # Late results would otherwise be read as results of the next call.
-            _stop(self._children)
-            raise
+        self._pool.run({i: deque([_Share(places, jobs, results, self._timeout)]) for i, places in shares.items()})
         return [results[place] for place in range(len(jobs))]
 
     def problems(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -268,7 +267,7 @@ class EnvProcesses:
         Raises:
             EnvError: they cannot be read.
         """
-        child = self._child(0)
+        child = self._pool.child(0)
         try:
             child.send(PROBLEMS, START_SECONDS)
             while True:
@@ -290,107 +289,45 @@ class EnvProcesses:
             raise EnvError(f"reading the problems of {self.name}: the environment {error}") from None
         finally:
             # Lines that were not read would be taken for results of the next call.
-            _stop(self._children)
+            self._pool.stop()
 
-    def _run(self, shares: dict[int, _Share], jobs: Sequence[Call], results: _Results) -> None:
-        for i, share in shares.items():
-            self._send(i, share, jobs, results)
-        while shares:
-            owners = {self._child(i).connection: i for i in shares}
-            first = min(share.deadline for share in shares.values())
-            ready = wait(list(owners), min(max(first - time.monotonic(), 0.0), CANCEL_SECONDS))
-            if self.cancelled.is_set():
-                raise EnvError(f"the call of {self.name} was cancelled")
-            for connection, i in owners.items():
-                share = shares[i]
-                if connection in ready:
-                    self._read(i, share, jobs, results)
-                elif share.deadline < time.monotonic():
-                    late = Failure("env_timed_out", f"took longer than env.timeout ({self._timeout:g} s)")
-                    self._fail(i, share, late, jobs, results)
-                if not share.places:
-                    del shares[i]
 
-    def _send(self, i: int, share: _Share, jobs: Sequence[Call], results: _Results) -> None:
-        """Gives a process the jobs of its share that have no result."""
-        child = self._child(i)
-        share.sent, share.begun = list(share.places), {}
-        share.deadline = time.monotonic() + self._timeout
-        first = all(jobs[place].calls == 1 for place in share.places)
-        chosen = [jobs[place].message for place in share.places]
-        try:
-            child.send([first, chosen], self._timeout)
-        except OSError:
-            self._fail(i, share, Failure("env_crashed", child.death()), jobs, results)
+class _Share(Work):
+    """The jobs of one process."""
 
-    def _read(self, i: int, share: _Share, jobs: Sequence[Call], results: _Results) -> None:
-        """Reads what a process has reported."""
-        child = self._child(i)
-        try:
-            for line in child.lines(0.0):
-                at, result = _report(line)
-                if (at, result) == (CLOSES, None):
-                    share.deadline = time.monotonic() + self._timeout
-                    continue
-                place = share.sent[at] if 0 <= at < len(share.sent) else -1
-                calls = share.begun.get(place, 0)
-                # A job that began for ever would extend the time limit for ever.
-                if place not in share.places or not _fits(result, jobs[place], calls):
-                    raise GarbledError(garbled(line))
-                share.deadline = time.monotonic() + self._timeout
-                if result is None:
-                    share.begun[place] = calls + 1
-                else:
-                    results[place] = result
-                    share.places.remove(place)
-        except (EOFError, OSError):
-            self._fail(i, share, Failure("env_crashed", child.death()), jobs, results)
-        except GarbledError as error:
-            self._fail(i, share, Failure("env_crashed", str(error)), jobs, results)
-
-    def _fail(
-        self, i: int, share: _Share, failure: Failure, jobs: Sequence[Call], results: dict[int, Result]
+    def __init__(
+        self, places: Sequence[int], jobs: Sequence[Call], results: dict[int, Result], timeout: float
     ) -> None:
-        """Replaces a process; the job that it was at has failed, and the others of its share are made again."""
-        child, self._children[i] = self._child(i), None
-        child.stop()
-        at = next((place for place in share.places if place in share.begun), next(iter(share.places), None))
-        if at is not None:
-            results[at] = failure
-            share.places.remove(at)
-        if share.places:
-            self._send(i, share, jobs, results)
+        super().__init__(places, timeout)
+        self._jobs, self._results = jobs, results
+        self._sent: list[int] = []
+        self._late = f"took longer than env.timeout ({timeout:g} s)"
 
-    def _child(self, i: int) -> Child:
-        """Returns a process, and starts it if there is none."""
-        child = self._children[i]
-        if child is None:
-            child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment, self._python)
-            try:
-                greeting = child.greet([self._folder, self.name, self._arguments, self.calls], "env.name", EnvError)
-                self.scores_groups = greeting == GROUPS
-            except BaseException:
-                self._children[i] = None
-                child.stop()
-                raise
-        return child
+    def message(self) -> Any:
+        self._sent = list(self.open)
+        first = all(self._jobs[place].calls == 1 for place in self._sent)
+        return [first, [self._jobs[place].message for place in self._sent]]
 
+    def report(self, line: bytes) -> None:
+        at, result = _report(line)
+        if (at, result) == (CLOSES, None):
+            self.extend()
+            return
+        place = self._sent[at] if 0 <= at < len(self._sent) else -1
+        # A job that began for ever would extend the time limit for ever.
+        if place not in self.open or not _fits(result, self._jobs[place], self.open[place]):
+            raise GarbledError(garbled(line))
+        self.extend()
+        if result is None:
+            self.open[place] += 1
+        else:
+            self._results[place] = result
+            del self.open[place]
 
-@attrs.define
-class _Share:
-    """The jobs of one process.
-
-    Attributes:
-        places: the places of the jobs without a result.
-        sent: the places of the jobs that the process was sent, in order.
-        begun: how many calls each of them has begun.
-        deadline: when the process counts as hung.
-    """
-
-    places: list[int]
-    sent: list[int] = attrs.field(factory=list)
-    begun: dict[int, int] = attrs.field(factory=dict)
-    deadline: float = 0.0
+    def failed(self, problem: str) -> None:
+        for place in self.suspects()[:1]:
+            self._results[place] = Failure("env_crashed" if problem else "env_timed_out", problem or self._late)
+            del self.open[place]
 
 
 def _fits(result: Result | None, job: Call, begun: int) -> bool:
@@ -424,10 +361,3 @@ def _report(line: bytes) -> tuple[int, Result | None]:
         ]:
             return at, Opening(tuple(messages), tuple(tools))
     raise GarbledError(garbled(line))
-
-
-def _stop(children: list[Child | None]) -> None:
-    for i, child in enumerate(children):
-        if child is not None:
-            children[i] = None
-            child.stop()

@@ -1,4 +1,4 @@
-"""A process that runs code of the user: how it is started, talked to, watched and ended."""
+"""Processes that run code of the user: how they are started, talked to, watched, ended and replaced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -20,6 +23,8 @@ from verl_fn.rewards.reward import RewardError
 from verl_fn.rewards.worker import LONGEST
 
 START_SECONDS = 300.0
+# How long work goes on after it was cancelled.
+CANCEL_SECONDS = 0.5
 DEATH_SECONDS = 2.0
 
 ENVIRONMENT = (
@@ -178,6 +183,151 @@ class Child:
             self._keeper.wait()
         self._lifeline.close()
         self.connection.close()
+
+
+class Work:
+    """Calls that one process makes together; a subclass says what it gets, and what its reports mean.
+
+    Args:
+        places: the numbers of the calls.
+        timeout: the most seconds between two reports.
+
+    Attributes:
+        open: the calls without a result, and how often each has begun.
+        deadline: when the process counts as hung; 0 before it has the work.
+    """
+
+    def __init__(self, places: Iterable[int], timeout: float) -> None:
+        self.open = dict.fromkeys(places, 0)
+        self.timeout, self.deadline = timeout, 0.0
+
+    def message(self) -> Any:
+        """Returns what the process gets, for the calls that are open."""
+        raise NotImplementedError
+
+    def report(self, line: bytes) -> None:
+        """Reads a line that the process has sent; raises a ``GarbledError`` if it is no report."""
+        raise NotImplementedError
+
+    def failed(self, problem: str) -> None:
+        """Closes the call at which the process failed, or hung if there is no problem; or raises an error."""
+        raise NotImplementedError
+
+    def extend(self) -> None:
+        """Gives the process time until its next report."""
+        self.deadline = time.monotonic() + self.timeout
+
+    def suspects(self) -> list[int]:
+        """Returns the calls that may have stopped the process from responding."""
+        return [place for place, begun in self.open.items() if begun] or list(self.open)[:1]
+
+
+class Pool:
+    """Processes that share work. They start when they have some, and end with this object.
+
+    Args:
+        count: the most processes.
+        start: starts a process; it refers to nothing that refers to this object.
+        greeting: the first message to each, on which it imports the user's code.
+        key: the config key that names the code, for errors.
+        error: the class of errors.
+
+    Attributes:
+        cancelled: another thread sets it to end the work; ``run`` then raises an error.
+    """
+
+    def __init__(
+        self, count: int, start: Callable[[], Child], greeting: Any, key: str, error: type[Exception]
+    ) -> None:
+        self._start, self._greeting, self._key, self._error = start, greeting, key, error
+        self._children: list[Child | None] = [None] * count
+        self.cancelled = threading.Event()
+        weakref.finalize(self, _stop, self._children)
+
+    def start(self, numbers: Iterable[int]) -> list[Any]:
+        """Starts the processes with these numbers that do not run, side by side, and returns their answers."""
+        new = [i for i in numbers if self._children[i] is None]
+        try:
+            for i in new:
+                self._children[i] = self._start()
+            return [self.child(i).greet(self._greeting, self._key, self._error) for i in new]
+        except BaseException:
+            self.stop()
+            raise
+
+    def child(self, number: int) -> Child:
+        """Returns a process, and starts it if it does not run."""
+        self.start([number])
+        child = self._children[number]
+        assert child is not None
+        return child
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        _stop(self._children)
+
+    def run(self, queues: Mapping[int, deque[Work]]) -> None:
+        """Has each process do its work, one after the other. A process that fails is replaced.
+
+        Args:
+            queues: the work by the number of the process.
+
+        Raises:
+            Exception: ``Work.failed`` raised it, the work was cancelled, or the code cannot be imported again.
+        """
+        # A process may have ended since its last work, or have sent what is no answer.
+        for i, child in enumerate(self._children):
+            if child is not None and not child.is_ready():
+                self._children[i] = None
+                child.stop()
+        try:
+            self.start(queues)
+            while queues := {i: queue for i, queue in queues.items() if queue}:
+                for i, queue in queues.items():
+                    if not queue[0].deadline:
+                        with self._replacing(i, queue) as child:
+                            queue[0].extend()
+                            child.send(queue[0].message(), queue[0].timeout)
+                sent = {i: queue for i, queue in queues.items() if queue and queue[0].deadline}
+                first = min((queue[0].deadline for queue in sent.values()), default=0.0)
+                connections = [self.child(i).connection for i in sent]
+                ready = wait(connections, min(max(first - time.monotonic(), 0.0), CANCEL_SECONDS))
+                if self.cancelled.is_set():
+                    raise self._error(f"the call of {self._key} was cancelled")
+                for i, queue in sent.items():
+                    with self._replacing(i, queue) as child:
+                        for line in child.lines(0.0) if child.connection in ready else ():
+                            queue[0].report(line)
+                        if child.connection not in ready and queue[0].deadline < time.monotonic():
+                            raise TimeoutError
+        except BaseException:
+            # Late results would otherwise be read as results of the next call.
+            self.stop()
+            raise
+
+    @contextlib.contextmanager
+    def _replacing(self, number: int, queue: deque[Work]) -> Iterator[Child]:
+        """Ends a process that fails in the body, and tells its work; work without open calls leaves the queue."""
+        child, work = self.child(number), queue[0]
+        try:
+            yield child
+        except (EOFError, OSError, GarbledError) as error:
+            problem = str(error) if isinstance(error, GarbledError) else ""
+            if not isinstance(error, (GarbledError, TimeoutError)):
+                problem = child.death()
+            self._children[number] = None
+            child.stop()
+            work.failed(problem)
+            work.open, work.deadline = dict.fromkeys(work.open, 0), 0.0
+        if not work.open:
+            queue.popleft()
+
+
+def _stop(children: list[Child | None]) -> None:
+    for i, child in enumerate(children):
+        if child is not None:
+            children[i] = None
+            child.stop()
 
 
 def garbled(line: bytes) -> str:

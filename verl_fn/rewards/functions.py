@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import socket
-import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from verl_fn.rewards import worker as worker_script
-from verl_fn.rewards.child import Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.rewards.child import Child, GarbledError, Pool, Work, environment, garbled, one_line, parsed
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
 from verl_fn.rewards.worker import KINDS, Judged, Outcome, Row, late
 
@@ -66,14 +61,16 @@ class RewardFunctions:
     ) -> None:
         self._functions, self._names = tuple(functions), _names(functions)
         self._weights = tuple(weights) or (1.0,) * len(functions)
-        self._timeout, self._num_workers, self._arguments = timeout, num_workers, dict(arguments or {})
-        self._folder = str(Path(folder or ".").resolve())
-        self._environment = environment(env)
-        self._workers: list[RewardProcess] = []
-        self._kinds: list[str] = []
-        weakref.finalize(self, _stop, self._workers)
+        self._timeout, self._num_workers = timeout, num_workers
+        place = str(Path(folder or ".").resolve())
+        start = functools.partial(Child, worker_script.__file__, place, environment(env))
+        greeting = [place, list(functions), timeout, dict(arguments or {})]
+        self._pool = Pool(num_workers, start, greeting, "reward.functions", RewardError)
         # Starting the first process here lets a wrong name end the run before anything is sampled.
-        self._start(1)
+        (self._kinds,) = self._pool.start([0])
+        if not isinstance(self._kinds, list) or not all(kind in KINDS for kind in self._kinds):
+            self._pool.stop()
+            raise RewardError(f"importing reward.functions {garbled(json.dumps(self._kinds).encode())}")
 
     def __call__(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Returns ``score``, ``pred`` and metrics of each answer, and ``acc`` if a function returns it.
@@ -86,95 +83,19 @@ class RewardFunctions:
         rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
         results: list[list[Judged]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
-        try:
-            self._run(self._calls(len(rows)), answers, rows, seeds, results)
-        except BaseException:
-            # Late results of the other processes would otherwise be read as results of the next call.
-            _stop(self._workers)
-            raise
+        queues: dict[int, deque[Work]] = {}
+        for number, (name, kind) in enumerate(zip(self._functions, self._kinds, strict=True)):
+            shares = min(1 if kind == "batched" else self._num_workers, len(rows))
+            for share in range(shares):
+                own = range(share, len(rows), shares)
+                sent = [[rows[i], seeds[i]] for i in own]
+                own_answers = [answers[i] for i in own]
+                call = _Call(number, name, kind, sent, own_answers, own, results[number], self._timeout)
+                queues.setdefault((share + number) % self._num_workers, deque()).append(call)
+        self._pool.run(queues)
         for function, judged in zip(self._functions, results, strict=True):
             _check_kinds(function, judged, answers)
         return [self._combined(a, [by_function[i] for by_function in results]) for i, a in enumerate(answers)]
-
-    def _calls(self, rows: int) -> list[_Call]:
-        calls = []
-        for number, kind in enumerate(self._kinds):
-            shares = min(1 if kind == "batched" else self._num_workers, rows)
-            calls += [_Call(number, list(range(rows))[share::shares]) for share in range(shares)]
-        return calls
-
-    def _run(
-        self,
-        calls: Sequence[_Call],
-        answers: Sequence[Answer],
-        rows: Sequence[Row],
-        seeds: Sequence[int],
-        results: list[list[Judged]],
-    ) -> None:
-        self._start(min(self._num_workers, len(calls)))
-        idle, pending = list(self._workers), deque(calls)
-        busy: dict[socket.socket, tuple[RewardProcess, _Call]] = {}
-        while pending or busy:
-            while idle and pending:
-                worker, call = idle.pop(), pending.popleft()
-                busy[worker.connection] = worker, call
-                self._extend(call)
-                try:
-                    worker.send([call.function, [[rows[i], seeds[i]] for i in call.rows]], self._timeout)
-                except TimeoutError:
-                    raise self._failure(call, self._late(call), answers) from None
-                except OSError:
-                    raise self._failure(call, worker.death(), answers) from None
-            first = min(call.deadline for _, call in busy.values())
-            ready = wait(list(busy), max(first - time.monotonic(), 0.0))
-            for connection, (worker, call) in list(busy.items()):
-                if connection in ready:
-                    self._read(worker, call, answers, results)
-                if not call.unfinished:
-                    del busy[connection]
-                    idle.append(worker)
-                elif call.deadline < time.monotonic():
-                    raise self._failure(call, self._late(call), answers)
-
-    def _read(
-        self, worker: RewardProcess, call: _Call, answers: Sequence[Answer], results: list[list[Judged]]
-    ) -> None:
-        """Reads what a worker has reported of a call."""
-        try:
-            for row, outcome in worker.reports():
-                if isinstance(outcome, str):
-                    raise self._failure(call, outcome, answers, row)
-                # A row that began for ever would extend the time limit for ever.
-                if row is None or row not in call.unfinished or (outcome is None and call.unfinished[row]):
-                    raise GarbledError(garbled(f"row {row}, {outcome}".encode()))
-                self._extend(call)
-                if outcome is None:
-                    call.unfinished[row] = True
-                else:
-                    results[call.function][call.rows[row]] = outcome
-                    del call.unfinished[row]
-        except (EOFError, OSError):
-            raise self._failure(call, worker.death(), answers) from None
-        except GarbledError as error:
-            raise self._failure(call, str(error), answers) from None
-
-    def _extend(self, call: _Call) -> None:
-        # A worker itself reports a late coroutine. The grace period is for one that blocks the worker's event loop.
-        grace = GRACE_SECONDS if self._kinds[call.function] == "async" else 0.0
-        call.deadline = time.monotonic() + self._timeout + grace
-
-    def _late(self, call: _Call) -> str:
-        blocks = " and let no other coroutine run" if self._kinds[call.function] == "async" else ""
-        return late(self._timeout) + blocks
-
-    def _failure(self, call: _Call, problem: str, answers: Sequence[Answer], row: int | None = None) -> RewardError:
-        suspects = call.suspects() if row is None or row >= len(call.rows) else [row]
-        judged = describe(answers[call.rows[suspects[0]]])
-        if self._kinds[call.function] == "batched" and len(call.rows) > 1:
-            judged = f"a batch of {len(call.rows)} with {judged}"
-        elif len(suspects) > 1:
-            judged += f" (or one of {len(suspects) - 1} others that had begun)"
-        return RewardError(f"the reward function {self._functions[call.function]} {problem}, judging {judged}")
 
     def _combined(self, answer: Answer, results: Sequence[Judged]) -> dict[str, Any]:
         """Combines what the functions returned for an answer; each function's metrics carry its name."""
@@ -191,43 +112,66 @@ class RewardFunctions:
             combined |= {f"{prefix}{key}": value for key, value in metrics.items() if not isinstance(value, str)}
         return combined
 
-    def _start(self, count: int) -> None:
-        """Starts processes until ``count`` live ones have loaded the functions."""
-        for worker in [w for w in self._workers if not w.is_ready()]:
-            self._workers.remove(worker)
-            worker.stop()
-        try:
-            started = [RewardProcess(self._folder, self._environment) for _ in range(count - len(self._workers))]
-            self._workers += started
-            for worker in started:
-                self._kinds = worker.load(self._functions, self._folder, self._timeout, self._arguments)
-        except BaseException:
-            _stop(self._workers)
-            raise
 
+class _Call(Work):
+    """Rows that one process judges by one function.
 
-@attrs.define(eq=False)
-class _Call:
-    """Rows that one worker judges by one function.
-
-    Attributes:
+    Args:
         function: the function's number.
-        rows: the rows' numbers in the batch.
-        deadline: when the call counts as hung unless the worker reports a row before.
-        unfinished: the rows without a result, by their place in ``rows``, and whether each has begun.
+        name: the function, for errors.
+        kind: of the function.
+        message: what the process gets for each row.
+        answers: the rows' answers.
+        rows: the rows' places in ``results``.
+        results: gets what the function returned.
+        timeout: seconds that a row may take.
     """
 
-    function: int
-    rows: list[int]
-    deadline: float = 0.0
-    unfinished: dict[int, bool] = attrs.field(init=False)
+    def __init__(
+        self,
+        function: int,
+        name: str,
+        kind: str,
+        message: Sequence[Any],
+        answers: Sequence[Answer],
+        rows: Sequence[int],
+        results: list[Judged],
+        timeout: float,
+    ) -> None:
+        # A worker itself reports a late coroutine. The grace period is for one that blocks the worker's event loop.
+        super().__init__(range(len(answers)), timeout + GRACE_SECONDS * (kind == "async"))
+        self._late = late(timeout) + " and let no other coroutine run" * (kind == "async")
+        self._function, self._name, self._kind, self._message = function, name, kind, message
+        self._answers, self._rows, self._results = answers, rows, results
 
-    def __attrs_post_init__(self) -> None:
-        self.unfinished = dict.fromkeys(range(len(self.rows)), False)
+    def message(self) -> Any:
+        return [self._function, self._message]
 
-    def suspects(self) -> list[int]:
-        """Returns the rows that may have stopped the worker from responding."""
-        return [i for i, begun in self.unfinished.items() if begun] or list(self.unfinished)[:1]
+    def report(self, line: bytes) -> None:
+        row, outcome = report_of(line)
+        if isinstance(outcome, str):
+            raise self._failure(outcome, row)
+        # A row that began for ever would extend the time limit for ever.
+        if row is None or row not in self.open or (outcome is None and self.open[row]):
+            raise GarbledError(garbled(line))
+        self.extend()
+        if outcome is None:
+            self.open[row] = 1
+        else:
+            self._results[self._rows[row]] = outcome
+            del self.open[row]
+
+    def failed(self, problem: str) -> None:
+        raise self._failure(problem or self._late)
+
+    def _failure(self, problem: str, row: int | None = None) -> RewardError:
+        suspects = self.suspects() if row is None or row >= len(self._answers) else [row]
+        judged = describe(self._answers[suspects[0]])
+        if self._kind == "batched" and len(self._answers) > 1:
+            judged = f"a batch of {len(self._answers)} with {judged}"
+        elif len(suspects) > 1:
+            judged += f" (or one of {len(suspects) - 1} others that had begun)"
+        return RewardError(f"the reward function {self._name} {problem}, judging {judged}")
 
 
 def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answer]) -> None:
@@ -267,11 +211,6 @@ def _row(answer: Answer) -> Row:
     }
 
 
-def _stop(workers: list[RewardProcess]) -> None:
-    while workers:
-        workers.pop().stop()
-
-
 def _names(functions: Sequence[str]) -> list[str]:
     """Returns short names for metrics: each function's name, after its module's and its folders' as far as needed."""
     paths = []
@@ -288,42 +227,14 @@ def _names(functions: Sequence[str]) -> list[str]:
     return names
 
 
-class RewardProcess(Child):
-    """A process that runs reward functions.
+def report_of(line: bytes) -> tuple[int | None, Outcome | None]:
+    """Returns the place of a row, with None if it has begun, otherwise with its outcome.
 
-    Args:
-        folder: the current folder of the process.
-        environment: its environment variables.
+    A string in place of None stands for a failure of the whole call.
+
+    Raises:
+        GarbledError: the line is no report.
     """
-
-    def __init__(self, folder: str, environment: Mapping[str, str]) -> None:
-        super().__init__(worker_script.__file__, folder, environment)
-
-    def load(self, functions: Sequence[str], folder: str, timeout: float, arguments: Mapping[str, Any]) -> list[str]:
-        """Loads the functions in the process, with their arguments, and returns the kind of each.
-
-        Raises:
-            RewardError: a function cannot be loaded.
-        """
-        reply = self.greet([folder, list(functions), timeout, arguments], "reward.functions", RewardError)
-        match reply:
-            case [*kinds] if len(kinds) == len(functions) and all(kind in KINDS for kind in kinds):
-                return kinds
-        raise RewardError(f"importing reward.functions {garbled(json.dumps(reply).encode())}")
-
-    def reports(self) -> list[tuple[int | None, Outcome | None]]:
-        """Returns what has arrived: the place of each row, with None if it has begun, otherwise with its outcome.
-
-        A string in place of None stands for a failure of the whole call.
-
-        Raises:
-            EOFError, OSError: the process has ended or closed its connection.
-            GarbledError: something other than reports has arrived.
-        """
-        return [_report(line) for line in self.lines(0.0)]
-
-
-def _report(line: bytes) -> tuple[int | None, Outcome | None]:
     match parsed(line):
         case str(problem):
             return None, one_line(problem)

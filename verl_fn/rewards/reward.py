@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,7 +67,7 @@ class Reward:
     """
 
     def __init__(self, judge: Judge, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
-        self.judge = judge
+        self.judge, self._one_thread = judge, threading.Lock()
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens
 
@@ -101,7 +102,9 @@ class Reward:
             strict=True,
         )
         answers = [Answer(problem, text, bool(finished), tokens) for problem, text, finished, tokens in judged]
-        fields = {name: values[conversation] for name, values in _columns(answers, self.judge(answers)).items()}
+        # Processes of functions answer one call at a time.
+        with self._one_thread:
+            fields = {name: values[conversation] for name, values in _columns(answers, self.judge(answers)).items()}
         if "env_score" in batch:
             fields |= {"score": fields["score"] + batch["env_score"], "acc": batch["env_acc"]}
         if empty := int((batch.sum_rows(batch["response_mask"]) == 0).sum()):
