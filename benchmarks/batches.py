@@ -2,6 +2,9 @@
 
 Each rank is a Ray actor. It gets a batch whose fields lie in the object store, takes the rows that are dealt to it,
 and compares the whole batch with the other ranks' by its checksum. Both ways take turns, on new batches.
+
+With ``--driver`` it measures the driver's side: the memory of the process that estimates advantages, splits a batch
+into minibatches with their weights, and hands each to the ranks, as a GRPO step does.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import resource
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends.agreement import of_batch
-from verl_fn.state import Batch, deal
+from verl_fn.state import Batch, Key, deal
 
 from . import measure
 
@@ -78,6 +82,48 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
     }
 
 
+def driver_memory(ranks: int, rows: int, n: int, length: int) -> dict[str, float]:
+    """The peak memory of this process through a step on a batch, and how many times the batch's bytes that is.
+
+    Args:
+        ranks: training ranks, which read their rows.
+        rows: problems.
+        n: responses of each problem.
+        length: tokens of each response.
+    """
+    import ray
+
+    from verl_fn.algorithms.experience import weighted_minibatches
+    from verl_fn.algorithms.policy import estimator
+    from verl_fn.config.algorithms import GRPO
+    from verl_fn.config.schema import RayConfig
+    from verl_fn.driver.cluster import Cluster
+    from verl_fn.driver.ray import connected
+
+    with connected(RayConfig()):
+        cluster, actor = Cluster(60.0), ray.remote(num_cpus=0)(Rank)
+        actors = [actor.remote(rank, ranks) for rank in range(ranks)]
+        # The first use of each part imports what it needs.
+        for problems in (2, rows):
+            before = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+            batch = batch_of(problems * n, length, 0)
+            batch = batch.with_tokens(
+                response_mask=torch.ones_like(batch["field_0"]), token_level_rewards=batch["field_1"]
+            )
+            batch = batch.without("field_0").without("field_1")
+            batch = batch.with_rows(score=torch.rand(len(batch)), group=torch.arange(problems).repeat_interleave(n))
+            nbytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch)) / 1e6
+            batch = estimator(GRPO())(batch)
+            share = -(-problems // 4), problems
+            for part in weighted_minibatches(batch, share, 1, Key.from_seed(0), "token-mean", None):
+                reference = cluster.stored(part)
+                ray.get([one.read.remote(True, reference) for one in actors])
+                del part, reference
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+            del batch
+        return {"batch_mb": nbytes, "before_mb": before, "peak_mb": peak, "times": (peak - before) / nbytes}
+
+
 def batch_of(rows: int, length: int, seed: int) -> Batch:
     """A batch of rows of one length, with as many per-token fields as a PPO step has."""
     stream = torch.Generator().manual_seed(seed)
@@ -95,7 +141,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=measure.count, default=1024)
     parser.add_argument("--length", type=measure.count, default=2048)
     parser.add_argument("--rounds", type=measure.count, default=5)
+    parser.add_argument("--driver", action="store_true", help="the memory of the driver")
+    parser.add_argument("--n", type=measure.count, default=8, help="responses of each row, for --driver")
     args = parser.parse_args(argv)
+    if args.driver:
+        memory = driver_memory(args.ranks, args.rows, args.n, args.length)
+        measure.write(args.json, "batches", args.device, {"results": {"driver": memory}})
+        print("driver: " + ", ".join(f"{name} {value:.1f}" for name, value in memory.items()))
+        return 0
     results = compare(args.ranks, args.rows, args.length, args.rounds)
     measure.write(args.json, "batches", args.device, {"results": results})
     for way, r in results.items():

@@ -177,9 +177,9 @@ def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device:
                 "data": [Seat(0)],
             }
             cluster.start(seats, DriverConfig(device=device), 1)
-            cluster.build("trainer", "actor", trainer, folder, device)
+            cluster.build(("trainer", "actor", trainer, folder, device))
             plan = rollout_plan(folder, name, "bfloat16", "apart", prompts, PROMPT_TOKENS, RESPONSE_TOKENS)
-            cluster.build("rollout", "rollout", build.rollout, plan, device)
+            cluster.build(("rollout", "rollout", build.rollout, plan, device))
             backend = RemoteTrain(cluster, cluster.groups["trainer"], "actor")
             state = backend.load_pretrained(folder, Key.from_seed(0))
             whole = cluster.groups["rollout"]

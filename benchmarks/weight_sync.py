@@ -112,9 +112,9 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
             cluster.start(_seats(ranks, device, apart), DriverConfig(device=device), ranks)
             if ranks > 1:
                 cluster.join(cluster.groups["trainer"], device)
-            cluster.build("trainer", "actor", trainer, folder, device, ranks)
+            cluster.build(("trainer", "actor", trainer, folder, device, ranks))
             plan = rollout_plan(folder, args.engine, args.dtype, placement)
-            cluster.build("rollout", "rollout", build.rollout, plan, device)
+            cluster.build(("rollout", "rollout", build.rollout, plan, device))
             backend = RemoteTrain(cluster, cluster.groups["trainer"], "actor")
             rollout = RemoteRollout(cluster, cluster.groups["rollout"], "rollout")
             state = backend.load_pretrained(folder, Key.from_seed(0))

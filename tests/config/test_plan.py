@@ -77,10 +77,10 @@ def test_an_optimizer_has_all_settings_of_its_table(table):
 
 def test_training_and_evaluation_sample_as_their_tables_say():
     table = {"temperature": 0.3, "top_k": 5, "top_p": 0.7, "n": 2}
-    assert build.validation_sampling(ValConfig(**table), 11) == Sampling(11, **table)
+    assert build.sampling(ValConfig(**table), 11) == Sampling(11, **table)
     of_training = plan(*(f"rollout.{key}={value}" for key, value in table.items()), "data.max_response_length=11")
-    assert build.sampling(of_training.rollout) == Sampling(11, **table)
-    assert build.validation_sampling(of_training.rollout.val_kwargs, 11) == Sampling(11, temperature=0.0)
+    assert build.sampling(of_training.rollout, 11) == Sampling(11, **table)
+    assert build.sampling(of_training.rollout.val_kwargs, 11) == Sampling(11, temperature=0.0)
 
 
 def test_a_layout_of_megatron():

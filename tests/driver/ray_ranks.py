@@ -24,13 +24,13 @@ class Ranks:
 
     def engines(self, name, factory, *args, count=2):
         """Rollout engines in processes of their own, made by ``factory(*args)``."""
-        self.cluster.build("engines", name, factory, *args)
+        self.cluster.build(("engines", name, factory, *args))
         members = self.cluster.groups["engines"].members[:count]
         return RemoteRollout(self.cluster, Group("engines", members), name)
 
     def backend(self, name, factory, *args, cls=RemoteTrain):
         """A component on every rank, made by ``factory(device, *args)``."""
-        self.cluster.build("trainer", name, factory, self.device, *args)
+        self.cluster.build(("trainer", name, factory, self.device, *args))
         return cls(self.cluster, self.group, name)
 
 

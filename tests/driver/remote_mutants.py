@@ -85,7 +85,7 @@ class NotMarked(RemoteTrain):
 
     def apply_update(self, state, grads, *, donate=True):
         new, found = super().apply_update(state, grads, donate=donate)
-        state.fate = grads.fate = None
+        state.value.fate = grads.value.fate = None
         return new, found
 
 
@@ -97,8 +97,8 @@ class OneNumber(RemoteTrain):
     def forward_backward(self, state, batch, loss):
         grads, found = super().forward_backward(state, batch, loss)
         self.number = self.number or grads
-        self._group.run("map", lambda value: value, self.number.stored.id, grads.open())
-        return Remote(self.number.stored), found
+        self.group.run("map", lambda value: value, self.number.value.id, grads.open())
+        return Remote(self.number.value), found
 
 
 class OldResults(RemoteTrain):
@@ -117,7 +117,7 @@ class FreesWhatLives(RemoteTrain):
 
     def forward(self, params, batch, needs=("logprobs",)):
         found = super().forward(params, batch, needs)
-        self._group.dropped.append(params.open().id)
+        self.group.dropped.append(params.open().id)
         return found
 
 

@@ -210,7 +210,7 @@ def held(group):
 def test_what_nobody_holds_goes_from_every_rank(two, fsdp):
     """Also where the next call never reaches the ranks, since its arguments failed."""
     states = [fsdp.init(Key.from_seed(i)) for i in range(3)]
-    kept, gone = states.pop(), {state.stored.id for state in states}
+    kept, gone = states.pop(), {state.value.id for state in states}
     del states
 
     @ray.remote(num_cpus=0)
@@ -220,7 +220,7 @@ def test_what_nobody_holds_goes_from_every_rank(two, fsdp):
     with pytest.raises(ValueError, match="no batch today"):
         two.get(fsdp.forward(kept.params, failing.remote(), ["logprobs"]))
     for numbers in held(two.group):
-        assert kept.stored.id in numbers
+        assert kept.value.id in numbers
         assert not numbers & gone
 
 
@@ -304,8 +304,8 @@ def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
         def is_finished(self):
             return self.ended
 
-    monkeypatch.setattr(two.cluster, "_until", lambda *args, **options: None)
-    group = SimpleNamespace(stream=lambda parts: {0: Stream()}, restarts=False)
+    monkeypatch.setattr(two.cluster, "wait_for", lambda *args, **options: None)
+    group = SimpleNamespace(stream=lambda parts: {0: Stream()}, members=[None])
     assert list(two.cluster.stream(group, [])) == samples
 
 
@@ -313,9 +313,8 @@ def test_parts_are_built_side_by_side(two, tmp_path):
     """Each waits for the other to begin."""
     names = [(tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")]
     groups = ("trainer", "engines")
-    two.cluster.build_all(
-        (group, "met", remote_mutants.meet, *name) for group, name in zip(groups, names, strict=True)
-    )
+    made = [(group, "met", remote_mutants.meet, *name) for group, name in zip(groups, names, strict=True)]
+    two.cluster.build(*made)
 
 
 def test_an_error_that_comes_late_is_raised_once(two, fsdp, tmp_path):

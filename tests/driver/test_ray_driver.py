@@ -187,13 +187,13 @@ def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path
 
 def test_values_go_when_their_handles_go(remote, model):
     w = remote
-    host = w.trainers["actor"]._group.members[0].host
+    host = w.trainers["actor"].group.members[0].host
     states = [w.trainers["actor"].load_pretrained(model, Key.from_seed(i)) for i in range(3)]
-    numbers = [s.stored.id for s in states]
+    numbers = [s.value.id for s in states]
     del states
     keep = w.trainers["actor"].load_pretrained(model, Key.from_seed(9))
     alive = set(ray.get(host.alive.remote()))
-    assert keep.stored.id in alive
+    assert keep.value.id in alive
     assert not alive & set(numbers)
 
 

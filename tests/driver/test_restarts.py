@@ -4,15 +4,19 @@ import importlib.util
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import faults
 from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
-from verl_fn.driver.errors import ActorDied
+from verl_fn.driver import remote_rollout
+from verl_fn.driver.ranks import ActorDied
 from verl_fn.driver.ray import ray_workers
+from verl_fn.driver.remote_rollout import RemoteRollout
 from verl_fn.driver.watch import Watch
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -51,8 +55,11 @@ def drawn(workers, model):
     return state, named(workers.get(workers.rollout.generate(REQUESTS, version=0)))
 
 
-@pytest.mark.parametrize("kind", ["kill", "stuck"])
-def test_rows_in_flight_are_answered_by_a_restarted_engine(workers, drawn, folder, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("kill", "died: "), ("stuck", "hangs"), ("memory", "failed: OutOfMemoryError: out of memory, on purpose;")],
+)
+def test_rows_in_flight_are_answered_by_a_restarted_engine(workers, drawn, folder, kind, why, monkeypatch):
     """As before, and the other engine keeps its answers."""
     if kind == "stuck":
         monkeypatch.setattr(workers.get.__self__, "_watch", Watch(20.0))
@@ -61,9 +68,9 @@ def test_rows_in_flight_are_answered_by_a_restarted_engine(workers, drawn, folde
     refs = workers.rollout.generate(REQUESTS, version=0)
     assert named(workers.get(refs)) == drawn[1]
     assert sum(now != then for now, then in zip(pids(workers), before, strict=True)) == 1
-    (reason,) = workers.restarts()
-    assert ("died: its process ended" if kind == "kill" else "hangs") in reason and "1 of 1" in reason
-    assert workers.rollout.version == 0 and workers.restarts() == []
+    (reason,) = workers.processes.restarts()
+    assert why in reason and "1 of 1" in reason
+    assert workers.rollout.version == 0 and workers.processes.restarts() == []
 
 
 def test_a_stream_goes_on_and_gives_each_sample_once(workers, drawn):
@@ -72,14 +79,14 @@ def test_a_stream_goes_on_and_gives_each_sample_once(workers, drawn):
     os.kill(pids(workers)[samples[-1].request % 2], signal.SIGKILL)
     samples += stream
     assert sorted(named(samples)) == sorted(drawn[1])
-    assert len(workers.restarts()) <= 1
+    assert len(workers.processes.restarts()) <= 1
 
 
 def test_an_engine_that_dies_idle_gets_its_weights_again(workers, drawn):
     w = workers
     os.kill(pids(w)[0], signal.SIGKILL)
     assert named(w.get(w.rollout.generate(REQUESTS, version=0))) == drawn[1]
-    assert len(w.restarts()) == 1
+    assert len(w.processes.restarts()) == 1
 
 
 def test_weights_older_than_the_trainers_are_published_again(workers, drawn, folder):
@@ -92,14 +99,14 @@ def test_weights_older_than_the_trainers_are_published_again(workers, drawn, fol
         grads, _ = actor.forward_backward(state, tiny_batch(), cross_entropy())
         state, metrics = actor.apply_update(state, grads)
         assert publication.copied == copied
-    assert named(w.get(refs)) == expected and len(w.restarts()) == 1
+    assert named(w.get(refs)) == expected and len(w.processes.restarts()) == 1
     assert w.get(metrics)["perf/residency_copies"].value == 0
     grads, _ = actor.forward_backward(state, tiny_batch(), cross_entropy())
     state, _ = actor.apply_update(state, grads)
     assert publication.weights is None
     # Nobody has the weights of version 0 any more.
     os.kill(pids(w)[0], signal.SIGKILL)
-    while not w.restarts():
+    while not w.processes.restarts():
         w.get(actor.map(time.sleep, 0.2))
     while w.rollout.version is not None:
         w.get(actor.map(time.sleep, 0.2))
@@ -113,10 +120,10 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(workers, drawn, folder
     w = workers
     for step in range(2):
         (folder / Fault("memory", w.rollout.version, step).name).touch()
-    with pytest.raises(ActorDied, match=r"rollout rank \d .*died") as caught:
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory, on purpose") as caught:
         w.get(w.rollout.generate(REQUESTS[:1], version=w.rollout.version))
-    assert "OutOfMemoryError: out of memory, on purpose" in str(caught.value)
-    assert "restarted 1 times (rollout.max_restarts)" in caught.value.__notes__[0]
+    raised, limit = caught.value.__notes__
+    assert raised.startswith("raised in rollout rank ") and "restarted 1 times (rollout.max_restarts)" in limit
 
 
 @pytest.mark.slow
@@ -149,7 +156,7 @@ def test_a_vllm_engine_that_is_killed_while_it_draws(ray_cluster, tmp_path):
         (tmp_path / Fault("kill", 5, 6).name).touch()
         (before,) = pids(w)
         samples = w.get(w.rollout.generate(requests, version=5))
-        assert pids(w) != [before] and len(w.restarts()) == 1
+        assert pids(w) != [before] and len(w.processes.restarts()) == 1
     for sample, other in zip(samples, expected, strict=True):
         assert (sample.request, sample.number) == (other.request, other.number)
         assert sample.tokens.tolist() == other.tokens.tolist() and set(sample.versions.tolist()) == {5}
@@ -162,30 +169,28 @@ def test_faults_are_drawn_from_a_seed():
     assert {fault.kind for fault in drawn} == set(faults.KINDS)
 
 
-def test_an_error_that_comes_again_after_a_restart_ends_the_run(monkeypatch):
-    """Deaths without an error of their own, and other errors, are restarted as often as allowed."""
-    from collections import Counter
-    from types import SimpleNamespace
+def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
+    cluster = SimpleNamespace(
+        replace=lambda group, number: None, made={"rollout": []}, get=lambda ref: None, before_update=[]
+    )
+    member = SimpleNamespace(name="rollout", host=None, sentinel=None)
+    monkeypatch.setattr(remote_rollout.ray, "kill", lambda host: None)
+    monkeypatch.setattr(remote_rollout.ray, "wait", lambda refs, timeout: None)
+    monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [])
 
-    from verl_fn.driver import restarts
-    from verl_fn.driver.errors import ENDED_WITH
-
-    monkeypatch.setattr(restarts, "_ready", lambda ref: True)
-    monkeypatch.setattr(restarts.attrs, "evolve", lambda member, **changes: member)
-    monkeypatch.setattr(restarts.Restarts, "_stages", lambda self, old, error: iter([None]))
-    member = SimpleNamespace(name="rollout", sentinel=None)
-
-    def deaths(*errors, answered=()):
-        group = SimpleNamespace(answered=set(), replace=lambda old, new: None)
-        one = restarts.Restarts(group, 3, [], [], None, None)
+    def restarts(*errors, answered=()):
+        calls = {"run": lambda *args: None, "lose": lambda member: 0, "again": lambda number: None}
+        group = SimpleNamespace(name="rollout", answered=set(), calls=[], **calls)
+        engines = RemoteRollout(cluster, group, "rollout", 3)
         for number, error in enumerate(errors):
             group.answered |= {"rollout"} if number in answered else set()
-            one.begin(member, ActorDied(f"rollout died\n  {error}"))
-        return Counter(one._counts)["rollout"]
+            engines.restart(member, error)
+        return len(engines.reasons)
 
-    bug, other = f"{ENDED_WITH}KeyError: 'x'", f"{ENDED_WITH}RuntimeError: y"
-    with pytest.raises(ActorDied, match="died") as caught:
-        deaths(bug, bug)
-    assert "the same error before" in caught.value.__notes__[0]
-    assert deaths(bug, other, bug) == 3 and deaths("killed", "killed", "killed") == 3
-    assert deaths(bug, bug, answered=[1]) == 1
+    def died():
+        return ActorDied("rollout died")
+
+    assert restarts(died(), RuntimeError("y"), died()) == 3
+    with pytest.raises(ActorDied, match="rollout died"):
+        restarts(died(), died(), died(), died())
+    assert restarts(*(died() for _ in range(5)), answered=[2]) == 5

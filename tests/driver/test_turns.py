@@ -109,11 +109,11 @@ def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
 
 def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     """With a part awake, that part is woken before weights of meanwhile are sent again."""
-    group = SimpleNamespace(members=[1], calls=[], run=lambda *_: None, scatter=lambda method, calls, beside: calls)
+    group = SimpleNamespace(members=[1], calls=[], run=lambda *_: None, scatter=lambda *_, beside: None)
     engines = RemoteRollout(SimpleNamespace(get=lambda ref: None), group, "rollout")
 
     def restored():
-        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines.restore(0, ())]
+        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines._restored(0, ())]
 
     assert restored() == []
     engines.sleep(2)
@@ -125,11 +125,9 @@ def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     engines.sleep(1)
     engines.wake()
     assert restored() == []
-    published = SimpleNamespace(
-        version=3, weights="weights", done=lambda engine=None: True, refs=[SimpleNamespace(task_id=lambda: 1)]
-    )
+    published = SimpleNamespace(version=3, weights="weights", call=SimpleNamespace(done=lambda engine: True))
     for tag, order in (("weights", ["sleep", "wake", "publish"]), ("cache", ["publish", "sleep", "wake"])):
         engines.sleep(1)
         engines.wake([tag])
         engines._publications = [published]
-        assert [call[2] for call in engines.restore(0, ())] == order
+        assert [call[2] for call in engines._restored(0, ())] == order

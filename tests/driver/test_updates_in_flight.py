@@ -121,7 +121,7 @@ def test_an_engine_that_dies_goes_on_with_the_newest_weights(waiting, model):
             (waiting / name).unlink()
         samples = w.get(refs)
         assert len(samples) == 8 and {v for s in samples for v in s.versions.tolist()} == {1}
-        assert len(w.restarts()) == 1
+        assert len(w.processes.restarts()) == 1
         batch = pack(samples)
         exact = w.get(actor.forward(states[1].params, batch, ("logprobs",))).logprobs
         mask = batch["response_mask"].bool()

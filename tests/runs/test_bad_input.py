@@ -16,11 +16,11 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
-from verl_fn.driver import build
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import make_model_folder
 
 SILENT = lambda line: None  # noqa: E731
 
@@ -355,12 +355,12 @@ def test_a_full_disk_while_the_random_model_is_written(refused, tmp_path, monkey
 
 def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
     plan = tiny_run("", tmp_path)
-    build.make_model_folder(plan)
+    make_model_folder(plan)
     folder = tmp_path / "new_model"
     for damaged in ("", '{"arch"', "[]", "\x00"):
         (folder / "made_from.json").write_text(damaged)
         (folder / "config.json").unlink()
-        build.make_model_folder(plan)
+        make_model_folder(plan)
         assert (folder / "config.json").is_file()
 
 
@@ -369,7 +369,7 @@ def test_a_random_model_is_not_written_through_a_link(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "run/new_model").mkdir()
     (tmp_path / "run/new_model/.unfinished").symlink_to(tmp_path / "elsewhere")
-    build.make_model_folder(tiny_run("", tmp_path / "run"))
+    make_model_folder(tiny_run("", tmp_path / "run"))
     assert not list((tmp_path / "elsewhere").iterdir()) and (tmp_path / "run/new_model/config.json").is_file()
 
 

@@ -155,10 +155,8 @@ def test_states_move_to_the_cpu_where_they_do_not_fit(folder):
 
 def test_roles_that_lie_on_the_cpu(folder):
     plan = plan_of(folder("1.5b"), "rollout.offload_trainer=true", "ray.separate=critic")
-    workers = type("W", (), {"gpu_memory": 140 * GIB})
-    assert resting(plan, workers) == {"actor"}
-    workers.gpu_memory = None
-    assert resting(plan, workers) == frozenset()
+    assert resting(plan, 140 * GIB) == {"actor"}
+    assert resting(plan, None) == frozenset()
 
 
 def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_told(folder):

@@ -45,6 +45,24 @@ def no_more(count: int) -> Sequence[Problem]:
 
 
 @attrs.frozen(eq=False)
+class Processes:
+    """The processes of the workers, for the loop of a run.
+
+    Attributes:
+        about: a line about them, for the screen.
+        gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
+        beside: calls a function beside the caller if the engine works in other processes, and returns its result for
+            ``Workers.get``.
+        restarts: returns why engines were restarted since it was called last, in a sentence each.
+    """
+
+    about: str = ""
+    gpu_memory: int | None = None
+    beside: Callable[[Callable[[], Any]], Any] = call_here
+    restarts: Callable[[], list[str]] = list
+
+
+@attrs.frozen(eq=False)
 class Workers:
     """The parts that a step uses. Batches are values; what trainers and engine return is read by ``get``.
 
@@ -65,11 +83,7 @@ class Workers:
             tokenizer's own.
         get: waits for the result of a call of a trainer or the engine, or for all results in a nested value, and
             returns it. Without ``get`` in between, calls of roles on processes of their own run side by side.
-        beside: calls a function beside the caller if the engine works in other processes, and returns its result
-            for ``get``.
-        restarts: returns why engines were restarted since it was called last, in a sentence each.
-        about: a line about the workers, for the screen.
-        gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
+        processes: what only the loop of a run needs of them; no algorithm uses it.
         router_replay: whether updates of the actor replay the experts of each token: those of the engine where its
             samples have them, and otherwise those that ``forward`` gives as ``routed_experts``.
         gives_likeliest: whether the actor's ``forward`` gives the likeliest tokens of each place.
@@ -87,10 +101,7 @@ class Workers:
     end_tokens: tuple[int, ...] = attrs.field()
     more: Callable[[int], Sequence[Problem]] = no_more
     get: Callable[[Any], Any] = get_here
-    beside: Callable[[Callable[[], Any]], Any] = call_here
-    restarts: Callable[[], list[str]] = list
-    about: str = ""
-    gpu_memory: int | None = None
+    processes: Processes = Processes()
     router_replay: bool = False
     gives_likeliest: bool = True
 

@@ -5,18 +5,14 @@ Each function imports what it makes, so that a process does not load the librari
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from verl_fn import atomic
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
-from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import (
@@ -36,7 +32,6 @@ from .ranks import device
 
 if TYPE_CHECKING:
     from verl_fn.backends.megatron.layout import Sizes
-    from verl_fn.environments.engine import Conversing
     from verl_fn.rewards import Reward
 
 
@@ -61,45 +56,6 @@ def set_up_process(driver: DriverConfig, ranks: int) -> None:
     if driver.deterministic:
         # cuBLAS reads this variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def make_model_folder(plan: Plan) -> None:
-    """Makes the random model of a plan without ``model.path``, unless its folder already holds the same model.
-
-    Raises:
-        ConfigError: the model cannot be written, or its architecture or sizes are not valid.
-    """
-    if plan.new_model is None:
-        return
-    from verl_fn.backends.hf.config import ModelError
-    from verl_fn.backends.hf.new_model import new_model, with_served_heads
-    from verl_fn.data.tasks import TASKS
-
-    task = TASKS[plan.data.task]
-    settings = with_served_heads(attrs.asdict(plan.new_model)) | {"chars": task.alphabet, "seed": plan.trainer.seed}
-    if plan.env.name or task.dialogue is not None:
-        settings |= {"chat_template": True}
-    folder = Path(plan.model)
-    record = folder / "made_from.json"
-    if _made_from(record) == settings:
-        return
-    try:
-        # The record comes last, so a folder without it is incomplete and made again.
-        shutil.rmtree(folder, ignore_errors=True)
-        new_model(folder, **settings)
-        atomic.write(record, json.dumps(settings))
-    except ModelError as error:
-        raise ConfigError(f"model.new: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
-
-
-def _made_from(record: Path) -> Any:
-    """Returns the settings that an existing random model was made from; None if they cannot be read."""
-    try:
-        return json.loads(record.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
@@ -173,22 +129,22 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     return cast(TrainBackend, fsdp)
 
 
-def libraries(roles: Iterable[RolePlan]) -> str:
-    """Returns the versions and folders of the libraries that only these roles' backends use; empty if there are none.
+def libraries(roles: Iterable[RolePlan]) -> list[str]:
+    """Returns the versions and folders of the libraries that only these roles' backends use.
 
     Args:
         roles: the plans of the roles that a process trains.
     """
     if all(role.strategy != "megatron" for role in roles):
-        return ""
+        return []
     from verl_fn.backends.megatron.importing import about
 
-    return ", ".join(f"{name} {place}" for name, place in about().items())
+    return [f"{name} {place}" for name, place in about().items()]
 
 
 def log_libraries(roles: Sequence[RolePlan]) -> None:
     """Writes ``libraries`` to the log of this process."""
-    if line := libraries(roles):
+    for line in libraries(roles):
         print(line, flush=True)
 
 
@@ -247,7 +203,13 @@ def policy_tokenizer(plan: RolloutPlan) -> Any:
     return read_tokenizer(plan.folder, plan.data.chat_template_kwargs, plan.data.date)
 
 
-def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | None = None) -> RolloutBackend:
+def conversing(
+    plan: RolloutPlan,
+    device: str,
+    env: EnvConfig,
+    folder: str | None = None,
+    engine: Callable[[RolloutPlan, str], RolloutBackend] | None = None,
+) -> RolloutBackend:
     """Makes the rollout engine, and in front of it the environment if ``env.name`` names one.
 
     Args:
@@ -255,29 +217,14 @@ def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | Non
         device: ``cpu`` or ``cuda``.
         env: the config's ``[env]`` table.
         folder: the folder that the environment's module or file is looked up from, by default the current one.
+        engine: makes the engine, after the environment; by default ``rollout``.
 
     Raises:
         EnvError: the environment cannot be imported, or the chat template cannot be rendered turn by turn.
     """
+    engine = engine or rollout
     if not env.name:
-        return rollout(plan, device)
-    return cast(RolloutBackend, conversations(plan, env, lambda: rollout(plan, device), folder))
-
-
-def conversations(
-    plan: RolloutPlan, env: EnvConfig, engine: Callable[[], RolloutBackend], folder: str | None = None
-) -> Conversing:
-    """Makes the environment of a plan, and then the engine that it stands in front of.
-
-    Args:
-        plan: the engine's plan.
-        env: the config's ``[env]`` table.
-        engine: makes the engine.
-        folder: as for ``conversing``.
-
-    Raises:
-        EnvError: as for ``conversing``.
-    """
+        return engine(plan, device)
     from verl_fn.backends.hf.tokenizer import end_tokens
     from verl_fn.environments.engine import Conversing, Limits
     from verl_fn.environments.processes import EnvProcesses
@@ -297,7 +244,8 @@ def conversations(
         calls=call_format(tokenizer),
     )
     limits = Limits(env.max_turns, env.max_turn_length or plan.data.max_response_length, plan.data.max_prompt_length)
-    return Conversing(engine(), environments, renderer, tokenizer, ends, limits)
+    engines = Conversing(engine(plan, device), environments, renderer, tokenizer, ends, limits)
+    return cast(RolloutBackend, engines)
 
 
 def at_driver(plan: Plan) -> dict[str, Any]:
@@ -308,7 +256,7 @@ def at_driver(plan: Plan) -> dict[str, Any]:
     return {
         "reward": reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir),
         "tokenizer": tokenizer,
-        "sampling": sampling(plan.rollout),
+        "sampling": sampling(plan.rollout, plan.data.max_response_length),
         "max_prompt_length": plan.data.max_prompt_length,
         "truncation": plan.data.truncation,
         "end_tokens": end_tokens(plan.model, tokenizer),
@@ -318,15 +266,9 @@ def at_driver(plan: Plan) -> dict[str, Any]:
     }
 
 
-def sampling(rollout: RolloutPlan) -> Sampling:
-    """Returns the sampling settings of training rollouts."""
-    longest = rollout.data.max_response_length
-    return Sampling(longest, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
-
-
-def validation_sampling(validation: ValConfig, max_response_length: int) -> Sampling:
-    """Returns the sampling settings of evaluations."""
-    return Sampling(max_response_length, validation.temperature, validation.top_k, validation.top_p, validation.n)
+def sampling(table: RolloutPlan | ValConfig, max_response_length: int) -> Sampling:
+    """Returns the sampling settings of training rollouts or of evaluations."""
+    return Sampling(max_response_length, table.temperature, table.top_k, table.top_p, table.n)
 
 
 def reward(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -21,14 +20,23 @@ from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
 from verl_fn.state import Batch, version_of
 
-from . import identity, ray_private
-from .errors import ActorDied, ActorHangs
-from .failures import NODE_SECONDS, cause_of, death_of, not_started, of_others, unwrapped_error
-from .group import Group, Member
+from . import build, identity, ray_private
+from .group import (
+    NODE_SECONDS,
+    START_SECONDS,
+    Call,
+    Group,
+    Member,
+    cause_of,
+    curable,
+    death_of,
+    of_others,
+    unwrapped_error,
+)
 from .host import Host
 from .parcels import opened, packed
 from .processes import await_end
-from .restarts import START_SECONDS, Holder, Restarts
+from .ranks import ActorDied, ActorHangs
 from .watch import Watch
 
 # How often the driver looks whether a thread of its own has ended.
@@ -47,15 +55,15 @@ class Seat:
 
 @attrs.frozen(eq=False)
 class Together(Reference[Any]):
-    """A result that is made of several members' results.
+    """A result that is made of the results of a call's members, also after some of them were called again.
 
     Attributes:
+        call: the call.
         fn: makes it.
-        parts: references to the results.
     """
 
+    call: Call
     fn: Callable[..., Any]
-    parts: Sequence[Any]
 
 
 class Beside(Reference[Any]):
@@ -85,7 +93,7 @@ class Beside(Reference[Any]):
 
 
 class Cluster:
-    """The actors of one run. ``get`` and ``wait`` raise an error as soon as any actor fails, dies or hangs.
+    """The actors of one run. ``get`` raises an error as soon as any actor fails, dies or hangs.
 
     Args:
         timeout: seconds without progress after which an actor counts as hung.
@@ -93,7 +101,7 @@ class Cluster:
 
     def __init__(self, timeout: float) -> None:
         self.groups: dict[str, Group] = {}
-        self.code: identity.Identity | None = None
+        self.code: dict[str, str] = {}
         self._timeout = timeout
         self._watch = Watch(timeout)
         self._place: Any = None
@@ -103,8 +111,10 @@ class Cluster:
         self._beside: list[Beside] = []
         self.secret = os.urandom(16)
         self._code: Sequence[str] = ()
-        self._made: dict[str, list[tuple[Any, ...]]] = {}
-        self._restarts: list[Restarts] = []
+        self._seats: dict[str, Sequence[Seat]] = {}
+        # The calls that made the parts of each group.
+        self.made: dict[str, list[tuple[Any, ...]]] = {}
+        self._stopped = False
         # Called with the name of a component before an update of it donates its state.
         self.before_update: list[Callable[[str], None]] = []
 
@@ -125,10 +135,9 @@ class Cluster:
         """
         self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._place.wait(START_SECONDS):
-            free = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ActorDied(
-                f"no room for {len(bundles)} processes in {START_SECONDS} s: each asks for "
-                f"{dict(bundles[-1])}, and of the cluster's resources {free} are free"
+                f"no room for {len(bundles)} processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, and "
+                f"of the resources {ray.available_resources()} are free"
             )
 
     def start(
@@ -137,7 +146,6 @@ class Cluster:
         driver: DriverConfig,
         ranks: int,
         code: Sequence[str] = (),
-        restarted: Sequence[str] = (),
     ) -> None:
         """Starts the actors of all groups together.
 
@@ -146,29 +154,20 @@ class Cluster:
             driver: the config's settings of processes.
             ranks: how many training processes share the cores of their machine.
             code: references to the user's own objects; every actor must have them.
-            restarted: the groups whose actors Ray starts again when they end; see ``restart``.
 
         Raises:
             ActorDied: an actor did not start.
             ConfigError: an actor runs other code than the driver.
         """
-        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "restore": 1, "publish": 1})(Host)
-        self._code = code
-        hosts: dict[str, list[Any]] = {name: [] for name in seats}
-        for name, places in seats.items():
-            again = name in restarted
-            options = {"max_restarts": -1, "max_task_retries": -1} if again else {}
-            for seat in places:
-                where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
-                one = actor.options(num_gpus=seat.gpus, scheduling_strategy=where, **options)
-                hosts[name].append(one.remote(again))
-                self._hosts.append(hosts[name][-1])
+        self._code, self._seats = code, dict(seats)
+        hosts = {name: [self._spawn(seat) for seat in places] for name, places in seats.items()}
         for name, members in hosts.items():
             names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
             started = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
             self.groups[name] = Group(name, tuple(self._member(*one) for one in started))
-            self._made[name] = [("set_up", driver, ranks)]
-        self._on_all([(group, "set_up", driver, ranks) for group in self.groups.values()])
+            self.made[name] = [("map", build.set_up_process, None, driver, ranks)]
+            self.groups[name].run(*self.made[name][0])
+        self.finish(*self.groups.values())
 
     def join(self, group: Group, device: str) -> None:
         """Makes a group's members the ranks of one process group."""
@@ -186,37 +185,36 @@ class Cluster:
             return "127.0.0.1"
         return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == member.node)
 
-    def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Makes a component in every member of a group."""
-        self.build_all([(group, component, factory, *args)])
-
-    def build_all(self, components: Iterable[tuple[Any, ...]]) -> None:
-        """Makes components side by side: each process takes seconds to import what it needs.
+    def build(self, *components: tuple[Any, ...]) -> None:
+        """Makes components in every member of their groups, side by side: each takes seconds to import what it needs.
 
         Args:
-            components: the arguments of ``build`` for each.
+            components: for each, the group's name, the component's name, and the function that makes it with its
+                arguments.
         """
-        calls = [(group, ("build", *args)) for group, *args in components]
-        self._on_all([(self.groups[group], *call) for group, call in calls])
-        for group, call in calls:
-            self._made[group].append(call)
+        for group, *args in components:
+            self.groups[group].run("build", *args)
+            self.made[group].append(("build", *args))
+        self.finish(*self.groups.values())
 
-    def restart(self, group: Group, limit: int, holder: Holder) -> None:
-        """Restarts members of a group that die or hang, from now on, in place of raising an error.
+    def replace(self, group: Group, number: int) -> Member:
+        """Starts an actor in the place of a member that has ended, and returns the new member."""
+        host, name = self._spawn(self._seats[group.name][number]), group.members[number].name
+        new = self._member(name, host, host.about.remote(self._code))
+        group.members = (*group.members[:number], new, *group.members[number + 1 :])
+        return new
 
-        Args:
-            group: has no other calls than those of ``holder``; Ray starts its actors again.
-            limit: the most restarts of an engine that answers nothing in between.
-            holder: has the weights of the engines.
-        """
-        group.restarts = True
-        made = self._made[group.name]
-        self._restarts.append(Restarts(group, limit, made, self._code, self._member, holder))
+    def _spawn(self, seat: Seat) -> Any:
+        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "publish": 1})(Host)
+        where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
+        self._hosts.append(actor.options(num_gpus=seat.gpus, scheduling_strategy=where).remote())
+        return self._hosts[-1]
 
     def restarts(self) -> list[str]:
         """Returns why engines were restarted, since the last call of this method."""
-        reasons = [reason for one in self._restarts for reason in one.reasons]
-        for one in self._restarts:
+        restarts = [group.restarts for group in self.groups.values() if group.restarts is not None]
+        reasons = [reason for one in restarts for reason in one.reasons]
+        for one in restarts:
             one.reasons.clear()
         return reasons
 
@@ -240,8 +238,8 @@ class Cluster:
             self._stored[batch] = versions, ref
         return ref
 
-    def wait(self, value: Any) -> Any:
-        """Waits until everything that ``value`` refers to is ready, and returns ``value``.
+    def get(self, value: Any) -> Any:
+        """Waits for everything that ``value`` refers to, and returns it with what the references refer to.
 
         Raises:
             ActorDied: any actor ended meanwhile.
@@ -250,22 +248,20 @@ class Cluster:
         """
         leaves = pytree.tree_leaves(value)
         calls = [leaf for leaf in leaves if isinstance(leaf, Beside)]
-        refs = [leaf for leaf in leaves if isinstance(leaf, ray.ObjectRef)]
-        refs += [part for leaf in leaves if isinstance(leaf, Together) for part in leaf.parts]
-        if refs or calls:
-            self._until(lambda: list(refs), calls=calls)
-        return value
 
-    def get(self, value: Any) -> Any:
-        """Returns ``value`` with every reference replaced by what it refers to."""
-        self.wait(value)
+        def refs() -> list[Any]:
+            parts = [leaf.call.results.values() if isinstance(leaf, Together) else [leaf] for leaf in leaves]
+            return [part for several in parts for part in several if isinstance(part, ray.ObjectRef)]
+
+        if calls or refs():
+            self.wait_for(refs, calls=calls)
         return pytree.tree_map(self._value, value)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, ray.ObjectRef):
             return opened(self._fetch(leaf), ref=leaf)
         if isinstance(leaf, Together):
-            return leaf.fn(*map(self._value, leaf.parts))
+            return leaf.fn(*map(self._value, leaf.call.results.values()))
         if not isinstance(leaf, Beside):
             return leaf
         if leaf.error is not None:
@@ -277,10 +273,10 @@ class Cluster:
 
         A member that was restarted is asked again, and samples that it gave before are left out.
         """
-        streams = group.stream(dict(enumerate(parts)))
-        given: set[tuple[int, int]] = set()
+        streams, given = group.stream(dict(enumerate(parts))), set[tuple[int, int]]()
+        members = list(group.members)
         while streams:
-            self._until(lambda: list(streams.values()), some=True)  # noqa: B023
+            self.wait_for(lambda: list(streams.values()), some=True)  # noqa: B023
             for i, stream in list(streams.items()):
                 while stream.next_ready():
                     try:
@@ -289,26 +285,43 @@ class Cluster:
                     except StopIteration:
                         # The end of a stream may be ready before Ray reports the stream as finished.
                         break
-                    except ray.exceptions.RayActorError:
-                        if not group.restarts:
+                    except ray.exceptions.RayError as error:
+                        if not group.restarts or not curable(error):
                             self._fetch(ref)
+                        self._await_restart(group, members[i], error)
+                        members[i] = group.members[i]
                         streams |= group.stream({i: parts[i]})
                         break
-                    except ray.exceptions.RayTaskError:
-                        self._fetch(ref)
                     if (name := (sample.request, sample.number)) not in given:
                         given.add(name)
                         yield sample
                 if streams[i] is stream and stream.is_finished():
                     del streams[i]
 
-    def finish(self, group: Group) -> None:
+    def _await_restart(self, group: Group, member: Member, error: Exception) -> None:
+        """Waits until an engine that has failed was restarted."""
+        while member in group.members:
+            if getattr(Beside.current, "call", None) is None:
+                self.lost(member, error)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Lets a thread of the driver wait a moment for its first thread.
+
+        Raises:
+            ActorDied: the run has ended.
+        """
+        if self._stopped:
+            raise ActorDied("the run has ended")
+        time.sleep(THREAD_SECONDS)
+
+    def finish(self, *groups: Group) -> None:
         """Waits until every member has ended every call."""
-        self._until(lambda: group.ends)
+        self.wait_for(lambda: [end for group in groups for end in group.ends])
 
     def stop(self) -> None:
         """Ends the actors and frees their room."""
-        members = self.members.values()
+        members, self._stopped = self.members.values(), True
         if ray_private.alive():
             for host in self._hosts:
                 ray.kill(host)
@@ -319,106 +332,111 @@ class Cluster:
             for call in self._beside:
                 call.thread.join(NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
-            await_end(m.pid for m in members if m.pid and m.node == ray.get_runtime_context().get_node_id())
+            await_end(m.pid for m in members if m.node == ray.get_runtime_context().get_node_id())
             if self._place is not None:
                 remove_placement_group(self._place)
         self.groups.clear()
         self._hosts.clear()
-
-    def _on_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Calls a method on each group with its own arguments, and waits for all of them."""
-        for group, method, *args in calls:
-            group.run(method, *args)
-        for group, *_ in calls:
-            self.finish(group)
 
     def _member(self, name: str, host: Any, about_ref: Any) -> Member:
         """Waits until an actor has started, and checks its code."""
         try:
             about = ray.get(about_ref, timeout=START_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            raise not_started(name, START_SECONDS) from None
-        except ray.exceptions.RayError as error:
-            found = re.search(r"No module named '([^']+)'", str(error))
-            module = found[1] if found else "verl_fn"
             raise ActorDied(
-                f"{name} did not start: {error}\nIf it cannot import {module}, install it on every node, add its "
+                f"{name} did not start in {START_SECONDS} s. If ray.runtime_env sets py_executable, it must run "
+                "`-c 'import ray'`"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise ActorDied(
+                f"{name} did not start: {error}\nIf it cannot import a module, install it on every node, add its "
                 "folder to PYTHONPATH, or send it with the run: py_modules or working_dir in the file of "
                 "ray.runtime_env"
             ) from None
         self.code = self.code or identity.identity(self._code)
         if (difference := identity.difference(self.code, about["identity"], name)) is not None:
             raise ConfigError(difference)
-        sentinel = host.watch.options(concurrency_group="watch", max_task_retries=0).remote()
+        sentinel = host.watch.options(concurrency_group="watch").remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
 
-    def _until(self, wanted: Callable[[], list[Any]], some: bool = False, calls: Sequence[Beside] = ()) -> None:
+    def wait_for(self, wanted: Callable[[], list[Any]], some: bool = False, calls: Sequence[Beside] = ()) -> None:
         """Waits until what ``wanted`` returns is ready, or some of it is, and watches all actors meanwhile.
 
         Args:
-            wanted: returns references and streams.
+            wanted: returns references and streams; others after an engine was restarted.
             some: whether one of them is enough.
             calls: calls of other threads that must have ended too.
         """
         if (own := getattr(Beside.current, "call", None)) is not None:
             own.paused.set()
-            # The driver's first thread watches the actors, and its errors come first.
-            refs = self._with_ends(wanted(), some)
-            ray.wait(refs, num_returns=1 if some else len(refs), fetch_local=False)
-            return
+            # The driver's first thread watches the actors and restarts engines, and its errors come first.
+            while True:
+                refs = wanted()
+                awaited = self._with_ends(refs, some)
+                ray.wait(awaited, num_returns=1 if some else len(awaited), fetch_local=False)
+                if some or (refs == wanted() and not any(group.failed(refs) for group in self.groups.values())):
+                    return
+                self._pause()
         while True:
-            for one in self._restarts:
-                one.advance()
-            sentinels = {member.sentinel: member for member in self.members.values() if member.pid}
             refs = self._with_ends(wanted(), some)
             ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
             running = any(call.thread.is_alive() for call in calls)
-            self._settle()
+            if self._settle():
+                continue
             if (len(ready) == len(refs) or (some and ready)) and not running:
                 return
             ray_private.require_alive()
+            sentinels = {member.sentinel: member for member in self.members.values()}
             ends = [end for group in self.groups.values() for end in group.ends]
-            ends += [ref for one in self._restarts for ref in one.refs]
             awaited = list(dict.fromkeys([*sentinels, *ends, *(ref for ref in refs if ref not in ready)]))
             seconds = min(self._watch.interval, THREAD_SECONDS) if running else self._watch.interval
             ready, _ = ray.wait(awaited, timeout=seconds, fetch_local=False)
             if ready and ready[0] in sentinels:
-                self._lost(sentinels[ready[0]], None)
+                self.lost(sentinels[ready[0]])
             try:
                 self._watch.look(self.groups.values())
             except ActorHangs as error:
-                self._lost(error.member, error)
+                self.lost(error.member, error)
 
     def _with_ends(self, refs: list[Any], some: bool) -> list[Any]:
         """Returns references, and the ends of their calls where all are waited for."""
         ends = [] if some else [end for group in self.groups.values() for end in group.ends_of(refs)]
         return list(dict.fromkeys([*refs, *ends]))
 
-    def _lost(self, member: Member, error: Exception | None) -> None:
-        """Restarts a member that has died or hangs.
+    def lost(self, member: Member, error: Exception | None = None) -> None:
+        """Restarts a member that has died, failed or hangs.
 
         Raises:
-            Exception: it cannot be restarted; the error is ``error``, or says why it died.
+            Exception: it cannot be restarted; the error is its own, or says why it died.
         """
-        error = error or death_of(member)
-        for one in self._restarts:
-            if one.has(member):
-                one.begin(member, error)
-                return
-        raise error
+        if self.members.get(member.name) is not member:
+            return  # another one was started in its place
+        if error is None or isinstance(error, ray.exceptions.RayActorError):
+            error = death_of(member)
+        elif isinstance(error, ray.exceptions.RayTaskError):
+            error = unwrapped_error(error, member.name)
+        restarts = next(group.restarts for group in self.groups.values() if member in group.members)
+        if restarts is None:
+            raise error
+        restarts.restart(member, error)
 
-    def _settle(self) -> None:
-        """Raises the error that came first, if any call has failed."""
+    def _settle(self) -> bool:
+        """Raises the error that came first, if any call has failed; returns whether an engine was restarted."""
         errors: dict[Member, Exception] = {}
-        deadline = None
+        deadline, restarted = None, False
         while True:
             for group in self.groups.values():
-                errors = group.settle() | errors
+                for member, error in group.settle().items():
+                    if group.restarts and curable(error):
+                        self.lost(member, error)
+                        restarted = True
+                    else:
+                        errors.setdefault(member, error)
             if not errors:
-                return
+                return restarted
             for member in self.members.values():
-                if member.pid and ray.wait([member.sentinel], timeout=0)[0]:
-                    self._lost(member, None)
+                if ray.wait([member.sentinel], timeout=0)[0]:
+                    self.lost(member)
             own = {member: error for member, error in errors.items() if not of_others(error)}
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
@@ -426,26 +444,15 @@ class Cluster:
                     failed = {member: cause_of(errors[member]) for member in group.members if member in errors}
                     if failed and (absent := self._watch.absent(group, failed)) is not None:
                         raise absent from next(iter(failed.values()))
-                self._forget_errors()
+                # The same error may come later from other ranks, and calls that use what the failed one made fail.
+                for group in self.groups.values():
+                    group.forget_errors()
                 member = next(m for m in self.members.values() if m in (own or errors))
                 raise unwrapped_error(errors[member], member.name)
             time.sleep(0.1)
 
-    def _forget_errors(self) -> None:
-        """Raises no error of the calls that were made so far again: an error of one of them was raised already.
-
-        The same error may come later from other ranks, and calls that use what the failed one made fail too.
-        """
-        for group in self.groups.values():
-            group.forget_errors()
-
     def _fetch(self, ref: Any) -> Any:
         try:
             return ray.get(ref)
-        except ray.exceptions.RayActorError as error:
-            for member in self.members.values():
-                if ray.wait([member.sentinel], timeout=1.0)[0]:
-                    raise death_of(member) from None
-            raise ActorDied(str(error)) from None
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayError as error:
             raise unwrapped_error(error) from None

@@ -17,21 +17,13 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.memory import lacks_memory
-from verl_fn.backends.protocol import Freed, PublicationFailed, StaleWeightsError
-from verl_fn.backends.weight_sync import IncompleteWeights
-from verl_fn.backends.weight_sync.channel import SenderFailed
+from verl_fn.backends.protocol import Freed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, send
-from verl_fn.config.schema import DriverConfig
-from verl_fn.errors import UserError
 from verl_fn.state import Request, Sample
 
 from . import identity
-from .errors import ENDED_WITH
 from .parcels import opened, packed
-
-CURABLE = ("invoke", "receive", "stream")  # calls that are safe to repeat
 
 
 @attrs.frozen
@@ -83,18 +75,10 @@ class Host:
     """Holds components and values; the driver calls every method through Ray.
 
     The driver numbers the values and decides when they are dropped.
-
-    Args:
-        restarts: Ray starts this process again when it ends.
     """
 
-    def __init__(self, restarts: bool = False) -> None:
+    def __init__(self) -> None:
         faulthandler.enable()
-        self._restarts = restarts
-        # In a process that was restarted, calls wait until the driver has restored it.
-        self._restored = threading.Event()
-        if not (restarts and was_restarted()):
-            self._restored.set()
         self._drawing: Any = None
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
@@ -132,47 +116,18 @@ class Host:
         Returns:
             The result, which is None on all ranks but the first, and another None to wait for the end of the call.
         """
-        self._restored.wait()
-        with self._busy(), self._ending_if_broken(method):
-            result = getattr(self, method)(*(opened(arg, shared=method == "compute") for arg in args))
+        with self._busy():
+            # These do not write to their batch, which lies in shared memory; each rank copies its own rows.
+            shared = method == "invoke" and args[1] in ("forward", "forward_backward")
+            result = getattr(self, method)(*(opened(arg, shared=shared) for arg in args))
             return packed(result) if self._first else None, None
 
     def stream(self, component: str, version: int | None, requests: Sequence[Request]) -> Iterator[Sample]:
         """Yields the samples of a rollout engine as they end."""
-        self._restored.wait()
-        with self._busy(), self._ending_if_broken("stream"), self._draws(component):
+        with self._busy(), self._draws(component):
             # Ray calls methods of generators that other iterators lack.
             for sample in self.components[component].stream(requests, version=version):  # noqa: UP028
                 yield sample
-
-    def restore(self, calls: Sequence[tuple[Any, ...]], ready: bool) -> list[Any]:
-        """Makes calls of the driver while other calls wait, in a process that was restarted.
-
-        Args:
-            calls: methods of this class and their arguments.
-            ready: whether the calls that wait may begin afterwards.
-
-        Returns:
-            The results.
-        """
-        results = []
-        for method, *args in calls:
-            with self._ending_if_broken(method):
-                results.append(getattr(self, method)(*args))
-        if ready:
-            self._restored.set()
-        return results
-
-    def set_up(self, driver: DriverConfig, ranks: int) -> None:
-        """Sets up this process.
-
-        Args:
-            driver: the config's settings of processes.
-            ranks: how many training processes share the cores.
-        """
-        from . import build
-
-        build.set_up_process(driver, ranks)
 
     def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
         """Opens a store in which the ranks of a process group meet, and returns its address and port."""
@@ -191,10 +146,6 @@ class Host:
     def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
         """Makes a component: ``factory(*args)``."""
         self.components[name] = factory(*args)
-
-    def attribute(self, component: str, name: str) -> Any:
-        """Returns an attribute of a component."""
-        return getattr(self.components[component], name)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Drops values."""
@@ -217,12 +168,6 @@ class Host:
             else:
                 self.values[number] = value
         return returned[0] if returned else None
-
-    def compute(
-        self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
-    ) -> Any:
-        """Calls a method as ``invoke`` does; it must not write to its arguments: they lie in shared memory."""
-        return self.invoke(component, method, keep, kwargs, *args)
 
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
         """Applies a function to values of this actor; its result stays under the number ``keep``, if there is one."""
@@ -321,21 +266,6 @@ class Host:
         finally:
             self._drawing = None
 
-    @contextlib.contextmanager
-    def _ending_if_broken(self, method: str) -> Iterator[None]:
-        """Ends this process after an error that a restart may cure; the log has the error."""
-        try:
-            yield
-        except Exception as error:
-            if not (self._restarts and method in CURABLE and curable(error)):
-                raise
-            traceback.print_exc()
-            # Memory may be free later, and a sender may send all of its weights; other errors of one call come again.
-            if method != "receive" and not lacks_memory(error) and not isinstance(error, PublicationFailed):
-                print(f"{ENDED_WITH}{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(1)
-
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the oldest running call."""
         return sys._current_frames().get(next(iter(self._threads), 0))
@@ -349,32 +279,6 @@ class Host:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
         whole = self.values[value.id]
         return whole if value.field is None else operator.attrgetter(value.field)(whole)
-
-
-def curable(error: Exception) -> bool:
-    """Returns whether an engine that is made anew may not have this error, such as too little memory.
-
-    Errors that a user has caused, or the process that sends weights, come again.
-
-    Example:
-        >>> curable(torch.OutOfMemoryError("CUDA out of memory")), curable(ValueError("prompt 0 is empty"))
-        (True, False)
-        >>> curable(RuntimeError("the engine has died")), curable(RecursionError("maximum recursion depth exceeded"))
-        (True, False)
-    """
-    if isinstance(error, SenderFailed):
-        return False
-    if isinstance(error, (IncompleteWeights, PublicationFailed, MemoryError)):
-        return True
-    own = isinstance(error, (UserError, StaleWeightsError, NotImplementedError, RecursionError))
-    return isinstance(error, RuntimeError) and not own
-
-
-def was_restarted() -> bool:
-    """Returns whether Ray has started this process in place of one that ended."""
-    import ray
-
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _device_of(component: Any) -> torch.device:

@@ -16,15 +16,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from verl_fn.algorithms.workers import Workers
+from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
 from verl_fn.state import Batch
 
 from . import build
-from .errors import ActorDied, ActorHangs
-from .ranks import backends, device, gpu_memory, torchrun_rank, torchrun_size
+from .ranks import ActorDied, ActorHangs, backends, device, gpu_memory, torchrun_rank, torchrun_size
 
 if TYPE_CHECKING:
     from .host import Host
@@ -47,8 +46,8 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             rollout = engine(plan, where)
         else:
             trainers, rollout = ranks.parts(plan, where)
-        about, memory = build.libraries(plan.roles.values()), gpu_memory(where)
-        yield Workers(trainers, rollout, **build.at_driver(plan), about=about, gpu_memory=memory)
+        processes = Processes(", ".join(build.libraries(plan.roles.values())), gpu_memory(where))
+        yield Workers(trainers, rollout, **build.at_driver(plan), processes=processes)
 
 
 @contextlib.contextmanager
@@ -153,7 +152,7 @@ class Torchrun:
         """Makes the backends of a plan in every process; returns the training backends by role, and the engine."""
         from .remote import RemoteTrain
 
-        self.run("set_up", plan.driver, torchrun_size())
+        self.run("map", build.set_up_process, None, plan.driver, torchrun_size())
         for role in plan.roles.values():
             self.run("build", role.name, build.trainer, role, plan.driver, where)
         self.run("build", ENGINE, engine, plan, where)
@@ -215,7 +214,7 @@ class _Engine(Through):
     def publish(self, version: int, weights: Any) -> Any:
         from .host import Component
 
-        trainer, params = Component(weights.component), weights.params.open()
+        trainer, params = Component(weights.backend.component), weights.params.open()
         return self._ranks.run("map", _publish, None, Component(ENGINE), trainer, params, version)
 
 

@@ -61,7 +61,7 @@ class Samples:
 
 
 @attrs.frozen(eq=False)
-class Stored:
+class Leaf:
     """A tensor of a value in the object store.
 
     Attributes:
@@ -88,13 +88,13 @@ class Distant(Tensor):
         numbers: of the rows, counted through all of these tensors, ``[T]``.
     """
 
-    stored: tuple[Stored, ...]
+    stored: tuple[Leaf, ...]
     sizes: tuple[int, ...]
     numbers: Tensor
 
     def __new__(
         cls,
-        stored: tuple[Stored, ...],
+        stored: tuple[Leaf, ...],
         sizes: tuple[int, ...],
         numbers: Tensor,
         dtype: torch.dtype,
@@ -155,7 +155,7 @@ class Distant(Tensor):
 
 def _joined(parts: Sequence[Distant]) -> Distant:
     """Returns the rows of all parts; parts of the same tensors refer to them once."""
-    starts: dict[tuple[Stored, ...], int] = {}
+    starts: dict[tuple[Leaf, ...], int] = {}
     sizes: tuple[int, ...] = ()
     for part in parts:
         if part.stored not in starts:
@@ -197,7 +197,7 @@ def _leaves(pairs: Iterable[tuple[Any, Any]], shared: bool, ref: Any) -> Iterabl
     for number, (path, leaf) in enumerate(pairs):
         if isinstance(leaf, Array) and ref is not None and DISTANT in pytree.keystr(path):
             size = leaf.shape[0]
-            yield Distant((Stored(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
+            yield Distant((Leaf(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
         elif isinstance(leaf, Array):
             yield leaf.tensor() if shared else leaf.tensor().clone()
         else:

@@ -1,4 +1,4 @@
-"""Training ranks: how many there are, their devices, and their process group in Ray actors."""
+"""Training ranks: how many there are, their devices, their process group in Ray actors, and their errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ from typing import Any
 
 from verl_fn.config.plan import Plan
 from verl_fn.config.schema import DriverConfig
+from verl_fn.errors import UserError
 
 # The driver reports a hang after ray.timeout. Collectives must time out later than that, or the ranks that wait would
 # fail first and be reported in place of the one that hangs.
 PATIENCE = 2.0
+
+
+class ActorDied(UserError, RuntimeError):
+    """A worker's process ended; the message has its error and the end of its log."""
+
+
+class ActorHangs(UserError, RuntimeError):
+    """A worker makes no progress while others wait for it; the message has its stack.
+
+    Args:
+        message: the error's text.
+        member: the worker.
+    """
+
+    def __init__(self, message: str, member: Any = None) -> None:
+        super().__init__(message)
+        self.member = member
 
 
 def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: str, store: Any = None) -> None:

@@ -6,9 +6,8 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -18,7 +17,7 @@ import ray
 import ray.runtime_env
 import torch
 
-from verl_fn.algorithms.workers import Workers
+from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
@@ -28,8 +27,7 @@ from verl_fn.errors import did_you_mean
 
 from . import build
 from .cluster import Cluster, Seat
-from .errors import ActorDied
-from .ranks import gpu_memory
+from .ranks import ActorDied, gpu_memory
 from .ray_private import private_ray
 from .remote import RemoteTrain
 from .remote_rollout import RemoteRollout
@@ -52,7 +50,9 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
-        device, groups = cluster_device(plan.driver.device), training_groups(plan)
+        # The driver's machine may have another device than the cluster.
+        auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
+        device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
             seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
@@ -63,7 +63,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             driver = attrs.evolve(plan.driver, device=device)
             build.set_up_process(driver, plan.ray.ranks)
             limit = plan.rollout.max_restarts
-            cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
+            cluster.start(seats, driver, plan.ray.ranks, plan.code)
             # An actor may run in another folder than the driver, whose folder has the user's own code.
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
@@ -78,17 +78,19 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             # Before the components, since an error here comes sooner.
             at_driver = build.at_driver(plan)
-            cluster.build_all(components)
+            cluster.build(*components)
             # A backend accepts values or handles, the kind that it returns; types cannot express that.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
-                **at_driver | {"reward": one_at_a_time(at_driver["reward"])},
+                **at_driver,
                 get=cluster.get,
-                beside=cluster.beside,
-                restarts=cluster.restarts,
-                about=_about(cluster, plan, device),
-                gpu_memory=cluster.get(cluster.groups["trainer"].run("map", gpu_memory, None, device)),
+                processes=Processes(
+                    _about(cluster, plan, device),
+                    cluster.get(cluster.groups["trainer"].run("map", gpu_memory, None, device)),
+                    cluster.beside,
+                    cluster.restarts,
+                ),
             )
             if plan.rollout.sleeps:
                 cluster.get(w.rollout.sleep(2))
@@ -97,22 +99,11 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.stop()
 
 
-def one_at_a_time(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function with calls of several threads one after the other."""
-    one_thread = threading.Lock()
-
-    def locked(*args: Any) -> Any:
-        with one_thread:
-            return fn(*args)
-
-    return locked
-
-
 def _about(cluster: Cluster, plan: Plan, device: str) -> str:
     """Returns a line about the processes; each one that trains writes the libraries of its backends to its log."""
     for name, roles in training_groups(plan).items():
         cluster.groups[name].run("map", build.log_libraries, None, roles)
-    code = "; ".join(filter(None, (str(cluster.code), build.libraries(plan.roles.values()))))
+    code = ", ".join([f"{name} {one}" for name, one in cluster.code.items()] + build.libraries(plan.roles.values()))
     return f"{len(cluster.members)} processes on {device} run {code}"
 
 
@@ -156,41 +147,21 @@ def connected(table: RayConfig) -> Iterator[None]:
         options["runtime_env"] = runtime_env(Path(table.runtime_env))
     if table.address:
         check_address(table.address)
-        start = joined_ray(address=table.address, **options)
-    else:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        start = private_ray(num_cpus=os.cpu_count(), **options)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(start)
-        except ray.exceptions.RuntimeEnvSetupError as error:
-            raise ConfigError(f"ray.runtime_env: {table.runtime_env} cannot be set up: {error}") from error
+            if table.address:
+                ray.init(address=table.address, **options)
+                stack.callback(ray.shutdown)
+            else:
+                os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+                stack.enter_context(private_ray(num_cpus=os.cpu_count(), **options))
         except Exception as error:
-            keys = [f"{key} = {value!r}" for key in ("address", "runtime_env") if (value := getattr(table, key))]
             raise ConfigError(
-                f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}{_hint(table, error)}"
+                f"Ray does not start with ray.address={table.address!r} and ray.runtime_env={table.runtime_env!r}: "
+                f"{error} (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or "
+                "ray.address=auto; Ray's own files go into RAY_TMPDIR, a folder with a short path to write to)"
             ) from error
         yield
-
-
-@contextlib.contextmanager
-def joined_ray(**options: Any) -> Iterator[None]:
-    """Connects to a cluster that runs already, and leaves it running."""
-    ray.init(**options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _hint(table: RayConfig, error: Exception) -> str:
-    if table.address not in ("", "auto"):
-        return " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
-    if "AF_UNIX" in str(error):
-        return " (set RAY_TMPDIR to a folder with a short path)"
-    if isinstance(error, OSError):
-        return " (Ray's files go into RAY_TMPDIR, or TMPDIR: set it to a folder that can be written)"
-    return ""
 
 
 def runtime_env(file: Path) -> dict[str, Any]:
@@ -216,47 +187,34 @@ def runtime_env(file: Path) -> dict[str, Any]:
     return environment
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, *, reach: bool = True) -> None:
     """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
 
+    Args:
+        address: ``auto``, ``host:port``, or one with a scheme, which Ray resolves itself.
+        reach: try to connect.
+
     Raises:
-        ConfigError: no cluster answers.
+        ConfigError: it is not an address, or no cluster answers.
 
     Example:
         >>> check_address("nowhere")
         Traceback (most recent call last):
         verl_fn.config.options.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
-    if (place := host_and_port(address)) is None:
+    if address == "auto" or "://" in address:
         return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
     try:
-        socket.create_connection(place, timeout=5.0).close()
+        if reach:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
             "leave the key empty to use this machine alone"
         ) from error
-
-
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Splits an address; returns None for ``auto`` and for an address with a scheme, which Ray resolves itself.
-
-    Raises:
-        ConfigError: it is not an address.
-    """
-    if address == "auto" or "://" in address:
-        return None
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
-    return host, int(port)
-
-
-def cluster_device(device: str) -> str:
-    """Returns the config's device, or the cluster's where that is ``auto``; the driver's machine may have another."""
-    if device != "auto":
-        return device
-    return "cuda" if _total("GPU") >= 1 else "cpu"
 
 
 def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
@@ -316,7 +274,7 @@ def check_before_start(plan: Plan) -> None:
     if plan.ray.runtime_env:
         runtime_env(Path(plan.ray.runtime_env))
     if plan.ray.address:
-        host_and_port(plan.ray.address)
+        check_address(plan.ray.address, reach=False)
     # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
     elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
         _, bundles = seating(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
@@ -356,7 +314,3 @@ def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequen
             f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take "
             "PACK, or lower ray.ranks"
         )
-
-
-def _total(resource: str) -> float:
-    return ray.cluster_resources().get(resource, 0.0)

@@ -3,7 +3,7 @@
 A Ray that ``ray.init`` starts listens on the machine's address, and keeps its sockets, its logs and the workers'
 environment in a folder that all users can read and that stays. Here it listens on the loopback device, asks for a
 token that only this user can read, and lies in a folder that only this user can read and that is removed. A small
-process does that if this one is killed, or the next run if both are.
+process does that if this one is killed.
 
 Ray reads the environment variables for this when it is imported, and a program may have imported it before. So
 ``_settings`` has the three private names of Ray that this package uses; it is written for the version in ``RAY``.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import subprocess
@@ -28,15 +27,12 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from . import processes
-from .errors import ActorDied
-from .processes import await_end, birth, kill, runs, users_of, with_descendants
+from .processes import await_end, kill, runs, users_of, with_descendants
+from .ranks import ActorDied
 
 RAY = "2.60"
-PREFIX, OWNER = "verl_fn_", "owner"
-_WARNING = re.compile(r"\[\S+ \S+ [WEF] ")
-# The processes that Ray cannot do without, by id, and the folder of its logs.
+# The processes that Ray cannot do without, by id.
 _core: dict[int, str] = {}
-_logs = Path("/nonexistent")
 
 
 @contextlib.contextmanager
@@ -46,12 +42,10 @@ def private_ray(**options: Any) -> Iterator[None]:
     Args:
         options: the arguments of ``ray.init``.
     """
-    global _core, _logs
+    global _core
     # The mode of this folder is 0700; Ray opens its own folder to everybody. RAY_TMPDIR is Ray's variable.
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get("RAY_TMPDIR")))
+    folder = Path(tempfile.mkdtemp(prefix="verl_fn_", dir=os.environ.get("RAY_TMPDIR")))
     try:
-        (folder / OWNER).write_text(birth(os.getpid()))
-        remove_dead(folder.parent)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         with _watched(folder), _settings(token):
@@ -59,31 +53,12 @@ def private_ray(**options: Any) -> Iterator[None]:
                 ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
                 names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in users_of(folder)}
                 _core = {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
-                _logs = folder / "ray" / "session_latest" / "logs"
                 yield
             finally:
                 _end(folder)
                 _core = {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_dead(parent: Path) -> None:
-    """Removes the folders of this user's runs that were killed, and ends what is left of their Ray.
-
-    The folder has a token.
-
-    Args:
-        parent: the folder of these folders.
-    """
-    own = birth(os.getpid()).split()
-    for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            owner = (folder / OWNER).read_text().split()
-            ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink() and owner[:1] == own[:1]
-            if ours and len(owner) == len(own) and birth(int(owner[1])).split() != owner:
-                kill(users_of(folder))
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def alive() -> bool:
@@ -102,25 +77,6 @@ def require_alive() -> None:
             f"Ray itself has died: {', '.join(ended)}. The machine may have run out of memory (see `dmesg`). The "
             "same command continues from the last checkpoint"
         )
-
-
-def last_messages(count: int) -> list[str]:
-    """Returns the last warnings of Ray's node of this machine, and the last lines that its processes printed.
-
-    Args:
-        count: the most lines of each log.
-    """
-    warnings = [line for line in _lines(_logs / "raylet.out") if _WARNING.match(line)]
-    printed = [_lines(log)[-count:] for log in sorted(_logs.glob("*.err"))]
-    return list(dict.fromkeys(warnings[-count:] + [line for lines in printed for line in lines]))
-
-
-def _lines(log: Path) -> list[str]:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if line.strip() and not line.startswith(":")]
 
 
 def _ended() -> list[str]:

@@ -1,9 +1,16 @@
-"""The protocol of rollout engines over Ray actors that share the requests of a call."""
+"""The protocol of rollout engines over Ray actors, which share the requests of a call, and their restarts.
+
+An engine that dies, hangs or lacks memory gets a new process and the weights that it held, and the calls that it had
+open are made again. Draws depend on keys and places alone, so the answers are those that the old process would have
+given.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,9 +21,9 @@ from verl_fn.backends.protocol import Capabilities, Ref, WeightSource
 from verl_fn.state import Request, Sample
 
 from .cluster import Cluster, Together
-from .group import Group
+from .group import START_SECONDS, Call, Group, Member, curable, unwrapped_error
+from .host import Component
 from .remote import RemoteWeights
-from .sharing import in_order, shares
 
 PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
 
@@ -29,19 +36,18 @@ class _Publication:
         version: of the weights.
         weights: their handle or value; None once they are gone, and where no engine is restarted: a handle that is
             kept makes the next update copy the parameters.
-        refs: for each engine, a reference that is ready when it has the weights.
+        call: by which engines get the weights.
         copied: whether ``weights`` are a copy of those that the trainer has replaced.
     """
 
     version: int
     weights: Any
-    refs: list[Any]
+    call: Call
     copied: bool = False
 
-    def done(self, engine: int | None = None) -> bool:
-        """Returns whether an engine has the weights, by default whether all have them."""
-        refs = self.refs if engine is None else [self.refs[engine]]
-        return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+    def done(self) -> bool:
+        """Returns whether all engines have the weights."""
+        return all(self.call.done(engine) for engine in self.call.results)
 
 
 class RemoteRollout:
@@ -51,13 +57,17 @@ class RemoteRollout:
         cluster: has the actors.
         group: the engines.
         component: the name of the engine in each of them.
-        max_restarts: how often an engine that dies or hangs is restarted without an answer in between; the cluster
-            must have started the group as one that is restarted.
+        max_restarts: how often an engine that fails is restarted without an answer in between.
+
+    Attributes:
+        reasons: why engines were restarted, since the driver asked last.
     """
 
     def __init__(self, cluster: Cluster, group: Group, component: str, max_restarts: int = 0) -> None:
         self._cluster, self._group, self._component = cluster, group, component
-        self.capabilities: Capabilities = cluster.get(group.run("attribute", component, "capabilities"))
+        self.capabilities: Capabilities = cluster.get(
+            group.run("map", operator.attrgetter("capabilities"), None, Component(component))
+        )
         self._version: int | None = None
         self._publishing: _Publication | None = None
         self._addresses: list[tuple[str, int]] = []
@@ -65,21 +75,16 @@ class RemoteRollout:
         self._publications: list[_Publication] = []
         # Their level of sleep, and the parts that are awake.
         self._level, self._awake = 0, set(PARTS)
+        self.reasons, self._limit, self._counts = list[str](), max_restarts, Counter[str]()
         if max_restarts:
-            cluster.restart(group, max_restarts, self)
+            group.restarts = self
             cluster.before_update.append(self._keep_weights)
 
     @property
     def version(self) -> int | None:
         """The version of the engines' weights; None while another is being published."""
         if self._publishing is not None and self._publishing.done():
-            publication, self._publishing = self._publishing, None
-            try:
-                ray.get(publication.refs)
-                self._version = publication.version
-            except ray.exceptions.RayError:
-                # Waiting for the reference raises the error; here it means that the version is unknown.
-                self._version = None
+            self._version, self._publishing = self._publishing.version, None
         return self._version
 
     def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
@@ -92,28 +97,28 @@ class RemoteRollout:
         self._forget_older()
         beside = self.capabilities.versions_per_token
         if not isinstance(weights, RemoteWeights):
-            refs = self._all("invoke", "publish", (), {}, version, weights, beside=beside)
+            call = self._scatter("invoke", "publish", (), {}, version, weights, beside=beside)
         else:
             if not self._addresses:
-                groups = self._group, weights.group
+                groups = self._group, weights.backend.group
                 listen = [self._listening(engine, *groups) for engine in range(len(self._group.members))]
-                self._addresses = self._cluster.get(self._group.scatter("listen", listen))
+                self._addresses = self._cluster.get(_all(self._group.scatter("listen", listen)))
             weights.backend.send(weights, version, self._addresses)
-            refs = self._all("receive", version, beside=beside)
-        self._publishing = _Publication(version, weights if self._group.restarts else None, refs)
+            call = self._scatter("receive", version, beside=beside)
+        self._publishing = _Publication(version, weights if self._group.restarts else None, call)
         if self._group.restarts:
             if idle:
                 self._publications.clear()
             self._publications.append(self._publishing)
-        return refs if len(refs) > 1 else refs[0]
+        return _all(call)
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         """Returns a reference to the samples; each engine answers its share of the requests."""
         calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
-        parts = self._group.scatter("invoke", calls, draws=True)
-        if len(parts) == 1:
-            return parts[0]
-        return Together(functools.partial(in_order, [request.id for request in requests]), parts)
+        call = self._group.scatter("invoke", calls, draws=True)
+        if len(calls) == 1:
+            return Together(call, lambda samples: samples)
+        return Together(call, functools.partial(in_order, [request.id for request in requests]))
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Returns an iterator over the samples, in the order in which they end on any engine."""
@@ -133,16 +138,16 @@ class RemoteRollout:
         if level > 1:
             self._version = self._publishing = None
             self._publications.clear()
-        return self._all("invoke", "sleep", (), {}, level)
+        return _all(self._scatter("invoke", "sleep", (), {}, level))
 
     def wake(self, tags: Sequence[str] = ()) -> Any:
         """See ``RolloutBackend``."""
         self._awake |= set(tags) or PARTS
         self._level *= self._awake != PARTS
-        return self._all("invoke", "wake", (), {}, tuple(tags))
+        return _all(self._scatter("invoke", "wake", (), {}, tuple(tags)))
 
-    def _all(self, method: str, *args: Any, beside: bool = False) -> list[Any]:
-        """Calls a method of ``Host`` on every engine, and returns a reference for each; see ``Group.scatter``."""
+    def _scatter(self, method: str, *args: Any, beside: bool = False) -> Call:
+        """Calls a method of ``Host`` on every engine; see ``Group.scatter``."""
         return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), beside=beside)
 
     def _listening(self, engine: int, *groups: Group) -> tuple[Any, ...]:
@@ -162,36 +167,84 @@ class RemoteRollout:
         """
         self._forget_older()
         for one in self._publications:
-            if not isinstance(one.weights, RemoteWeights) or one.weights.component != component:
+            if not isinstance(one.weights, RemoteWeights) or one.weights.backend.component != component:
                 continue
             if self._group.idle:
                 one.weights = None
             elif not one.copied:
                 one.weights, one.copied = one.weights.copied(), True
 
-    def listening(self, engine: int) -> list[tuple[Any, ...]]:
-        """See ``restarts.Holder``."""
+    def restart(self, member: Member, error: Exception) -> None:
+        """Restarts an engine that has failed, ended or hangs, and makes its open calls again.
+
+        If it fails during its restart, another restart within this one has replaced it when this one goes on.
+
+        Raises:
+            Exception: ``error``, if it was restarted as often as allowed.
+        """
+        self._count(member.name, error)
+        ray.kill(member.host)
+        ray.wait([member.sentinel], timeout=START_SECONDS)
+        number = self._group.lose(member)
+        new = self._cluster.replace(self._group, number)
+        made = self._cluster.made[self._group.name]
+        results = self._made(new, [*made, *self._listening_calls(number)])
+        if results is None or self._made(new, self._restored(number, results[len(made) :])) is None:
+            return
+        self._group.again(number)
+        for one in self._publications:
+            if isinstance(one.weights, RemoteWeights) and not one.call.done(number):
+                one.weights.backend.send(one.weights, one.version, [self._addresses[number]])
+
+    def _count(self, name: str, error: Exception) -> None:
+        """Raises the error if it does not allow another restart."""
+        if name in self._group.answered:
+            self._group.answered.remove(name)
+            self._counts[name] = 0
+        if self._counts[name] >= self._limit:
+            error.add_note(
+                f"it was restarted {self._limit} times (rollout.max_restarts) and answered nothing in between"
+            )
+            raise error
+        self._counts[name] += 1
+        # Ray's own text of a worker's error begins with a traceback.
+        cause = getattr(error, "cause", error)
+        first, *_ = str(cause).splitlines() or [""]
+        said = first if first.startswith(name) else f"{name} failed: {type(cause).__name__}: {first}"
+        self.reasons.append(f"{said}; it was restarted, {self._counts[name]} of {self._limit} times in a row")
+
+    def _made(self, member: Member, calls: Sequence[tuple[Any, ...]]) -> list[Any] | None:
+        """Makes calls in a new process and returns their results; None if it ended and another one was started."""
+        made = [member.host.run.options(num_returns=2).remote(*call) for call in calls]
+        ends = [end for _, end in made]
+        self._cluster.wait_for(lambda: ends if member in self._group.members else [])
+        try:
+            return [ray.get(result) for result, _ in made] if member in self._group.members else None
+        except ray.exceptions.RayError as error:
+            if not curable(error):
+                raise unwrapped_error(error, member.name) from None
+            self._cluster.lost(member, error)
+            return None
+
+    def _listening_calls(self, engine: int) -> list[tuple[Any, ...]]:
+        """Returns the calls by which an engine that was started again listens for weights."""
         if not self._addresses:
             return []
-        groups = (one.weights.group for one in self._publications if isinstance(one.weights, RemoteWeights))
+        groups = (one.weights.backend.group for one in self._publications if isinstance(one.weights, RemoteWeights))
         return [("listen", *self._listening(engine, self._group, *groups))]
 
-    def restore(self, engine: int, address: Sequence[Any]) -> Sequence[tuple[Any, ...]] | None:
-        """See ``restarts.Holder``."""
+    def _restored(self, engine: int, address: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
+        """Sends an engine the weights that it held, and returns the calls by which it gets back to where it was."""
         if address:
             self._addresses[engine] = address[0]
         calls: list[tuple[Any, ...]] = []
-        open_, needed = [one for one in self._publications if not one.done(engine)], self._draws_first(engine)
-        held = [one for one in self._publications if one not in open_][-1:]
-        for one in held if needed or not open_ else ():
+        for one in [one for one in self._publications if one.call.done(engine)][-1:]:
             if isinstance(one.weights, RemoteWeights):
                 one.weights.backend.send(one.weights, one.version, [self._addresses[engine]])
                 calls.append(("receive", self._component, one.version))
             elif one.weights is not None:
                 calls.append(("invoke", self._component, "publish", (), {}, one.version, one.weights))
-            elif needed:
-                return None
-            else:
+            elif one is self._publications[-1]:
                 # Whoever draws next publishes weights first, since the version is unknown.
                 self._version = self._publishing = None
         if self._level:
@@ -202,20 +255,39 @@ class RemoteRollout:
             calls = [*states, *calls] if "weights" in self._awake else [*calls, *states]
         return calls
 
-    def _draws_first(self, engine: int) -> bool:
-        """Returns whether an engine has requests to answer with the weights that it has, before others arrive."""
-        arriving = {one.refs[engine].task_id() for one in self._publications}
-        for call in self._group.calls:
-            end = call.open.get(self._group.members[engine])
-            if end is not None and not ray.wait([end], timeout=0)[0]:
-                if call.draws:
-                    return True
-                if end.task_id() in arriving:
-                    return False
-        return False
 
-    def resume(self, engine: int) -> None:
-        """See ``restarts.Holder``."""
-        for one in self._publications:
-            if isinstance(one.weights, RemoteWeights) and not one.done(engine):
-                one.weights.backend.send(one.weights, one.version, [self._addresses[engine]])
+def _all(call: Call) -> Together:
+    """Returns a reference to the results of all engines."""
+    return Together(call, lambda *results: list(results))
+
+
+def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
+    """Divides requests among engines, so that all have about as many tokens to compute.
+
+    The rule depends only on the requests: the longest request first, each goes to the engine with the fewest tokens
+    so far. A request counts its prompt once and the longest responses that it allows. Engines without any request are
+    left out.
+
+    Example:
+        >>> from verl_fn.state import Key, Sampling, requests_for
+        >>> asked = requests_for([[1] * 9, [1] * 4, [1] * 5, [1] * 2], Sampling(1), Key.from_seed(0))
+        >>> [[r.id for r in share] for share in shares(asked, 2)]
+        [[0, 3], [1, 2]]
+    """
+    lengths = [len(r.prompt) + r.sampling.n * r.sampling.max_tokens for r in requests]
+    loads, engine_of = [0] * engines, [0] * len(requests)
+    for i in sorted(range(len(requests)), key=lambda i: -lengths[i]):
+        engine = loads.index(min(loads))
+        loads[engine] += lengths[i]
+        engine_of[i] = engine
+    divided = [[r for r, engine in zip(requests, engine_of, strict=True) if engine == e] for e in range(engines)]
+    return [share for share in divided if share]
+
+
+def in_order(ids: Sequence[int], *parts: Iterable[Sample]) -> list[Sample]:
+    """Returns the samples of all engines in the order of the requests with these ids.
+
+    The samples of a request keep their order.
+    """
+    places = {request: place for place, request in enumerate(ids)}
+    return sorted((sample for part in parts for sample in part), key=lambda sample: places[sample.request])

@@ -17,9 +17,9 @@ import attrs
 import ray
 import torch
 
-from .errors import ActorHangs
 from .group import Group, Member
 from .host import Pulse
+from .ranks import ActorHangs
 
 ANSWER_SECONDS = 5.0
 TORCH = str(Path(torch.__file__).parent)
@@ -52,13 +52,13 @@ class Watch:
         self._next = now + self.interval
         for group in groups:
             # Engines don't wait for each other, so each may hang by itself.
-            units = [group.members] if not group.restarts else [(m,) for m in group.members if m.pid]
+            units = [group.members] if group.restarts is None else [(m,) for m in group.members]
             for members in units:
                 silent = any(self._waited(member, now) > self._timeout for member in members)
                 for member in members:
                     if member not in self._asked:
                         self._asked[member] = (ask(member, "pulse"), now)
-                still = self._stands_still(members, now, engine=group.restarts)
+                still = self._stands_still(members, now, engine=group.restarts is not None)
                 if (silent or still) and (error := self._hanging(group, members)) is not None:
                     raise error
 
@@ -116,7 +116,7 @@ class Watch:
 
         Such a rank runs the same call and is in no collective.
         """
-        running = {member for call in group.calls for member in call.open}
+        running = {group.members[number] for call in group.calls for number in call.ends}
         stacks = stacks_of([member for member in group.members if member in running and member not in failed])
         missing = [m for m, stack in (stacks or {}).items() if stack is None or (stack and not waits(stack))]
         if stacks is None or not missing:

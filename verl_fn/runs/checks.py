@@ -519,12 +519,13 @@ def check_processes(plan: Plan, source: Source) -> Iterator[str]:
         build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
     if plan.env.name and not _elsewhere(plan, plan.env.name):
         # A conversation begins before the engine draws anything.
-        conversing = build.conversations(plan.rollout, plan.env, lambda: MockRollout({}))
+        conversing: Any = build.conversing(plan.rollout, "cpu", plan.env, engine=lambda *_: MockRollout({}))
+        sampling = build.sampling(plan.rollout, plan.data.max_response_length)
         tries = min(TRIES, plan.data.train_batch_size)
         sampled = source.train(Key.from_seed(0), 0, tries) if plan.learns_from == "samples" else ()
         for part, problems in (("training", sampled), ("held-out", source.held_out(TRIES))):
             failures = []
-            for request in conversations_of(problems, build.sampling(plan.rollout), Key.from_seed(0)):
+            for request in conversations_of(problems, sampling, Key.from_seed(0)):
                 if (failure := conversing.begin(request)) is None:
                     break
                 failures.append(failure)

@@ -17,7 +17,7 @@ from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
 from verl_fn.data.tasks import Problem, text_of
-from verl_fn.driver.build import validation_sampling
+from verl_fn.driver import build
 from verl_fn.rewards.reward import joined, problems_of, response_texts
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
@@ -50,7 +50,7 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
 def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     clock = Clock(w.get)
     give_to_engine(plan, w, actor, version, clock)
-    sampling = validation_sampling(plan.rollout.val_kwargs, plan.data.max_response_length)
+    sampling = build.sampling(plan.rollout.val_kwargs, plan.data.max_response_length)
     samples = clock.run("gen", w.rollout.generate, requests_of(problems, w, sampling, key), version=version)
     scored = clock.run("reward", w.reward, pack(samples), problems)
     return evaluation_of(scored, problems, w.tokenizer, w.end_tokens, samples)

@@ -73,11 +73,11 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
             check_all_weights(plan)
         say(f"{_headline(plan)}; folder {run.folder}")
         with contextlib.ExitStack() as ending, workers(plan) as w:
-            if w.about:
-                say(w.about)
-            if notice := check_memory(plan, ranks.training_ranks(plan), w.gpu_memory):
+            if w.processes.about:
+                say(w.processes.about)
+            if notice := check_memory(plan, ranks.training_ranks(plan), w.processes.gpu_memory):
                 say(f"note: {notice}")
-            with explained(plan, w.gpu_memory):
+            with explained(plan, w.processes.gpu_memory):
                 evaluation = _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
             ending.enter_context(stop_requests(say, ENDING))
             return evaluation
@@ -132,7 +132,7 @@ class _Loop:
 
     def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say) -> None:
         self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
-        self.algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w))
+        self.algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w.processes.gpu_memory))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
         self.pace = Pace.of(plan)
         self.evaluation: Report = {}
@@ -217,7 +217,7 @@ class _Loop:
 
     def _restarts(self) -> Report:
         """Says which engines were restarted since the step before, and returns how many."""
-        reasons = self.w.restarts()
+        reasons = self.w.processes.restarts()
         for reason in reasons:
             self.say(f"note: {reason}")
         return {"perf/engine_restarts": len(reasons)} if reasons else {}

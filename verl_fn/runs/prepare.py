@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import attrs
+
+from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
@@ -59,7 +65,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     if plan.new_model is not None and (reasoning_names(plan.data.task) or verifiers_name(plan.data.task)):
         raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
     check_model_folders(plan)
-    build.make_model_folder(plan)
+    make_model_folder(plan)
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
         check_model_folder(folder)
     read_config(plan.model)
@@ -89,6 +95,44 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
+
+
+def make_model_folder(plan: Plan) -> None:
+    """Makes the random model of a plan without ``model.path``, unless its folder already holds the same model.
+
+    Raises:
+        ConfigError: the model cannot be written, or its architecture or sizes are not valid.
+    """
+    if plan.new_model is None:
+        return
+    from verl_fn.backends.hf.new_model import new_model, with_served_heads
+    from verl_fn.data.tasks import TASKS
+
+    task = TASKS[plan.data.task]
+    settings = with_served_heads(attrs.asdict(plan.new_model)) | {"chars": task.alphabet, "seed": plan.trainer.seed}
+    if plan.env.name or task.dialogue is not None:
+        settings |= {"chat_template": True}
+    folder = Path(plan.model)
+    record = folder / "made_from.json"
+    if _made_from(record) == settings:
+        return
+    try:
+        # The record comes last, so a folder without it is incomplete and made again.
+        shutil.rmtree(folder, ignore_errors=True)
+        new_model(folder, **settings)
+        atomic.write(record, json.dumps(settings))
+    except ModelError as error:
+        raise ConfigError(f"model.new: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
+
+
+def _made_from(record: Path) -> Any:
+    """Returns the settings that an existing random model was made from; None if they cannot be read."""
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _of_models(plan: Plan) -> Iterator[str]:

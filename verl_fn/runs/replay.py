@@ -115,7 +115,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
     pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
     with workers(plan) as w:
-        algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w))
+        algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w.processes.gpu_memory))
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
         say(f"executing steps {state.step + 1} to {step} again, from {origin or 'the beginning'}")
         while True:

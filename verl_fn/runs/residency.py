@@ -23,9 +23,14 @@ from verl_fn.driver import ranks
 from .memory import offloads
 
 
-def resting(plan: Plan, w: Workers) -> frozenset[str]:
-    """Returns the roles whose training states lie on the CPU between steps, and on the GPU in ``learn``."""
-    if w.gpu_memory is None or not offloads(plan, ranks.training_ranks(plan), w.gpu_memory):
+def resting(plan: Plan, gpu_memory: int | None) -> frozenset[str]:
+    """Returns the roles whose training states lie on the CPU between steps, and on the GPU in ``learn``.
+
+    Args:
+        plan: the plan.
+        gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
+    """
+    if gpu_memory is None or not offloads(plan, ranks.training_ranks(plan), gpu_memory):
         return frozenset()
     return frozenset(name for name in _sharing(plan) if not plan.roles[name].offload)
 

@@ -93,7 +93,7 @@ def check_fields(state: RunState, plan: Plan) -> None:
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
     """Moves the states of roles that lie on the CPU between steps there."""
-    resting_roles = resting(plan, w)
+    resting_roles = resting(plan, w.processes.gpu_memory)
     return {
         name: w.trainers[name].place(state, params="cpu", optimizer="cpu")
         if plan.roles[name].offload or name in resting_roles
