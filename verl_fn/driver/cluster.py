@@ -411,6 +411,8 @@ class Cluster:
         """
         if self.members.get(member.name) is not member:
             return  # another one was started in its place
+        if error is not None:
+            error = error.with_traceback(None)  # as in ``error_of``
         if error is None or isinstance(error, ray.exceptions.RayActorError):
             error = death_of(member)
         elif isinstance(error, ray.exceptions.RayTaskError):

@@ -238,7 +238,8 @@ def error_of(end: Any) -> Exception | None:
     try:
         ray.get(end)
     except ray.exceptions.RayError as error:
-        return error
+        # Its traceback would keep the callers' values alive, such as weights, which an update would then copy.
+        return error.with_traceback(None)
     return None
 
 
