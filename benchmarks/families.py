@@ -8,23 +8,36 @@ compared with the backend's.
 
 from __future__ import annotations
 
+import functools
+import json
+import multiprocessing
+import os
 import re
+import socket
 import tempfile
+import time
+import traceback
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from verl_fn.backends.hf.checks import kernels_for
-from verl_fn.backends.hf.config import quiet, reason
+from verl_fn.backends.hf.config import quiet, read_config, reason
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import aggregate, cross_entropy, sgd
 
 from . import measure
+from .first_step_layout import Layout
 
 # Log-probs in nats; gradients relative to the norm of each parameter's.
 BAR = 1e-4
@@ -87,6 +100,31 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# What Megatron-Bridge takes for granted of a family, as its released models have it, and sizes that its kernels take.
+FOR_MEGATRON: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
+    "olmoe": {"num_key_value_heads": 4},
+    "gemma2": {"head_dim": 16},
+    **{
+        name: {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    },
+}
+PATIENCE = 240  # seconds that a family may take
+RESULTS = {
+    "local": "families_cpu", "fsdp": "families_fsdp_cpu", "megatron bf16": "families_megatron_h100",
+    "megatron fp32": "families_megatron_h100_fp32",
+}  # fmt: skip
+# The first families by downloads, and those that tests on a GPU run with vLLM.
+POPULAR = {
+    "Qwen2.5": "qwen2", "Qwen3": "qwen3", "Qwen3-MoE": "qwen3_moe", "Qwen3.5": "qwen3_5_text", "Llama 3": "llama",
+    "Llama 4": "llama4_text", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text", "Gemma 4": "gemma4_text",
+    "Mistral": "mistral", "gpt-oss": "gpt_oss", "Phi-4": "phi3", "OLMo 3": "olmo3", "GLM-4.x": "glm4_moe",
+    "DeepSeek-V3": "deepseek_v3",
+}  # fmt: skip
+WITH_VLLM = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss", "gemma3_text")
+
+
 def tiny_config(name: str, **sizes: Any) -> Any:
     """Returns the config of a family with tiny sizes, or the ones that are given.
 
@@ -133,17 +171,53 @@ def tiny_folder(name: str, out: str | Path, **sizes: Any) -> Path:
             for p in model.parameters():
                 if p.dim() > 1:
                     torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+                else:
+                    # Norms of 1 and biases of 0 hide that one stands where another belongs.
+                    p.add_(torch.randn(p.shape), alpha=0.1)
+            saved = model.state_dict()
+            for name, b in model.named_buffers():
+                # Others, such as masks, are what the architecture says.
+                if name in saved and b.dim() == 1 and b.is_floating_point():
+                    b.add_(torch.randn(b.shape), alpha=0.1)
         model.save_pretrained(out)
     return Path(out)
 
 
-def reference(
-    folder: Path, batch: Batch, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
-    """Returns log-probs and gradients of transformers' own forward of each row, and the name of its class."""
+@attrs.frozen(eq=False)
+class Computed:
+    """What is computed of a model.
+
+    Attributes:
+        how: the layout of rows of a backend, or the name of transformers' class.
+        logprobs: of every token, zero at the first of each row.
+        gradients: of minus their sum, whole, by name.
+        weights: whole, by name.
+    """
+
+    how: str
+    logprobs: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def batch_of(rows: Sequence[Sequence[int]]) -> Batch:
+    """Returns rows whose tokens all count, but the first of each."""
+    mask = [[0.0] + [1.0] * (len(row) - 1) for row in rows]
+    return aggregate(Batch.from_rows([list(row) for row in rows], {"response_mask": mask}), "token-mean")
+
+
+def many_rows() -> list[list[int]]:
+    """Returns enough tokens that rounding in bf16, which sends some to other experts, is about the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 41, (32,), generator=generator).tolist()
+    return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+
+def reference(folder: Path, batch: Batch, dtype: torch.dtype = torch.float64) -> Computed:
+    """Returns what transformers' own forward of each row computes."""
     from transformers import AutoModelForCausalLM
 
-    with quiet():
+    with quiet(), kernels_for("cpu", AutoModelForCausalLM, read_config(folder)):
         # Grouped products of experts have no float64.
         options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
         model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -157,41 +231,79 @@ def reference(
         total = total - drawn.sum()
         start += len(row)
     total.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return logprobs, grads, type(model).__name__
+    named = dict(model.named_parameters())
+    grads = {name: p.grad for name, p in named.items() if p.grad is not None}
+    return Computed(type(model).__name__, logprobs, grads, {name: p.detach() for name, p in named.items()})
+
+
+def computed(backend: Any, batch: Batch) -> Computed:
+    """Returns what a backend computes of its folder; all its ranks call it together."""
+
+    def whole(value: Any) -> dict[str, Tensor]:
+        named = backend.named(value) if hasattr(backend, "named") else value
+        pairs = named.items() if isinstance(named, Mapping) else named
+        return {name: t.detach().to("cpu", copy=True) for name, t in pairs}
+
+    state = backend.load_pretrained()
+    logprobs = backend.forward(state.params, batch, ["logprobs"]).logprobs.cpu()
+    grads, _ = backend.forward_backward(state, batch, cross_entropy())
+    count = float(batch["response_mask"].sum())
+    gradients = {name: g * count for name, g in whole(grads).items()}
+    return Computed("padded" if backend._built().padded else "packed", logprobs, gradients, whole(state.params))
+
+
+def compared(found: Computed, expected: Computed, beside: Computed | None = None) -> dict[str, Any]:
+    """Returns the errors of what a backend computes, and whether it is right.
+
+    Args:
+        found: of the backend.
+        expected: transformers' own.
+        beside: of ``local`` in the same dtype; then ``found`` may differ from it by three times as much as it differs
+            from transformers' own.
+    """
+    own = expected if beside is None else beside
+    result: dict[str, Any] = {"model": expected.how, "layout": found.how, **_errors(found, own)}
+    bars = {"logprobs": BAR, "gradient": BAR}
+    if beside is not None:
+        of_local = _errors(beside, expected)
+        bars = {name: 3 * of_local[name] for name in bars}
+        result |= {f"{name}_of_local": of_local[name] for name in ("logprobs", "grad_norm", "gradient", "parameter")}
+        result["logprobs_beside_transformers"] = _errors(found, expected)["logprobs"]
+    result["weights"] = all(
+        name in found.weights and torch.equal(found.weights[name], t.float()) for name, t in expected.weights.items()
+    )
+    right = result["weights"] and all(result[name] <= bar for name, bar in bars.items())
+    return result | {"outcome": RIGHT if right else WRONG}
 
 
 def compare(folder: Path, row_layout: str = "auto") -> dict[str, Any]:
     """Returns how ``local`` and the embedded engine compute a folder's model, beside transformers."""
-    rows = [list(row) for row in ROWS]
-    mask = [[0.0] + [1.0] * (len(row) - 1) for row in rows]
-    batch = aggregate(Batch.from_rows(rows, {"response_mask": mask}), "token-mean")
-    count = float(batch["response_mask"].sum())
-    expected, grads, model = reference(folder, batch)
+    batch = batch_of(ROWS)
+    expected = reference(folder, batch)
     backend = Local(folder, sgd(0.0), row_layout=row_layout, max_tokens=20)
+    found = computed(backend, batch)
+    result = compared(found, expected)
+    if result["outcome"] == WRONG:
+        result |= _beside_rounding(result, folder, batch, expected)
     state = backend.load_pretrained()
-    found = backend.forward(state.params, batch, ["logprobs"]).logprobs
-    result: dict[str, Any] = {"model": model, "layout": backend._built().fit.layout}
-    result["logprobs"] = float((found - expected * batch["response_mask"]).abs().max())
-    own, _ = backend.forward_backward(state, batch, cross_entropy())
-    result |= _gradients({name: g * count for name, g in own.items()}, grads)
-    bar = BAR
-    if result["gradient"] > BAR:
-        # Linear attention of transformers' own is no more exact than this in fp32 on some CPUs.
-        _, rounded, _ = reference(folder, batch, torch.float32)
-        result["gradient_of_transformers"] = _gradients(rounded, grads)["gradient"]
-        bar = max(BAR, 2 * result["gradient_of_transformers"])
-    result["outcome"] = RIGHT if result["logprobs"] <= BAR and result["gradient"] <= bar else WRONG
     sampler = Sampler(folder, slots=3)
     sampler.publish(0, backend.weights(state.params))
-    asked = requests_for([rows[0][:4], rows[1]], Sampling(6, n=2), Key.from_seed(1))
+    asked = requests_for([list(ROWS[0][:4]), list(ROWS[1])], Sampling(6, n=2), Key.from_seed(1))
     drawn = pack(sampler.generate(asked, version=0))
     again = backend.forward(state.params, drawn, ["logprobs"]).logprobs
     result["sampled"] = float((again - drawn["rollout_log_probs"]).abs().max())
     return result
 
 
-def _gradients(own: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _beside_rounding(result: dict[str, Any], folder: Path, batch: Batch, expected: Computed) -> dict[str, Any]:
+    """Returns the outcome, since linear attention of transformers' own is no more exact in fp32 on some CPUs."""
+    rounded = _errors(reference(folder, batch, torch.float32), expected)["gradient"]
+    right = result["weights"] and result["logprobs"] <= BAR and result["gradient"] <= max(BAR, 2 * rounded)
+    return {"gradient_of_transformers": rounded, "outcome": RIGHT if right else WRONG}
+
+
+def _errors(found: Computed, expected: Computed) -> dict[str, Any]:
+    own, grads = found.gradients, expected.gradients
     norm = torch.stack([g.norm() for g in grads.values()]).norm()
     worst: dict[str, Any] = {"gradient": 0.0, "parameter": ""}
     for name, g in own.items():
@@ -203,84 +315,324 @@ def _gradients(own: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> 
     if missing:
         worst = {"gradient": float("inf"), "parameter": missing[0]}
     ours = torch.stack([g.norm() for g in own.values()]).norm()
-    return {"grad_norm": float((ours - norm).abs() / norm), **worst}
+    logprobs = float((found.logprobs - expected.logprobs)[expected.logprobs != 0].abs().max())
+    return {"logprobs": logprobs, "grad_norm": float((ours - norm).abs() / norm), **worst}
 
 
-def family(name: str) -> dict[str, Any]:
-    """Returns the outcome of a family, also if it fails."""
+class Failed(RuntimeError):
+    """Ranks failed; the message has the error of one, its causes, and the last frames of each."""
+
+
+class Ranks:
+    """The processes of a layout, which serve one family after the other until one of them fails or hangs.
+
+    Args:
+        layout: the layout.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, layout: Layout, device: str) -> None:
+        self.layout, self.device = layout, device
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a function of this module returns on the first rank.
+
+        Raises:
+            Failed: it failed somewhere; the message says where, and ends with the last frames.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            deadline = time.monotonic() + PATIENCE
+            replies = []
+            for pipe in self._pipes:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise Failed(f"no answer within {PATIENCE} seconds")
+                replies.append(pipe.recv())
+        except (EOFError, OSError) as error:
+            self.end()
+            raise Failed(f"a process ended: {error}") from error
+        except Failed:
+            self.end()
+            raise
+        failed = [reply for fine, reply in replies if not fine]
+        if failed:
+            if "CUDA" in failed[0] or len(replies) > 1:
+                # After an error of a kernel every later call fails, and a rank may still wait for another.
+                self.end()
+            raise Failed(failed[0])
+        return replies[0][1]
+
+    def end(self) -> None:
+        """Ends the processes; the next call starts others."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self.layout.ranks):
+            ours, theirs = context.Pipe()
+            args = rank, self.layout.ranks, port, theirs, self.device
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection, device: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    while True:
+        function, args = pipe.recv()
+        try:
+            reply = True, function(*args)
+        except BaseException as error:
+            reply = False, _why(error)
+        pipe.send(reply if rank == 0 or not reply[0] else (True, None))
+
+
+def of_layout(folder: Path, text: str, device: str, rows: list[list[int]]) -> Computed:
+    """Returns what a layout computes of a folder; all its ranks call it together."""
+    batch = batch_of(rows)
+    return computed(Layout.parse(text).make(folder, sgd(0.0), "lm", batch, device), batch)
+
+
+def architectures() -> list[str]:
+    """Returns the names of transformers' classes that Megatron-Bridge knows."""
+    from verl_fn.backends.megatron.importing import load_bridge
+
+    names: list[str] = load_bridge().list_supported_models()
+    return names
+
+
+def compare_layout(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Returns how a layout computes a folder's model, beside transformers, and in bf16 beside ``local:bf16``."""
+    half = ranks.layout.dtype == "bfloat16"
+    rows = many_rows() if half else [list(row) for row in ROWS]
+    found = ranks.call(of_layout, folder, ranks.layout.text, ranks.device, rows)
+    beside = ranks.call(of_layout, folder, "local:bf16", ranks.device, rows) if half else None
+    batch = batch_of(rows)
+    expected = reference(folder, batch)
+    result = compared(found, expected, beside)
+    return (
+        result if half or result["outcome"] == RIGHT else result | _beside_rounding(result, folder, batch, expected)
+    )
+
+
+def family(name: str, how: Callable[[Path], dict[str, Any]] = compare, own: Mapping[str, Any] | None = None) -> Any:
+    """Returns the outcome of a family, also if it fails.
+
+    Args:
+        name: of the family.
+        how: compares the model of a folder.
+        own: fields of the tiny config.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            tiny_folder(name, folder)
+            tiny_folder(name, folder, **(own or {}))
         except Exception as error:
             return {"outcome": NO_MODEL, "why": reason(error)}
-        return outcome(Path(folder))
+        return outcome(Path(folder), how)
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    """Returns what ``compare`` returns, or why a folder's model is refused."""
+def outcome(folder: Path, how: Callable[[Path], dict[str, Any]] = compare) -> dict[str, Any]:
+    """Returns what ``how`` returns, or why a folder's model is refused."""
     try:
-        return compare(folder)
+        return how(folder)
     except Exception as error:
-        return {"outcome": REFUSED, "why": reason(error).replace(f"{folder}: ", "").replace(f"{folder}/", "")}
+        why = str(error) if isinstance(error, Failed) else reason(error)
+        return {"outcome": REFUSED, "why": why.replace(f"{folder}: ", "").replace(f"{folder}/", "")}
 
 
-def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the results as a page of the docs."""
-    of = {kind: [name for name, r in results.items() if r["outcome"] == kind] for kind in (RIGHT, WRONG, REFUSED)}
-    packed = [name for name in of[RIGHT] if results[name]["layout"] == "packed"]
-    padded = [name for name in of[RIGHT] if results[name]["layout"] == "padded"]
+def _why(error: BaseException | None) -> str:
+    """Returns an error and its causes, each with the last frames."""
+    parts = []
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)[-4:]
+        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+        parts.append(f"{type(error).__name__}: {' '.join(str(error).split())[:500]} [{places}]")
+        error = error.__cause__ or error.__context__
+    return " | from ".join(parts[:3])
+
+
+def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Returns the results of all backends as a page of the docs.
+
+    Args:
+        results: by the names of ``RESULTS``, and by family.
+    """
+    own = results["local"]
+    of = {kind: [name for name, r in own.items() if r["outcome"] == kind] for kind in (RIGHT, WRONG, REFUSED)}
+    packed = [name for name in of[RIGHT] if own[name]["layout"] == "packed"]
+    padded = [name for name in of[RIGHT] if own[name]["layout"] == "padded"]
     lines = [
         "# Families of models",
         "",
-        "`verl-fn bench families --page docs/families.md` makes this page. It gives each causal language model of",
-        "transformers tiny sizes and random weights, and compares log-probs and gradients of `local` in fp32 on a",
-        f"CPU with transformers' own forward of each row in float64. Of {len(results)} names, {len(of[RIGHT])} are",
-        f"right within {BAR:g} (a gradient within twice the error of transformers' own in fp32, if that is more),",
-        f"{len(of[WRONG])} are wrong, and {len(of[REFUSED])} are refused. With",
-        "`--model FOLDER` the command does the same for a model of yours. `fsdp` runs the same code on shards; what",
-        "[Megatron](megatron.md) runs is another list.",
+        "`verl-fn bench families` gives each causal language model of transformers tiny sizes and random weights.",
+        "It compares log-probs and gradients of `local` in fp32 on a CPU with transformers' own forward of each row",
+        f"in float64. Of {len(own)} names, {len(of[RIGHT])} are right within {BAR:g} (a gradient within twice the",
+        f"error of transformers' own in fp32, if that is more), {len(of[WRONG])} are wrong, and {len(of[REFUSED])}",
+        "are refused. `--backend fsdp` does the same with two ranks, `--backend megatron:bf16` on a GPU with",
+        "[Megatron](megatron.md), and `--model FOLDER` with a model of yours. `--page docs/families.md` makes this",
+        "page of the results in `benchmarks/results/families_*.json`.",
+        "",
+        "## Families that most people use",
+        "",
+        "Below vLLM, *tested* means that a test on a GPU compares its log-probs with the trainer's.",
+        "",
+        "| family | local | fsdp, 2 ranks | Megatron, H100 | embedded engine beside trainer | vLLM |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += _of_popular(results)
+    lines += [
+        "",
+        "## local and the embedded engine",
         "",
         f"Rows are packed end to end for {len(packed)} families, and padded on the right for {len(padded)}, whose",
         "layers do not keep packed rows apart or have attention that packed rows lack. `model.layout` chooses, and",
         "`--check` says why rows are padded. The embedded engine has a cache for families with packed rows; for the",
-        "others it computes whole rows for every token, so use [vLLM](vllm.md) on a GPU. There,",
-        "linear attention and state-space layers are fast with the kernels of the extra `verl_fn[linear-attention]`,",
-        "and a run names the packages that are missing.",
+        "others it computes whole rows for every token, so use [vLLM](vllm.md) on a GPU. There, linear attention and",
+        "state-space layers are fast with the kernels of the extra `verl_fn[linear-attention]`, and a run names the",
+        "packages that are missing.",
         "",
-        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats |",
-        "|---|---|---|---|---|",
+        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats | fsdp |",
+        "|---|---|---|---|---|---|",
     ]
     for name in (*of[RIGHT], *of[WRONG]):
-        r = results[name]
+        r = own[name]
         errors = " | ".join(f"{r[key]:.1e}" for key in ("logprobs", "gradient", "sampled"))
-        lines.append(f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']} | {errors} |")
-    lines += ["", "| refused | reason |", "|---|---|"]
+        fsdp = results["fsdp"].get(name, {}).get("outcome", "")
+        lines.append(f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']} | {errors} | {fsdp} |")
+    lines += _refusals(own, of[REFUSED])
+    without_model = [name for name, r in own.items() if r["outcome"] == NO_MODEL]
+    lines += ["", f"transformers makes no tiny model of {', '.join(without_model)} with these sizes."]
+    return "\n".join([*lines, *_of_megatron(results["megatron bf16"], results["megatron fp32"])])
+
+
+def _of_popular(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a line of a table for each family of ``POPULAR``."""
+    own, half, lines = results["local"], results["megatron bf16"], []
+    for title, name in POPULAR.items():
+        dtypes = [
+            dtype for dtype in ("fp32", "bf16") if results[f"megatron {dtype}"].get(name, {}).get("outcome") == RIGHT
+        ]
+        megatron = (
+            f"right in {' and '.join(dtypes)}" if dtypes else "refused" if name in half else "unknown to Bridge"
+        )
+        fsdp = results["fsdp"].get(name, {}).get("outcome", "not run")
+        cells = [f"{own[name]['outcome']}, {own[name]['layout']}", fsdp, megatron, f"{own[name]['sampled']:.1e} nats"]
+        lines.append(f"| {title} | {' | '.join(cells)} | {'tested' if name in WITH_VLLM else 'not tested'} |")
+    return lines
+
+
+def _of_megatron(half: Mapping[str, Any], full: Mapping[str, Any]) -> list[str]:
+    """Returns the lines about Megatron, in bf16 and in fp32."""
+    right = {name for results in (half, full) for name, r in results.items() if r["outcome"] == RIGHT}
+    lines = [
+        "",
+        "## Megatron",
+        "",
+        f"On one H100 with transformer-engine, {len(right)} of the {len(half)} families that both Megatron-Bridge",
+        "and transformers have are right. Weights come out bitwise as they went in. In fp32, log-probs and gradients",
+        f"equal transformers' within {BAR:g}; in bf16 they differ from `local` in bf16 by at most three times as",
+        "much as `local` in bf16 differs from transformers in float64. In fp32, layers are megatron-core's with",
+        "attention of our own, or transformer-engine's without TF32 (`NVIDIA_TF32_OVERRIDE=0`).",
+        "",
+        "| family | rows | fp32: log-probs | fp32: gradient | bf16: log-probs (`local`) | bf16: gradient (`local`) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in half:
+        if name not in right:
+            continue
+        a, b = full.get(name, {}), half[name]
+        exact = [f"{a[key]:.1e}" if a.get("outcome") == RIGHT else "" for key in ("logprobs", "gradient")]
+        rounded = [
+            f"{b[key]:.2f} ({b[f'{key}_of_local']:.2f})" if b["outcome"] == RIGHT else ""
+            for key in ("logprobs", "gradient")
+        ]
+        layout = (a if a.get("outcome") == RIGHT else b)["layout"]
+        lines.append(f"| {name} | {layout} | {' | '.join(exact)} | {' | '.join(rounded)} |")
+    return [*lines, *_refusals(half, [name for name in half if name not in right]), ""]
+
+
+def _refusals(results: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Returns a table of why families are refused."""
     reasons: dict[str, list[str]] = {}
-    for name in of[REFUSED]:
-        why = re.sub(r"^\w*Error: |\w+(?= is not causal)", "", results[name]["why"]).strip()
-        reasons.setdefault(why.partition(";")[0][:160].replace("|", "\\|"), []).append(name)
-    lines += [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()]
-    without = [name for name, r in results.items() if r["outcome"] == NO_MODEL]
-    lines += ["", f"transformers makes no tiny model of {', '.join(without)} with these sizes.", ""]
-    return "\n".join(lines)
+    for name in names:
+        why = re.sub(r"^\w*Error: |\w+(?= is not causal)", "", results[name].get("why", WRONG)).strip()
+        reasons.setdefault(why.partition(";")[0].partition(" [")[0][:160].replace("|", "\\|"), []).append(name)
+    return ["", "| refused | reason |", "|---|---|", *(f"| {', '.join(of)} | {why} |" for why, of in reasons.items())]
+
+
+def results_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns the results in a folder, by the names of ``RESULTS``; empty where there is no file yet."""
+    files = {name: folder / f"{file}.json" for name, file in RESULTS.items()}
+    return {name: json.loads(f.read_text())["results"] if f.exists() else {} for name, f in files.items()}
 
 
 def main(args: Sequence[str]) -> int:
     parser = measure.parser("families", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="families, such as qwen3; by default all that transformers has")
+    parser.add_argument("names", nargs="*", help="families, such as qwen3; by default all that the backend can have")
+    parser.add_argument(
+        "--backend",
+        default="local",
+        metavar="LAYOUT",
+        help="local, fsdp:2, megatron, megatron:bf16 and so on, as for bench first-step (default: %(default)s)",
+    )
     parser.add_argument("--model", metavar="DIR", help="a model folder of yours instead")
-    parser.add_argument("--page", metavar="F", help="write the results as a page in Markdown here")
+    parser.add_argument("--page", metavar="F", help="write a page of all results in benchmarks/results")
     options = parser.parse_args(args)
+    if options.page:
+        made = page(results_of(Path(__file__).parent / "results"))
+        Path(options.page).write_text(made, encoding="utf-8")
+        return 0
+    try:
+        layout = Layout.parse({"fsdp": "fsdp:2"}.get(options.backend, options.backend))
+    except ValueError as error:
+        parser.error(str(error))
+    ranks = None if options.backend == "local" else Ranks(layout, options.device)
+    how = compare if ranks is None else functools.partial(compare_layout, ranks)
+    own = FOR_MEGATRON if layout.name == "megatron" else {}
+    results: dict[str, Any] = {}
+    for name in options.names or ([options.model] if options.model else _names(ranks)):
+        began = time.monotonic()
+        results[name] = r = outcome(Path(name), how) if options.model else family(name, how, own.get(name))
+        about = f"{r['layout']:7} {r['logprobs']:.1e} {r['gradient']:.1e}" if "layout" in r else r["why"]
+        if "logprobs_of_local" in r:
+            about += f" (local: {r['logprobs_of_local']:.1e} {r['gradient_of_local']:.1e})"
+        if r["outcome"] == WRONG:
+            about += f" {r['parameter']}, weights {'as they were' if r['weights'] else 'changed'}"
+        print(f"{name:24} {r['outcome']:8} {about} [{time.monotonic() - began:.1f} s]", flush=True)
+        # After each: time on a GPU may be cut off.
+        measure.write(options.json, "families", options.device, {"backend": layout.text, "results": results})
+    print(", ".join(f"{count} {kind}" for kind, count in Counter(r["outcome"] for r in results.values()).items()))
+    if ranks is not None:
+        ranks.end()
+    return int(any(r["outcome"] == WRONG for r in results.values()))
+
+
+def _names(ranks: Ranks | None) -> list[str]:
+    """Returns all families; of Megatron, those that Bridge knows."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    names = options.names or ([options.model] if options.model else list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    results = {}
-    for name in names:
-        results[name] = r = outcome(Path(name)) if options.model else family(name)
-        about = f"{r['layout']:7} {r['logprobs']:.1e} {r['gradient']:.1e}" if "layout" in r else r["why"]
-        print(f"{name:24} {r['outcome']:8} {about}", flush=True)
-    print(", ".join(f"{count} {kind}" for kind, count in Counter(r["outcome"] for r in results.values()).items()))
-    measure.write(options.json, "families", "cpu", {"results": results})
-    if options.page:
-        Path(options.page).write_text(page(results), encoding="utf-8")
-    return int(any(r["outcome"] == WRONG for r in results.values()))
+    names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if ranks is None or ranks.layout.name != "megatron":
+        return list(names)
+    known = ranks.call(architectures)
+    return [name for name, architecture in names.items() if architecture in known]

@@ -88,8 +88,7 @@ class InPlace:
         self.layout = Layout.of(Sizes(**(sizes or {})))
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         how = How("lm", torch.bfloat16, self.device, checkpointing, dict(provider or {}))
-        adapters = hollow(folder, "lm", key=Key.from_seed(0)).skeleton.adapters
-        self.built = build(folder, self.layout, how, adapters)
+        self.built = build(folder, self.layout, how, hollow(folder, "lm", key=Key.from_seed(0)).skeleton)
         config = OptimizerConfig(
             lr=LR, weight_decay=0.01, clip_grad=CLIP, bf16=True, params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from verl_fn.state import Batch
 
@@ -116,8 +116,12 @@ def _fused(
         return cast(Tensor, _FlashWithSinks.apply(q, k, v, sinks, cu, longest, scaling, size)[0])
     from torch.nn.attention.varlen import varlen_attn
 
+    # The kernel takes values as wide as keys; those of latent attention are narrower.
+    width = v.shape[-1]
+    v = pad(v, (0, k.shape[-1] - width))
     # Its types don't say that it returns a tuple only if more than the output is asked for.
-    return cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
+    out = cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
+    return out[..., :width]
 
 
 class _FlashWithSinks(torch.autograd.Function):

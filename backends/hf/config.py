@@ -92,9 +92,10 @@ def check_same_config(skeleton: Skeleton, folder: str | Path) -> None:
 
 
 def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config without the fields that only name it, and without a head's fields."""
+    """Returns a config, and those inside of it, without the fields that only name it, and without a head's fields."""
     names = ("architectures", "transformers_version", "dtype", "use_cache", "id2label", "label2id", "num_labels")
-    return {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
+    kept = {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
+    return {k: _meaningful(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
 def read_config(folder: str | Path) -> Any:

@@ -160,12 +160,8 @@ def _of_output_layer(
     wanted: set[str],
     plain: bool,
 ) -> dict[str, Tensor]:
-    fit, layer = skeleton.fit, (skeleton.output_layer.weight, skeleton.output_layer.bias)
-    softcap = fit.softcap
-    if fit.scale != 1.0:
-        # A factor of the logits is the inverse of a temperature.
-        whole = torch.ones(len(hidden), device=hidden.device) if temperature is None else temperature
-        temperature, softcap = whole / fit.scale, softcap and softcap / fit.scale
+    layer = (skeleton.output_layer.weight, skeleton.output_layer.bias)
+    temperature, softcap = skeleton.fit.heat(temperature, hidden)
     logprobs, entropy = logprobs_and_entropy(
         hidden, *layer, tokens, temperature, entropy="entropy" in wanted, plain=plain, softcap=softcap
     )

@@ -79,6 +79,24 @@ class Fit:
     longest: float = math.inf
     why: str = attrs.field(default="", eq=False)
 
+    def heat(self, temperature: Tensor | None, hidden: Tensor) -> tuple[Tensor | None, float | None]:
+        """Returns the temperature and the soft cap that make the output layer's products the model's logits.
+
+        A factor of the logits is the inverse of a temperature.
+
+        Args:
+            temperature: one for each hidden state; None stands for 1.
+            hidden: the hidden states.
+
+        Example:
+            >>> Fit(scale=0.5, softcap=4.0).heat(None, torch.zeros(1, 8))
+            (tensor([2.]), 8.0)
+        """
+        if self.scale == 1.0:
+            return temperature, self.softcap
+        whole = torch.ones(len(hidden), device=hidden.device) if temperature is None else temperature
+        return whole / self.scale, self.softcap and self.softcap / self.scale
+
 
 class Skeleton(nn.Module):
     """A model whose parameters are on the meta device; every call is given the real ones.

@@ -112,8 +112,12 @@ def check_heads(config: Any, sp: int) -> None:
         LayoutError: ``sp`` does not divide the query heads, or neither of ``sp`` and the key-value heads divides the
             other.
     """
-    heads = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
+    if sp == 1:
+        # State-space models have no heads.
+        return
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv = getattr(text, "num_key_value_heads", None) or heads
     if heads % sp:
         raise LayoutError(f"sp = {sp} does not divide the model's {heads} attention heads")
     if kv % sp and sp % kv:

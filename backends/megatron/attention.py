@@ -1,4 +1,4 @@
-"""Attention over packed rows without transformer-engine, as a core attention of Megatron.
+"""Attention over rows without transformer-engine, as a core attention of Megatron.
 
 On CUDA in half precision it is torch's ``varlen_attn``, elsewhere scaled dot-product attention row by row. With
 context parallelism each rank gathers the keys and values of all ranks; its queries are chunks r and 2 cp - 1 - r of
@@ -40,15 +40,20 @@ class PackedAttention(nn.Module):
 
     def forward(
         self,
-        query: Float[Tensor, "t heads dim"],
-        key: Float[Tensor, "t kv_heads dim"],
-        value: Float[Tensor, "t kv_heads dim"],
+        query: Float[Tensor, "*t heads dim"],
+        key: Float[Tensor, "*t kv_heads dim"],
+        value: Float[Tensor, "*t kv_heads dim"],
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: Any,
+        packed_seq_params: Any = None,
         **options: Any,
-    ) -> Float[Tensor, "t width"]:
-        """Computes causal attention within each row."""
+    ) -> Float[Tensor, "*t width"]:
+        """Computes causal attention within each row: of rows end to end, or of a table, ``[t, b, heads, dim]``."""
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            gqa = q.shape[1] != k.shape[1]
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            return out.permute(2, 0, 1, 3).flatten(2)
         pieces, group = packed_seq_params.pieces, packed_seq_params.cp_group
         if pieces.index is not None:
             key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, pieces.index) for x in (key, value))

@@ -10,7 +10,7 @@ Megatron's buffers hold a copy of them in the compute dtype, made anew where a c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,15 +299,29 @@ class Megatron(Base):
         """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
-        sizes, routers = self.layout.sizes, self._built().routers
+        sizes, routers, padded = self.layout.sizes, self._built().routers, self._built().padded
         if routers is not None:
             routers.check(batch)
         with one_thread():
-            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together)
+            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded)
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None
+            tables = self._tables([part.lengths for part in share.staged]) if padded else [None] * len(lengths)
             with agreed() if self.layout.size > 1 else contextlib.nullcontext():
                 experts = None if routers is None else routers.experts
-                staged = [MicroBatch.of(part, self.layout, self.device, longest, experts) for part in share.staged]
+                staged = [
+                    MicroBatch.of(part, self.layout, self.device, longest, experts, table)
+                    for part, table in zip(share.staged, tables, strict=True)
+                ]
             return Share(share.rows, staged, share.own_rows)
+
+    def _tables(self, lengths: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Returns how many rows and columns the table of each micro-batch has; the same with several stages."""
+        sizes = self.layout.sizes
+        each = sizes.tp if sizes.sp else 1
+        tables = [(len(rows), -(-int(rows.max()) // each) * each) for rows in lengths]
+        if sizes.pp > 1:
+            largest = max(rows for rows, _ in tables), max(columns for _, columns in tables)
+            return [largest] * len(tables)
+        return tables

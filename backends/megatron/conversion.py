@@ -1,13 +1,15 @@
 """Values under canonical names, both ways, through the mappings of Megatron-Bridge.
 
-Bridge maps weights. Gradients and moments go the same way. This is right if a mapping only moves elements. One
-that computes with them, as zero-centred norms do, is refused by name.
+Bridge maps weights. Gradients and moments go the same way. This is right if a mapping only moves elements. A norm
+that scales by 1 + weight in Megatron is shifted when its leaf is copied to its buffer, so that the leaf has
+transformers' values. A mapping that computes anything else is refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import attrs
@@ -25,8 +27,8 @@ from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
 
-# Mappings that do more than move elements: what maps a weight is wrong for its gradient.
-_COMPUTING = frozenset({"RMSNorm2ZeroCenteredRMSNormMapping"})
+# A mapping that subtracts 1: what maps a weight is wrong for its gradient.
+_CENTRES = "RMSNorm2ZeroCenteredRMSNormMapping"
 
 
 class Source(Protocol):
@@ -48,13 +50,15 @@ class Task:
 
     Attributes:
         leaf: the name of its leaf in values of this backend: the hub's names, joined by ``+``.
-        hub: the hub's names of its tensors, as Bridge's mapping names them.
+        hub: the hub's names of its tensors, as Bridge's mapping names them; of a stack, ``name[expert]``.
         hub_anywhere: the hub's names of the tensors that any rank needs for the task of this number.
         mapping: Bridge's mapping, for exporting.
         importing: another instance of it. One that has imported a parameter knows its kind on this pipeline stage
             alone, and an export would then wait for other stages that do not know it.
         module: Megatron's module that has the parameter, None where it is on another pipeline stage.
-        param: the parameter.
+        param: the parameter, or a buffer that is a constant.
+        bridge: Bridge's code for the family.
+        shift: what Megatron's weight is more than transformers'.
     """
 
     leaf: str
@@ -64,12 +68,16 @@ class Task:
     importing: Any
     module: nn.Module | None
     param: nn.Parameter | None
+    bridge: Any
+    shift: float = 0.0
 
 
 def tasks_of(
     bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical, adapters: Adapters
 ) -> list[Task]:
     """Returns the tasks of all parameters, in the same order on all ranks; all ranks call it together.
+
+    Buffers of Megatron's that are constants of the folder are filled.
 
     Args:
         bridge: Megatron-Bridge's ``AutoBridge``.
@@ -82,26 +90,68 @@ def tasks_of(
     Raises:
         ModelError: a parameter has no mapping, or one that computes with elements.
     """
-    parts, again = (_mappings(bridge, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
-    names = [tuple(_names(mapping.hf_param)) for mapping, _, _ in parts]
-    by_rank = gathered(names)
+    own = bridge._model_bridge
+    parts, again = (_mappings(own, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
+    # What reads weights asks a loaded model for its config.
+    own.hf_pretrained = SimpleNamespace(config=config)
+    hubs = [_hub(mapping) for mapping, _, _ in parts]
+    by_rank = gathered([tuple(_names(hub)) for hub in hubs])
     tasks = []
     for i, (mapping, module, param) in enumerate(parts):
-        if _COMPUTING & {cls.__name__ for cls in type(mapping).__mro__}:
+        centres = any(cls.__name__ == _CENTRES for cls in type(mapping).__mro__)
+        if centres and type(mapping).__name__ != _CENTRES:
             raise ModelError(f"{mapping.hf_param}: {type(mapping).__name__} changes values, not only their places")
         anywhere = tuple(dict.fromkeys(name for of_rank in by_rank for name in of_rank[i]))
-        tasks.append(Task("+".join(names[i]), mapping.hf_param, anywhere, mapping, again[i][0], module, param))
+        importing, shift = again[i][0], 0.0
+        if centres:
+            mapping, importing, shift = _moving(mapping, model), _moving(importing, model), -1.0
+        task = Task("+".join(_names(hubs[i])), hubs[i], anywhere, mapping, importing, module, param, own, shift)
+        if {canonical.place(name).name for name in anywhere} <= canonical.constants.keys():
+            _fill(task, canonical)
+        elif param is not None and not isinstance(param, nn.Parameter):
+            raise ModelError(f"Megatron-Bridge holds the parameter {hubs[i]} as a buffer, which has no gradient")
+        else:
+            tasks.append(task)
     _check_complete(model, tasks)
     return sorted(tasks, key=lambda task: canonical.position(task.hub_anywhere))
 
 
+def _moving(mapping: Any, model: Any) -> Any:
+    """Returns a mapping of the same names that only moves elements."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    plain = AutoMapping(mapping.megatron_param, mapping.hf_param)
+    plain.set_process_groups_from_pg_collection(model.pg_collection)
+    return plain
+
+
+def _hub(mapping: Any) -> str | dict[str, str]:
+    """Returns the hub's names of a parameter; of the expert that it belongs to, where they name stacks of experts."""
+    names: str | dict[str, str] = mapping.hf_param
+    if not getattr(mapping, "is_grouped_export", False):
+        return names
+    from megatron.bridge.utils.common_utils import extract_expert_number_from_param
+
+    expert = extract_expert_number_from_param(mapping.megatron_param)
+    return f"{names}[{expert}]" if isinstance(names, str) else {k: f"{v}[{expert}]" for k, v in names.items()}
+
+
+@torch.no_grad()
+def _fill(task: Task, canonical: Canonical) -> None:
+    """Copies constants of the folder to a buffer of Megatron's."""
+    if task.module is not None and task.param is not None:
+        whole = {name: canonical.constants[canonical.place(name).name] for name in _names(task.hub)}
+        given = {name: t.to(task.param.device, torch.float32) for name, t in whole.items()}
+        task.param.copy_(_converted(task, given, task.param.shape))
+
+
 def _mappings(
-    bridge: Any, config: Any, model: Any, head: str
+    own: Any, config: Any, model: Any, head: str
 ) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
     """Returns Bridge's mapping of every parameter, with the module and the parameter where this rank has it."""
     from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 
-    given = [t for t in bridge._model_bridge.build_conversion_tasks(config, [model]) if t is not None]
+    given = [t for t in own.build_conversion_tasks(config, [model]) if t is not None]
     if head == "value":
         given = [t for t in given if not t.global_param_name.startswith("output_layer.")]
     parts = [(t.mapping, t.megatron_module, t.param_weight) for t in given]
@@ -220,8 +270,7 @@ def divided(
                 continue
             param, piece = task.param, pieces[task.leaf]
             tensors = {name: whole[name].to(param.device, torch.float32) for name in own}
-            given = tensors[own[0]] if isinstance(task.hub, str) else {k: tensors[v] for k, v in task.hub.items()}
-            converted = _converted(task, given, param.shape)
+            converted = _converted(task, tensors, param.shape)
             owned = converted.reshape(-1)[piece.start : piece.stop]
             sums[task.leaf] = sum(map(_bits, tensors.values())), _bits(owned)
             elements[task.leaf] = owned.to(canonical.shapes[canonical.place(own[0]).name].dtype, copy=True)
@@ -229,13 +278,15 @@ def divided(
     return {leaf: elements[leaf] for leaf in pieces if leaf in elements}
 
 
-def _converted(task: Task, given: Any, shape: torch.Size) -> Tensor:
-    """Returns what Bridge makes of the hub's tensors, padded to the shape of Megatron's parameter.
+def _converted(task: Task, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+    """Returns what Bridge makes of the hub's tensors by name, padded to the shape of Megatron's parameter.
 
     Raises:
         ModelError: the shapes do not fit.
     """
     assert task.module is not None
+    named = {name.partition("[")[0]: _in_stack(name, t) for name, t in tensors.items()}
+    given = task.bridge.maybe_modify_loaded_hf_weight(task.importing.hf_param, named)
     try:
         with _in_fp32(task.module):
             converted: Tensor = task.importing.hf_to_megatron(given, task.module)
@@ -243,7 +294,8 @@ def _converted(task: Task, given: Any, shape: torch.Size) -> Tensor:
         raise ModelError(f"{task.leaf}: {type(task.mapping).__name__} cannot convert it: {error}") from error
     if converted.shape == shape:
         return converted
-    if converted.shape[1:] != shape[1:] or len(converted) > shape[0]:
+    vocabulary = task.mapping.megatron_param.startswith(("embedding.", "output_layer."))
+    if converted.shape[1:] != shape[1:] or len(converted) > shape[0] or not vocabulary:
         raise ModelError(
             f"{task.leaf}: {type(task.mapping).__name__} makes the shape {list(converted.shape)} of it, and the "
             f"parameter of Megatron's has {list(shape)}; the provider has another size than the model's folder"
@@ -252,6 +304,12 @@ def _converted(task: Task, given: Any, shape: torch.Size) -> Tensor:
     padded = converted.new_zeros(shape)
     padded[: len(converted)] = converted
     return padded
+
+
+def _in_stack(name: str, t: Tensor) -> Tensor:
+    """Returns a tensor whose entry for an expert is the tensor of the expert, if ``name`` is ``stack[expert]``."""
+    expert = name.partition("[")[2].rstrip("]")
+    return t.expand(int(expert) + 1, *t.shape) if expert else t
 
 
 def _bits(t: Tensor) -> int:

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.agreement import agreed
+from verl_fn.backends.agreement import agreed, gathered
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.folder import Hollow, hollow
 from verl_fn.backends.hf.lora import Adapters
@@ -21,13 +21,13 @@ from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
-from verl_fn.backends.megatron.fidelity import check_same_model, check_tried
+from verl_fn.backends.megatron.fidelity import check_head, check_same_model, take_epsilons
 from verl_fn.backends.megatron.fully_sharded import sharded_pieces
 from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
-from verl_fn.backends.megatron.names import Canonical
+from verl_fn.backends.megatron.names import Canonical, conversions_of
 from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
 from verl_fn.state import Key, Params
@@ -52,6 +52,7 @@ class Executor:
         optimizer: for these leaves.
         zeros: what a value without adapters has in their place, by leaf.
         routers: that record and replay the experts of tokens; None if the model's own routers decide.
+        padded: rows are padded to one length, since some layer would mix rows that lie end to end.
     """
 
     layout: Layout
@@ -65,6 +66,7 @@ class Executor:
     optimizer: Any
     zeros: dict[str, Tensor]
     routers: Routers | None
+    padded: bool
 
     @classmethod
     def of(cls, folder: Path, optimizer: Optimizer, layout: Layout, how: How) -> Executor:
@@ -80,16 +82,25 @@ class Executor:
             check_cuda()
             trains = not isinstance(optimizer, Frozen)
             empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype, trained=trains)
-            check_tried(empty.skeleton, folder)
+            check_head(empty.skeleton, folder)
             adapters = empty.skeleton.adapters
-            built = build(folder, layout, how, adapters)
+            built = build(folder, layout, how, empty.skeleton)
             check_same_model(built.model, empty.skeleton.model, folder)
-        canonical = Canonical(empty.shapes)
+        padded = not all(gathered(built.keeps_rows_apart))
+        if padded and layout.sizes.cp > 1:
+            raise LayoutError(f"{folder}: some layers need padded rows, which ranks cannot share; set cp to 1")
+        canonical = Canonical(empty.shapes, conversions_of(empty.skeleton), empty.skeleton.constants)
         with layout.active():
             tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
+            with agreed():
+                take_epsilons(tasks, canonical, empty.skeleton.model, folder)
             by_param = (sharded_pieces if how.fsdp else pieces_of)(built.ddp, layout)
         check_mapped(canonical, tasks, folder)
-        pieces = {task.leaf: by_param[task.param] for task in tasks if task.param is not None}
+        pieces = {
+            task.leaf: attrs.evolve(by_param[task.param], shift=task.shift)
+            for task in tasks
+            if task.param is not None
+        }
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
         resident = Resident(built.ddp, pieces, layout, built.tied)
@@ -104,7 +115,9 @@ class Executor:
         # A model that is not trained needs none.
         resident.buffers.free_gradients()
         parts = conversion.parts_of(layout, tasks, pieces)
-        return cls(layout, empty, built, canonical, tasks, parts, pieces, resident, own_optimizer, zeros, routers)
+        return cls(
+            layout, empty, built, canonical, tasks, parts, pieces, resident, own_optimizer, zeros, routers, padded
+        )
 
     @property
     def adapters(self) -> Adapters:

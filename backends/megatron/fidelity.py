@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.megatron.conversion import Task
+from verl_fn.backends.megatron.names import Canonical
 
 # Rotary embeddings with other frequencies differ by much more than rounding at one of so many positions.
 POSITIONS, ROUNDING = 1024, 1e-3
@@ -38,7 +41,6 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
             "attention to all tokens of them; set actor.strategy=fsdp"
         )
     _check_activation(model, transformers_model, folder)
-    _check_epsilon(model, transformers_model, folder)
     rope = getattr(text, "rope_parameters", None) or {}
     if model.config.multi_latent_attention and "mscale_all_dim" in rope:
         raise ModelError(
@@ -48,6 +50,9 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
     ours, theirs = _of_transformers(transformers_model), _of_megatron(model)
     if ours is None or theirs is None:
         return
+    if 2 * ours.shape[-1] == theirs.shape[-1]:
+        # Each frequency belongs to two numbers of a head, and some models have it once.
+        ours = ours.repeat_interleave(2, -1)
     if ours.shape != theirs.shape or float((ours - theirs).abs().max()) > ROUNDING:
         raise ModelError(
             f"{folder} has the rotary embedding {rope}, and Megatron-Bridge makes "
@@ -55,28 +60,56 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
         )
 
 
-def check_tried(skeleton: Skeleton, folder: str | Path) -> None:
-    """Refuses a model with what has not been run with Megatron.
+def check_head(skeleton: Skeleton, folder: str | Path) -> None:
+    """Refuses a model whose logits are more than the output layer's, with a factor and a bound.
 
     Args:
         skeleton: transformers' model of the folder.
         folder: for errors.
 
     Raises:
-        ModelError: its rows cannot be packed, or its weights hold buffers, or its logits are changed after the output
-            layer.
+        ModelError: the model is such.
     """
-    fit = skeleton.fit
-    reasons = {
-        f"rows that cannot be packed ({fit.why})": skeleton.padded,
-        "buffers among its weights": bool(skeleton.constants),
-        "logits that are changed after the output layer": fit.scale != 1.0 or fit.softcap is not None or fit.own_head,
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    bias = skeleton.head == "lm" and skeleton.output_layer.bias is not None
+    if skeleton.fit.own_head or bias:
         raise ModelError(
-            f"{folder} is a {type(skeleton.model).__name__} with {' and '.join(found)}, which has not been run with "
-            "Megatron; set actor.strategy=fsdp"
+            f"{folder} is a {type(skeleton.model).__name__}, whose logits are not those of an output layer "
+            f"{'without bias' if bias else 'with a factor and a bound'}; set actor.strategy=fsdp"
         )
+
+
+def take_epsilons(
+    tasks: Sequence[Task], canonical: Canonical, transformers_model: nn.Module, folder: str | Path
+) -> None:
+    """Gives each norm of Megatron's model the epsilon of transformers' norm, since Bridge has one for all norms.
+
+    Args:
+        tasks: of all parameters.
+        canonical: the canonical names.
+        transformers_model: of the same folder, without weights.
+        folder: for errors.
+
+    Raises:
+        ModelError: an epsilon differs, and Megatron's norm has no place for another one.
+    """
+    for task in tasks:
+        if not isinstance(task.hub, str) or task.module is None:
+            continue
+        name = canonical.place(task.hub).name.rpartition(".")[0]
+        theirs = transformers_model.get_submodule(name)
+        epsilon = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
+        if "Norm" not in type(theirs).__name__ or not isinstance(epsilon, float):
+            continue
+        module: Any = task.module
+        own = getattr(module, "eps", module.config.layernorm_epsilon)
+        if own == epsilon:
+            continue
+        if not isinstance(getattr(module, "eps", None), float):
+            raise ModelError(
+                f"{folder} has the epsilon {epsilon} in {name}, and Megatron-Bridge makes it {own}; set "
+                "actor.strategy=fsdp"
+            )
+        module.eps = epsilon
 
 
 @torch.no_grad()
@@ -89,17 +122,6 @@ def _check_activation(model: Any, transformers_model: nn.Module, folder: str | P
             name = getattr(theirs, "__name__", repr(theirs))
             raise ModelError(
                 f"{folder} has the activation {type(ours).__name__}, and Megatron-Bridge makes {name} of it; set "
-                "actor.strategy=fsdp"
-            )
-
-
-def _check_epsilon(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
-    theirs = model.config.layernorm_epsilon
-    for name, module in transformers_model.named_modules():
-        ours = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if "Norm" in type(module).__name__ and isinstance(ours, float) and ours != theirs:
-            raise ModelError(
-                f"{folder} has the epsilon {ours} in {name}, and Megatron-Bridge makes it {theirs}; set "
                 "actor.strategy=fsdp"
             )
 

@@ -169,7 +169,7 @@ def _without_exchange(shards: list[Tensor]) -> Iterator[None]:
         return shards
 
     given = {
-        "broadcast_from_pp_rank": lambda mapping, tensor, cache_key=None: shards[0],
+        "broadcast_from_pp_rank": lambda mapping, tensor, cache_key=None: tensor,
         "gather_from_tp_ranks": from_tp,
         "gather_from_ep_ranks": lambda mapping, tensor, module, name: {str(name): tensor},
     }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import default_chunk, gradients, reduce_rows, slices
+from verl_fn.backends.hf.logprobs import at, default_chunk, gradients, reduce_rows, scaled, slices
 
 
 def shared_logprobs_and_entropy(
@@ -28,6 +28,7 @@ def shared_logprobs_and_entropy(
     entropy: bool = False,
     chunk: int | None = None,
     grad_buffer: Float[Tensor, "v H"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -44,12 +45,15 @@ def shared_logprobs_and_entropy(
         entropy: also compute entropies; otherwise they are None.
         chunk: how many tokens the forward pass computes at a time; the backward pass has as many logits at a time.
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
+        softcap: the bound c of logits c * tanh(logits / c), if they have one.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
     # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
     own = torch.where((own >= 0) & (own < len(weight)), own, -1)
-    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk, grad_buffer)
+    logprobs, entropies = _SharedLogProbs.apply(
+        hidden, weight, own, temperature, group, entropy, chunk, grad_buffer, softcap
+    )
     return logprobs, entropies if entropy else None
 
 
@@ -61,6 +65,7 @@ def shared_sum_pi_squared(
     *,
     group: Any,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
@@ -72,13 +77,12 @@ def shared_sum_pi_squared(
         temperature: one for each hidden state; None stands for 1.
         group: the ranks that have the other rows.
         chunk: how many tokens are computed at a time.
+        softcap: as for ``shared_logprobs_and_entropy``.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
-        logits = torch.nn.functional.linear(hidden[part], weight).float()
-        if temperature is not None:
-            logits /= temperature[part, None]
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight), at(temperature, part), softcap)
         own[0, part] = logits.logsumexp(-1)
         own[1, part] = logits.mul_(2.0).logsumexp(-1)
         del logits
@@ -102,14 +106,15 @@ class _SharedLogProbs(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         grad_buffer: Tensor | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in slices(len(hidden), chunk):
             logits = torch.nn.functional.linear(hidden[part], weight)
-            heat = None if temperature is None else temperature[part]
             of_part = entropies[part] if entropy else None
-            reduce_rows(logits, targets[part].clamp(min=0), heat, logprobs[part], log_z[part], of_part)
+            heat, own = at(temperature, part), targets[part].clamp(min=0)
+            reduce_rows(logits, own, heat, logprobs[part], log_z[part], of_part, softcap)
             del logits
         # Of the target's logit (one rank has it) and of the parts of the normaliser.
         logit = torch.where(targets >= 0, logprobs + log_z, 0.0)
@@ -123,7 +128,7 @@ class _SharedLogProbs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         logprobs, entropies = sums[0] - whole_z, sums[1]
         ctx.save_for_backward(hidden, weight, targets, temperature, whole_z, entropies)
-        ctx.entropy, ctx.chunk, ctx.grad_buffer = entropy, chunk, grad_buffer
+        ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap = entropy, chunk, grad_buffer, softcap
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -134,5 +139,6 @@ class _SharedLogProbs(torch.autograd.Function):
         d_hidden, d_weight, _ = gradients(
             hidden, weight, None, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
             d_entropies, (*ctx.needs_input_grad[:2], False), ctx.chunk * len(weight), ctx.grad_buffer,
+            ctx.softcap,
         )  # fmt: skip
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from verl_fn.backends.hf.config import ModelError, read_config, refused
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
+from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
 from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
@@ -27,8 +28,8 @@ from verl_fn.backends.megatron.rows import ROUTED
 REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
 # Kernels that need transformer-engine or Apex.
 PLAIN = dict.fromkeys(
-    ("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
-     "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm", "moe_router_fusion"),
+    ("persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
+     "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm", "moe_router_fusion"),
     False,
 )  # fmt: skip
 # What transformers takes for fields that a config with YaRN lacks (Peng et al. 2023, arXiv 2309.00071).
@@ -48,6 +49,7 @@ class Built:
         ddp: Megatron's ``DistributedDataParallel``, or its ``FullyShardedDataParallel``.
         model: the model inside, a ``GPTModel``.
         tied: on the first and last of several stages, the weight that both have; otherwise None.
+        fit: what the model does to its logits after the output layer.
     """
 
     bridge: Any
@@ -55,11 +57,23 @@ class Built:
     ddp: Any
     model: Any
     tied: nn.Parameter | None
+    fit: Fit
 
     @property
     def fully_sharded(self) -> bool:
         """Whether Megatron-FSDP has the place of DDP."""
         return self.ddp.ddp_config.use_megatron_fsdp
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether every layer of this stage mixes the tokens of a row by attention that takes rows end to end."""
+        kinds: tuple[type[nn.Module], ...] = (PackedAttention,)
+        if has_transformer_engine():
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+            kinds += (TEDotProductAttention,)
+        attention = [getattr(layer, "self_attention", None) for layer in self.model.decoder.layers]
+        return all(isinstance(getattr(one, "core_attention", None), kinds) for one in attention)
 
     def output(self, tp_rank: int) -> tuple[int, Tensor, Tensor | None]:
         """Returns the rows of the output layer that a rank of tensor parallelism has, on the last stage.
@@ -131,14 +145,14 @@ class How:
         return (ROUTED,) if self.router_replay else ()
 
 
-def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> Built:
+def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> Built:
     """Makes the model of a folder, whose weights are not read; all ranks call it together.
 
     Args:
         folder: a Hugging Face model folder.
         layout: how ranks share the model.
         how: how it is made.
-        adapters: the adapters of transformers' model.
+        skeleton: transformers' model, with its adapters.
 
     Raises:
         ModelError: Megatron-Bridge does not know this family, has no such adapters, or a field does not exist.
@@ -147,15 +161,15 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    config = _causal(read_config(folder))
+    config = _for_bridge(read_config(folder), folder)
     layout.sizes.check_model(config)
     if how.router_replay and not experts_of(config):
         raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
     settings = _settings(layout, how, config)
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
-    bridge, provider = _provider(config, folder, settings, how.provider)
-    hooks = _hooks(bridge, config, layout, how, adapters)
+    bridge, provider, plain = _provider(config, folder, settings, how.provider)
+    hooks = _hooks(bridge, config, layout, how, skeleton.adapters, plain)
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -165,16 +179,20 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
             provider.finalize()
         # Given hooks replace the hooks that a bridge has registered.
         hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
-        (ddp,) = provider.provide_distributed_model(
-            ddp_config=DistributedDataParallelConfig(
-                use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(SETTINGS if how.fsdp else {})
-            ),
-            use_megatron_fsdp=how.fsdp,
-            use_cpu_initialization=how.device.type == "cpu",
-            mixed_precision_wrapper=None,
-            pre_wrap_hook=hooks,
-            pg_collection=layout.groups,
-        )
+        try:
+            (ddp,) = provider.provide_distributed_model(
+                ddp_config=DistributedDataParallelConfig(
+                    use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(SETTINGS if how.fsdp else {})
+                ),
+                use_megatron_fsdp=how.fsdp,
+                use_cpu_initialization=how.device.type == "cpu",
+                mixed_precision_wrapper=None,
+                pre_wrap_hook=hooks,
+                pg_collection=layout.groups,
+            )
+        except ImportError as error:
+            # The innermost error names the package.
+            raise ModelError(f"{folder}: layers of this family need a package: {error.__cause__ or error}") from error
     ddp.train()
     model, tied = ddp.module, None
     if how.fsdp:
@@ -185,10 +203,10 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         and (model.pre_process or model.post_process)
     ):
         tied = model.shared_embedding_or_output_weight()
-    return Built(bridge, config, ddp, model, tied)
+    return Built(bridge, config, ddp, model, tied, skeleton.fit)
 
 
-def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters) -> list[Any]:
+def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, plain: bool) -> list[Any]:
     """Returns the functions that change the model before DDP wraps it, in order.
 
     Raises:
@@ -198,7 +216,9 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
     if how.head == "value":
         hooks.insert(0, _with_value_head)
-    if not _plain(how.dtype) and torch.are_deterministic_algorithms_enabled():
+    if layout.sizes.tp > 1:
+        hooks.append(_with_shared_sinks)
+    if not plain and torch.are_deterministic_algorithms_enabled():
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         if given := sorted(OF_ATTENTION & how.provider.keys()):
@@ -206,7 +226,7 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
                 f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
                 "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
             )
-        hooks.append(functools.partial(with_packed_attention, replaced=TEDotProductAttention))
+        hooks += [functools.partial(with_packed_attention, replaced=TEDotProductAttention), _with_repeatable_products]
     if adapters.lora is not None:
         hooks.append(
             functools.partial(_with_adapters, bridge=bridge, config=config, adapters=adapters, tp=layout.sizes.tp)
@@ -216,8 +236,10 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
 
 def _provider(
     config: Any, folder: str | Path, settings: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """Returns Bridge's ``AutoBridge`` of a config, and its provider with these fields.
+) -> tuple[Any, Any, bool]:
+    """Returns Bridge's ``AutoBridge`` of a config, its provider with these fields, and whether layers are our own.
+
+    Those of transformer-engine compute products of fp32 in TF32, so megatron-core's layers have plain ones instead.
 
     Raises:
         ModelError: Bridge does not know this family, or a field does not exist.
@@ -226,23 +248,29 @@ def _provider(
     with refused(f"{folder}: Megatron-Bridge makes no model of it"), quiet():
         bridge = auto.from_hf_config(config)
         provider = bridge.to_megatron_provider(load_weights=False)
-    if not _plain(settings["params_dtype"]):
-        settings = {**settings, **fused_kernels(provider)}
+    if (kind := provider.experimental_attention_variant) not in (None, "gated_delta_net"):
+        raise ModelError(
+            f"{folder} has attention of the kind {kind}, with which Megatron computes other log-probs than "
+            "transformers; set actor.strategy=fsdp"
+        )
+    of_core = _of_core(provider)
+    exact = settings["params_dtype"] == torch.float32 and of_core and _has_plain_layers(bridge, config, provider)
+    plain = exact or not has_transformer_engine()
+    settings = {**settings, **(PLAIN if plain else fused_kernels(provider))}
     for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
     if provider.position_embedding_type == "yarn":
         # Bridge leaves out what the config does.
         for name, value in YARN.items():
             setattr(provider, name, value if (given := getattr(provider, name)) is None else given)
-    if _plain(settings["params_dtype"]):
-        spec = provider.transformer_layer_spec
-        if getattr(spec, "func", spec).__name__ not in REPLACED:
+    if plain:
+        if not of_core:
             raise ModelError(
-                f"{folder}: Megatron-Bridge makes this family of layers that need transformer-engine: "
-                "install it and set actor.dtype=bfloat16, or set actor.strategy=fsdp"
+                f"{folder}: Megatron-Bridge makes this family of layers that need transformer-engine: install it, or "
+                "set actor.strategy=fsdp"
             )
         provider.transformer_layer_spec = plain_spec
-    return bridge, provider
+    return bridge, provider, plain
 
 
 def _declare(provider: Any, folder: str | Path) -> None:
@@ -257,11 +285,14 @@ def _declare(provider: Any, folder: str | Path) -> None:
         )
 
 
-def _causal(config: Any) -> Any:
-    """Returns the config with the language model's architecture, for Bridge to look up: a critic's has another.
+def _for_bridge(config: Any, folder: str | Path) -> Any:
+    """Returns the config with the fields that Bridge reads.
+
+    It has the language model's architecture, for Bridge to look up, since a critic's has another. Some families of
+    transformers list the kind of each MLP, and Bridge reads how many of the first ones are dense.
 
     Raises:
-        ModelError: transformers has no language model for it.
+        ModelError: transformers has no language model for it, or the kinds are in another order.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -269,6 +300,13 @@ def _causal(config: Any) -> Any:
     if name is None:
         raise ModelError(f"transformers has no language model of the type {config.model_type}")
     config.architectures = [name]
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None and not hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if "dense" in kinds[config.first_k_dense_replace :]:
+            raise ModelError(
+                f"{folder} has dense layers after layers with experts, which Megatron-Bridge does not read"
+            )
     return config
 
 
@@ -291,24 +329,28 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall", "mtp_num_layers": None,
         # Bridge turns it on beside transformer-engine, and megatron-core's output layer then needs Apex.
         "gradient_accumulation_fusion": False,
+        # Megatron keeps it in variables of the process, and a family's own choice would fit only one family.
+        "attention_backend": AttnBackend.auto,
+        # Some families have layers with megatron-core's own attention, whose kernels are Apex's.
+        "masked_softmax_fusion": False,
+        # A bias of experts that is part of the folder, and that no step changes.
+        "moe_router_bias_update_rate": 0.0,
     }  # fmt: skip
     if how.router_replay:
         # Megatron's fused router does not ask what to replay.
         settings |= {"moe_enable_routing_replay": True, "moe_router_fusion": False}
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if _plain(dtype):
-        # Megatron keeps it in variables of the process, and there it would fit only one family.
-        settings["attention_backend"] = AttnBackend.auto
-        settings |= PLAIN
     return settings
 
 
 def fused_kernels(provider: Any) -> dict[str, bool]:
-    """Returns the kernels that Bridge turns on only for some families.
+    """Returns the kernels that Bridge turns on only for some of the families with megatron-core's own layers.
 
     Without them Megatron rotates queries and keys row by row, and each layer waits for the lengths of the rows.
     """
+    if not _of_core(provider):
+        return {}
     rotary = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
     swiglu = provider.gated_linear_unit and provider.activation_func is nn.functional.silu
     dense = provider.num_moe_experts is None
@@ -316,9 +358,20 @@ def fused_kernels(provider: Any) -> dict[str, bool]:
     return {name: True for name, usable in fused.items() if usable}
 
 
-def _plain(dtype: torch.dtype) -> bool:
-    """Returns whether layers of megatron-core are used instead of transformer-engine's, since those have no fp32."""
-    return dtype == torch.float32 or not has_transformer_engine()
+def _has_plain_layers(bridge: Any, config: Any, provider: Any) -> bool:
+    """Returns whether our own layers compute what this family needs, and Bridge maps their experts' parameters."""
+    if provider.softmax_type != "vanilla" or provider.window_size is not None or provider.normalization != "RMSNorm":
+        return False
+    own = bridge._model_bridge
+    own.hf_config = config
+    expert = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    return provider.num_moe_experts is None or own.mapping_registry().megatron_to_hf_lookup(expert) is not None
+
+
+def _of_core(provider: Any) -> bool:
+    """Returns whether the model consists of megatron-core's own layers."""
+    spec = getattr(provider, "transformer_layer_spec", None)
+    return getattr(getattr(spec, "func", spec), "__name__", "") in REPLACED
 
 
 def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -347,6 +400,24 @@ def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
     return block
 
 
+def _with_repeatable_products(chunks: list[Any]) -> list[Any]:
+    """Replaces kernels of linear attention that do not repeat bitwise, as megatron-core's own setting does."""
+    for module in (module for model in chunks for module in model.modules()):
+        if hasattr(module, "gated_delta_rule"):
+            from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+            module.gated_delta_rule = torch_chunk_gated_delta_rule
+    return chunks
+
+
+def _with_shared_sinks(chunks: list[Any]) -> list[Any]:
+    """Declares that ranks of tensor parallelism share the sinks of heads, as they share the heads."""
+    for name, sinks in (named for model in chunks for named in model.named_parameters()):
+        if name.endswith(".softmax_offset"):
+            sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
+    return chunks
+
+
 def _with_value_head(chunks: list[Any]) -> list[Any]:
     for model in chunks:
         if model.post_process:
@@ -367,10 +438,10 @@ def _without_padding_gradient(chunks: list[Any], layout: Layout, padding: int | 
 
     def embed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Tensor:
         ids = args[0] if args else kwargs["input_"]
-        is_padding = (ids == padding).reshape(-1)
-        if rows.numel() // rows.shape[-1] != len(is_padding):
-            # Ranks of tensor parallelism share the tokens.
-            is_padding = is_padding.chunk(layout.sizes.tp)[layout.tp_rank]
+        is_padding = ids == padding
+        if layout.sizes.sp:
+            # Ranks of tensor parallelism share the tokens, one position of all rows after the other.
+            is_padding = is_padding.t().reshape(-1).chunk(layout.sizes.tp)[layout.tp_rank]
         return torch.where(is_padding.view(*rows.shape[:-1], 1), rows.detach(), rows)
 
     for model in chunks:

@@ -1,22 +1,34 @@
 """Names of the hub's files and canonical names: they differ for experts.
 
-Canonical names are the names in transformers' models; these stack the experts of a layer. Megatron-Bridge
-speaks of one tensor for each expert, as files on the hub do.
+Canonical names are the names in transformers' models; these stack the experts of a layer. Megatron-Bridge speaks of
+the names in files on the hub, most of which have one tensor for each expert. transformers knows how to convert them.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.skeleton import Skeleton
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# The tensor of one expert, where the hub's files have one for all experts of a layer.
+_OF_STACK = re.compile(r"(.*)\[(\d+)\]")
+
+
+def conversions_of(skeleton: Skeleton) -> list[Any]:
+    """Returns transformers' conversions of the names in a model's files: first those that only rename."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    every = get_model_conversion_mapping(skeleton.model, add_legacy=False)
+    return sorted(every, key=lambda conversion: hasattr(conversion, "operations"))
 
 
 @attrs.frozen
@@ -46,19 +58,28 @@ class Canonical:
 
     Attributes:
         shapes: every parameter by canonical name, on the meta device.
+        conversions: transformers' conversions of the names in files, of its ``get_model_conversion_mapping``.
+        constants: buffers that the model's files contain, such as the biases of routers.
 
     Example:
-        >>> shapes = {"a.experts.gate_up_proj": torch.empty(2, 6, 4), "a.experts.down_proj": torch.empty(2, 4, 3)}
-        >>> canonical = Canonical(shapes)
-        >>> canonical.place("a.experts.1.up_proj.weight")
-        Place(name='a.experts.gate_up_proj', expert=1, start=3, end=6)
-        >>> down = {f"a.experts.{i}.down_proj.weight": torch.full((4, 3), float(i)) for i in range(2)}
-        >>> up = {f"a.experts.{i}.{kind}_proj.weight": torch.zeros(3, 4) for i in range(2) for kind in ("gate", "up")}
+        >>> from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        >>> shapes = {"mlp.experts.gate_up_proj": torch.empty(2, 6, 4), "mlp.experts.down_proj": torch.empty(2, 4, 3)}
+        >>> canonical = Canonical(shapes, get_checkpoint_conversion_mapping("qwen3_moe"))
+        >>> canonical.place("mlp.experts.1.up_proj.weight")
+        Place(name='mlp.experts.gate_up_proj', expert=1, start=3, end=6)
+        >>> canonical.place("mlp.experts.down_proj[1]")
+        Place(name='mlp.experts.down_proj', expert=1, start=0, end=4)
+        >>> down = {f"mlp.experts.{i}.down_proj.weight": torch.full((4, 3), float(i)) for i in range(2)}
+        >>> kinds = [f"{i}.{kind}" for i in range(2) for kind in ("gate", "up")]
+        >>> up = {f"mlp.experts.{kind}_proj.weight": torch.zeros(3, 4) for kind in kinds}
         >>> [(name, t[1, 0, 0].item()) for name, t in canonical.joined((down | up).items())]
-        [('a.experts.gate_up_proj', 0.0), ('a.experts.down_proj', 1.0)]
+        [('mlp.experts.gate_up_proj', 0.0), ('mlp.experts.down_proj', 1.0)]
     """
 
     shapes: Mapping[str, Tensor]
+    conversions: Sequence[Any] = ()
+    constants: Mapping[str, Tensor] = attrs.field(factory=dict)
+    _places: dict[str, Place] = attrs.field(factory=dict, init=False)
 
     def place(self, hub: str) -> Place:
         """Returns where the tensor of a hub's name lies.
@@ -66,16 +87,33 @@ class Canonical:
         Raises:
             ModelError: the model has no such tensor.
         """
-        if hub in self.shapes:
-            return Place(hub)
-        if (match := _EXPERT.fullmatch(hub)) is not None:
-            prefix, number, kind = match.groups()
-            name = f"{prefix}.down_proj" if kind == "down_proj" else f"{prefix}.gate_up_proj"
-            if name in self.shapes:
-                rows = self.shapes[name].shape[1]
-                start, end = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}.get(kind, (0, rows))
-                return Place(name, int(number), start, end)
-        raise ModelError(f"Megatron-Bridge maps a parameter to {hub}, but transformers' model does not have it")
+        if hub not in self._places:
+            self._places[hub] = self._found(hub)
+        return self._places[hub]
+
+    def _found(self, hub: str) -> Place:
+        of_stack = _OF_STACK.fullmatch(hub)
+        name = hub if of_stack is None else of_stack[1]
+        converted, part, parts = (name, 0, 1) if name in self else self._converted(name)
+        if converted not in self:
+            raise ModelError(f"Megatron-Bridge maps a parameter to {hub}, but transformers' model does not have it")
+        of_expert = None if converted == name else _EXPERT.search(name)
+        number = of_stack[2] if of_stack is not None else of_expert and of_expert[1]
+        if number is None:
+            return Place(converted)
+        rows = self.shapes[converted].shape[1] // parts
+        return Place(converted, int(number), part * rows, (part + 1) * rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes or name in self.constants
+
+    def _converted(self, name: str) -> tuple[str, int, int]:
+        """Returns the canonical name, and which part of an expert's rows a tensor has, of how many."""
+        for conversion in self.conversions:
+            name, pattern = conversion.rename_source_key(name)
+            if pattern is not None and hasattr(conversion, "operations"):
+                return name, conversion.source_patterns.index(pattern), len(conversion.source_patterns)
+        return name, 0, 1
 
     def names(self, leaf: str) -> set[str]:
         """Returns the canonical names of the tensors that a leaf consists of."""
@@ -84,7 +122,7 @@ class Canonical:
     def of(self, hubs: Iterable[str]) -> Canonical:
         """Returns the canonical names of only these tensors."""
         names = {self.place(hub).name for hub in hubs}
-        return Canonical({name: t for name, t in self.shapes.items() if name in names})
+        return attrs.evolve(self, shapes={name: t for name, t in self.shapes.items() if name in names})
 
     def position(self, hubs: Iterable[str]) -> int:
         """Returns the place of the first of these tensors in the order of the canonical names."""
@@ -115,7 +153,8 @@ class Canonical:
     def _complete(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors by canonical name, each as soon as all of its parts have come."""
         stacked: dict[str, Tensor] = {}
-        missing: dict[str, set[tuple[int, int]]] = {}
+        missing: dict[str, int] = {}
+        come: set[tuple[str, int, int]] = set()
         done: set[str] = set()
         for hub, t in tensors:
             place = self.place(hub)
@@ -128,12 +167,12 @@ class Canonical:
                 continue
             if place.name not in stacked:
                 stacked[place.name] = torch.empty(shape, dtype=t.dtype, device=t.device)
-                starts = {0} if place.name.endswith("down_proj") else {0, shape[1] // 2}
-                missing[place.name] = {(expert, start) for expert in range(shape[0]) for start in starts}
-            if (place.expert, place.start) not in missing[place.name]:
+                missing[place.name] = shape[0] * shape[1]
+            if (part := (place.name, place.expert, place.start)) in come:
                 raise ModelError(f"Megatron-Bridge gives {hub} twice")
             place.of(stacked[place.name]).copy_(t)
-            missing[place.name].remove((place.expert, place.start))
+            come.add(part)
+            missing[place.name] -= place.end - place.start
             if not missing[place.name]:
                 done.add(place.name)
                 yield place.name, stacked.pop(place.name)

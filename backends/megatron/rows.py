@@ -1,8 +1,11 @@
-"""Packed micro-batches as Megatron wants them: padded rows, cut for the ranks that share them.
+"""Micro-batches as Megatron wants them: rows end to end, cut for the ranks that share them, or a table of rows.
 
 With context parallelism each row is padded to a multiple of 2 cp tokens and cut into 2 cp chunks. Rank r gets chunks
 r and 2 cp - 1 - r, so that causal attention takes all ranks equally long. Padding at the end of a row is seen by no
 token of it, and padding at the end of the micro-batch is a row of its own.
+
+Layers that do not keep rows apart get a table of rows, which are padded on the right to one length. Causal layers do
+not see what comes after a row.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.hf.ulysses import Whole
 from verl_fn.backends.megatron.attention import Pieces
-from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.layout import Layout, Sizes
 from verl_fn.state import Batch
 
 PADDING = 0  # the id of a token that no loss reads
@@ -31,9 +34,9 @@ class MicroBatch:
 
     Attributes:
         batch: its rows, whole.
-        tokens: this rank's tokens, padding included, ``[1, t]``.
-        positions: the place of each in its row, ``[1, t]``.
-        packed: Megatron's ``PackedSeqParams``.
+        tokens: this rank's tokens, padding included, ``[1, t]``, or a table of rows, ``[b, t]``.
+        positions: the place of each in its row.
+        packed: Megatron's ``PackedSeqParams``; None for a table.
         targets: the indices in the batch of the tokens with ``response_mask`` that this rank computes.
         seen: for each, the index among this rank's tokens of the one before it.
         last: for each row, as ``seen``, the index of its last token.
@@ -46,8 +49,8 @@ class MicroBatch:
     """
 
     batch: Batch
-    tokens: Int[Tensor, "1 t"]
-    positions: Int[Tensor, "1 t"]
+    tokens: Int[Tensor, "b t"]
+    positions: Int[Tensor, "b t"]
     packed: Any
     targets: Int[Tensor, " n"]
     seen: Int[Tensor, " n"]
@@ -66,6 +69,7 @@ class MicroBatch:
         device: torch.device,
         length: int | None = None,
         experts: int | None = None,
+        table: tuple[int, int] | None = None,
     ) -> MicroBatch:
         """Cuts a batch on the CPU for this rank, and copies it to a device.
 
@@ -76,15 +80,15 @@ class MicroBatch:
             length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
                 as fit.
             experts: how many a layer has, if its router can record and replay; None if it cannot.
+            table: how many rows and columns of a table there are; None for rows end to end.
 
         Raises:
             ValueError: as ``check_targets``, or a token is to go to one expert twice.
         """
         targets = check_targets(batch)
         sizes = layout.sizes
-        starts, total = padded_starts(batch.lengths, sizes.tp, sizes.cp)
-        length = max(total, length or 0)
-        ends = starts if length == int(starts[-1]) else torch.cat([starts, torch.tensor([length])])
+        starts, ends = _bounds(batch, sizes, length, table)
+        length = int(ends[-1])
         places = starts[:-1].repeat_interleave(batch.lengths) + _within(batch)
         own = _own_places(ends, sizes.cp, layout.groups.cp.rank())
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
@@ -93,6 +97,9 @@ class MicroBatch:
         routed_tokens = routed = None
         if experts is not None:
             routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
+            if table is not None:
+                # Layers have the tokens of one position after the other.
+                routed_tokens = routed_tokens.view(table).t().flatten()
             routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
             routed = _routed(batch, routed_tokens, experts)
         seen, last = index[places[targets - 1]], index[places[batch.last]]
@@ -102,9 +109,9 @@ class MicroBatch:
             temperature = batch.spread(batch["temperature"].float())[targets][mine].to(device)
         return cls(
             batch.without(ROUTED).to(device),
-            tokens[None].to(device),
-            positions[None].to(device),
-            _packed(ends, layout, device),
+            tokens.view(table or (1, -1)).to(device),
+            positions.view(table or (1, -1)).to(device),
+            _packed(ends, layout, device) if table is None else None,
             targets[mine].to(device),
             seen[mine].to(device),
             last[mine_last].to(device),
@@ -123,6 +130,16 @@ class MicroBatch:
         places, size = (self.last_rows, len(self.batch)) if rows else (self.targets, self.batch.num_tokens)
         whole = values.new_zeros(size).index_copy(0, places, values)
         return whole if self.group is None else Whole.apply(whole, self.group)
+
+
+def _bounds(batch: Batch, sizes: Sizes, length: int | None, table: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    """Returns where each row starts, with the end of the last, and the same with what follows the last row."""
+    if table is not None:
+        ends = torch.arange(table[0] + 1) * table[1]
+        return ends[: len(batch) + 1], ends
+    starts, total = padded_starts(batch.lengths, sizes.tp, sizes.cp)
+    length = max(total, length or 0)
+    return starts, starts if length == int(starts[-1]) else torch.cat([starts, torch.tensor([length])])
 
 
 def padded_starts(lengths: Int[Tensor, " b"], tp: int, cp: int) -> tuple[Tensor, int]:

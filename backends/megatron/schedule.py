@@ -35,7 +35,7 @@ def run(
     Args:
         built: the model.
         layout: how ranks share it.
-        micro_batches: of this rank; with several pipeline stages, all have as many tokens.
+        micro_batches: of this rank; with several pipeline stages, all have as many rows and tokens.
         wanted: the names of the outputs.
         finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
             differentiate and what to report; it is called on the last stage.
@@ -74,7 +74,7 @@ def run(
         model=built.ddp,
         num_microbatches=len(micro_batches),
         seq_length=micro_batches[0].tokens.shape[1] * layout.sizes.cp,
-        micro_batch_size=1,
+        micro_batch_size=len(micro_batches[0].tokens),
         forward_only=forward_only,
     )
 
@@ -93,7 +93,7 @@ def outputs_of(
         built: the model.
         layout: how ranks share it.
         micro_batch: the rows.
-        hidden: the last hidden states of this rank's tokens, ``[t, 1, H]``.
+        hidden: the last hidden states of this rank's tokens, ``[t, b, H]``.
         wanted: the names of the outputs.
     """
     from megatron.core.tensor_parallel import (
@@ -108,7 +108,7 @@ def outputs_of(
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not values, group=group)
     elif sizes.tp > 1 and not values:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    hidden = hidden[:, 0]
+    hidden = hidden.transpose(0, 1).flatten(0, 1)
     if values:
         layer, by_name = built.model.output_layer, {}
         if "values" in wanted:
@@ -118,25 +118,27 @@ def outputs_of(
             by_name["row_values"] = micro_batch.spread(last, rows=True)
         return TokenOutputs(by_name)
     at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
-    heat, entropy = micro_batch.temperature, "entropy" in wanted
+    entropy = "entropy" in wanted
+    heat, softcap = built.fit.heat(micro_batch.temperature, at)
     # A gradient of the output layer beside the buffer would be the largest of all gradients.
     first, weight, grad_buffer = built.output(layout.tp_rank)
     if sizes.tp == 1:
         logprobs, entropies = logprobs_and_entropy(
-            at, weight, None, tokens, heat, entropy=entropy, grad_buffer=grad_buffer
+            at, weight, None, tokens, heat, entropy=entropy, grad_buffer=grad_buffer, softcap=softcap
         )
     else:
         logprobs, entropies = shared_logprobs_and_entropy(
-            at, weight, tokens, heat, first=first, group=group, entropy=entropy, grad_buffer=grad_buffer
-        )
+            at, weight, tokens, heat, first=first, group=group, entropy=entropy, grad_buffer=grad_buffer,
+            softcap=softcap,
+        )  # fmt: skip
     outputs = {"logprobs": micro_batch.spread(logprobs)}
     if entropies is not None:
         outputs["entropy"] = micro_batch.spread(entropies)
     if "sum_pi_squared" in wanted:
         squares = (
-            sum_pi_squared(at, weight, None, heat)
+            sum_pi_squared(at, weight, None, heat, softcap=softcap)
             if sizes.tp == 1
-            else shared_sum_pi_squared(at, weight, heat, group=group)
+            else shared_sum_pi_squared(at, weight, heat, group=group, softcap=softcap)
         )
         outputs["sum_pi_squared"] = micro_batch.spread(squares)
     return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})

@@ -41,6 +41,8 @@ class Piece:
         local: the first and last element of the rank's part of the bucket; ranks of tensor parallelism divide it.
         replicated: whether they do, since all of them hold the parameter.
         group: the ranks that own the other elements.
+        shift: what a weight in the buffer is more than its leaf: -1 where Megatron's norm scales by 1 + weight, and
+            transformers' by the weight.
     """
 
     param: nn.Parameter
@@ -49,6 +51,7 @@ class Piece:
     local: tuple[int, int]
     replicated: bool
     group: Any
+    shift: float = attrs.field(default=0.0, kw_only=True)
 
     @property
     def trained(self) -> bool:
@@ -64,6 +67,10 @@ class Piece:
     def gradient(self) -> Tensor:
         """The elements in the buffer of gradients."""
         return self.param.main_grad.view(-1)[self.start : self.stop]  # type: ignore[attr-defined]
+
+    def shifted(self, leaf: Tensor) -> Tensor:
+        """Returns what the buffer has for elements of a leaf."""
+        return leaf.float() + self.shift if self.shift else leaf
 
     def whole(self, own: Tensor) -> Tensor:
         """Returns a whole tensor of a value that is divided in this way; all ranks of the group call it together.
@@ -177,12 +184,13 @@ class Resident:
             if frozen:
                 for name, piece in self.pieces.items():
                     if not piece.trained:
-                        piece.param.data.copy_(piece.whole(leaves[name].to(piece.param.device)))
+                        piece.param.data.copy_(piece.whole(piece.shifted(leaves[name].to(piece.param.device))))
             if trained:
                 # Together: the GPU is idle, and a call for each parameter takes milliseconds.
                 own = [name for name, piece in self.pieces.items() if piece.trained and piece.stop > piece.start]
                 if own:
-                    torch._foreach_copy_([self.pieces[name].weight for name in own], [leaves[name] for name in own])
+                    shifted = [self.pieces[name].shifted(leaves[name]) for name in own]
+                    torch._foreach_copy_([self.pieces[name].weight for name in own], shifted)
                 self._share_replicated(leaves)
                 if self.ddp.ddp_config.use_megatron_fsdp:
                     # It gathers what it needs as it computes, but not what a call that failed has left gathered.
@@ -235,7 +243,7 @@ class Resident:
         sizes = [piece.local[1] - piece.local[0] for _, piece in shared]
         flat = torch.zeros(sum(sizes), device=shared[0][1].param.device)
         for (name, piece), part in zip(shared, flat.split(sizes), strict=True):
-            part[piece.start - piece.local[0] : piece.stop - piece.local[0]] = leaves[name]
+            part[piece.start - piece.local[0] : piece.stop - piece.local[0]] = piece.shifted(leaves[name])
         dist.all_reduce(flat, group=self.layout.groups.tp)
         for (_, piece), part in zip(shared, flat.split(sizes), strict=True):
             piece.param.data.view(-1)[piece.local[0] : piece.local[1]] = part

@@ -21,7 +21,7 @@ from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_r
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
-from verl_fn.backends.megatron.fidelity import check_tried
+from verl_fn.backends.megatron.fidelity import check_head
 from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.backends.mock import MockRollout
@@ -478,7 +478,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         The folders without weights.
 
     Raises:
-        ModelError: one has not, or its model has not been run with Megatron.
+        ModelError: one has not, or Megatron cannot compute the logits of its model.
         ConfigError: ranks would share padded rows.
     """
     models = {(role.folder, role.head, role.row_layout): role for role in plan.roles.values()}
@@ -495,7 +495,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
             lora, checkpointing = Lora(*role.lora) if role.lora else None, role.enable_gradient_checkpointing
             hollow(role.folder, role.head, key=Key.from_seed(0), checkpointing=checkpointing, lora=lora)
         if role.strategy == "megatron":
-            check_tried(skeleton, role.folder)
+            check_head(skeleton, role.folder)
         elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:
             raise ConfigError(
                 f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "

@@ -9,6 +9,7 @@ import megatron_mutants
 import megatron_on_cpu
 import torch
 import torch.distributed as dist
+import transformer_engine_on_cpu
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
 
 from verl_fn.algorithms.workers import get_here
@@ -18,10 +19,10 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.sampler import Sampler
-from verl_fn.benchmarks import residency
+from verl_fn.benchmarks import families, residency
 from verl_fn.cli import main
 from verl_fn.state import Grads, Params, Sampling, pack, requests_for, snapshot, tree
-from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip, sgd
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_states import check_persistence, check_restore
@@ -479,6 +480,21 @@ def family(folder, options):
     ours, theirs = Params(moved), attrs.evolve(b.params, leaves=many.from_named(moved))
     outputs = one.forward(ours, batch, needs), many.forward(theirs, batch, needs)
     return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())
+
+
+def with_layers_of_transformer_engine(folder, options, batch):
+    """What Megatron computes with layers of transformer-engine's classes, of which there is a stand-in."""
+    transformer_engine_on_cpu.install()
+    cuts = max(256, batch.num_tokens) if options.get("pp", 1) == 1 else 20
+    kernels = dict.fromkeys(transformer_engine_on_cpu.KERNELS, False)
+    backend = Megatron(folder, sgd(0.0), max_tokens=cuts, device="cpu", provider=kernels, **options)
+    return families.computed(backend, batch)
+
+
+def refused_with_transformer_engine(folder, options):
+    transformer_engine_on_cpu.install()
+    kernels = dict.fromkeys(transformer_engine_on_cpu.KERNELS, False)
+    return error_of(lambda: Megatron(folder, sgd(0.0), device="cpu", provider=kernels, **options).init(KEY))
 
 
 def beside_a_loop(folder, sizes):

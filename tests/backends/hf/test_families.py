@@ -263,7 +263,8 @@ def test_a_skeleton_finds_its_layers(folder):
 
 
 def test_the_page_of_families_is_made_from_its_results():
-    results = json.loads((ROOT / "benchmarks/results/families_cpu.json").read_text())["results"]
+    results = families.results_of(ROOT / "benchmarks/results")
     assert (ROOT / "docs/families.md").read_text() == families.page(results)
-    assert sum(r["outcome"] == families.RIGHT for r in results.values()) >= 110
-    assert not any(r["outcome"] == families.WRONG for r in results.values())
+    assert sum(r["outcome"] == families.RIGHT for r in results["local"].values()) >= 110
+    for name in ("local", "fsdp"):
+        assert not any(r["outcome"] == families.WRONG for r in results[name].values())

@@ -16,8 +16,11 @@ from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.backends.megatron import attention, model
 from verl_fn.backends.megatron.attention import PackedAttention, Pieces, with_packed_attention
 from verl_fn.backends.megatron.executor import check_cuda
+from verl_fn.backends.megatron.layout import Sizes
 
 SCALE = 0.25
+ALONE = SimpleNamespace(sizes=Sizes())
+CONFIG = SimpleNamespace(softmax_type="vanilla", window_size=None)
 
 
 def qkv(tokens, seed=0):
@@ -155,23 +158,30 @@ def transformer_engine(monkeypatch):
     monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "repeats", "replaces"),
-    [(torch.bfloat16, True, True), (torch.bfloat16, False, False), (torch.float32, True, False)],
-)
-def test_attention_is_replaced_where_backward_passes_repeat(
-    transformer_engine, monkeypatch, dtype, repeats, replaces
-):
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_attention_is_replaced_where_backward_passes_repeat(transformer_engine, monkeypatch, repeats, plain):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeats)
-    how = model.How("lm", dtype, torch.device("cpu"), False, {})
-    hooks = model._hooks(None, SimpleNamespace(), None, how, Adapters())
-    assert any(getattr(hook, "func", None) is with_packed_attention for hook in hooks) == replaces
+    how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {})
+    hooks = model._hooks(None, SimpleNamespace(), ALONE, how, Adapters(), plain)
+    assert any(getattr(hook, "func", None) is with_packed_attention for hook in hooks) == (repeats and not plain)
 
 
 def test_fields_of_an_attention_that_is_replaced_are_refused(transformer_engine):
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {"cp_comm_type": "a2a"})
     with repeatable(True), pytest.raises(ModelError, match=r"field cp_comm_type .* driver.deterministic=false"):
-        model._hooks(None, SimpleNamespace(), None, how, Adapters())
+        model._hooks(None, SimpleNamespace(), ALONE, how, Adapters(), False)
+
+
+def test_attention_over_a_table_is_that_of_rows_end_to_end():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 3, heads, 8, generator=generator) for heads in (4, 2, 2))
+    ends = torch.arange(4) * 5
+    packed = SimpleNamespace(pieces=Pieces.of(ends, 1, 0), cp_group=None)
+    own = PackedAttention(CONFIG, 1, None, "self")
+    table = own(query, key, value, None)
+    flat = own(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), None, packed_seq_params=packed)
+    torch.testing.assert_close(table.transpose(0, 1).flatten(0, 1), flat)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")

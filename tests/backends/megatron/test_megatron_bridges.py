@@ -40,14 +40,7 @@ def test_tensors_of_other_shapes(two, small):
         assert all("model.embed_tokens.weight has the shape [" in error for error in errors)
 
 
-LATENT = {
-    "arch": "deepseek_v2", "tie_word_embeddings": False, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-    "num_key_value_heads": 4,
-}  # fmt: skip
 MODELS = {
-    "epsilon": (LATENT | {"rms_norm_eps": 1e-5}, "the epsilon 1e-06 in model.layers.0.self_attn.q_a_layernorm"),
     "activation": (
         {"arch": "mistral", "sliding_window": None, "hidden_act": "gelu"},
         "activation GELUActivation",

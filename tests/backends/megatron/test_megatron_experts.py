@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron_support import EXPERTS, FP32, MARKS, ROOT, call, check_first_step, read_lines
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
@@ -109,9 +110,10 @@ def test_what_cannot_be_replayed_is_refused(two, experts, folder):
 
 def test_experts_are_exported_once():
     """Ranks of expert parallelism that all name their experts from 0 on are refused (vime#388)."""
-    canonical = Canonical({"a.experts.down_proj": torch.empty(4, 4, 3)})
-    by_rank = [[(f"a.experts.{i}.down_proj.weight", torch.zeros(4, 3)) for i in range(2)] for _ in range(2)]
-    with pytest.raises(ModelError, match=r"gives a\.experts\.0\.down_proj\.weight twice"):
+    conversions = get_checkpoint_conversion_mapping("qwen3_moe")
+    canonical = Canonical({"mlp.experts.down_proj": torch.empty(4, 4, 3)}, conversions)
+    by_rank = [[(f"mlp.experts.{i}.down_proj.weight", torch.zeros(4, 3)) for i in range(2)] for _ in range(2)]
+    with pytest.raises(ModelError, match=r"gives mlp\.experts\.0\.down_proj\.weight twice"):
         dict(canonical.joined(part for parts in by_rank for part in parts))
     with pytest.raises(ModelError, match="no parameter for 1 tensors"):
         dict(canonical.joined(by_rank[0]))

@@ -1,0 +1,79 @@
+"""Families with layers of transformer-engine's classes, on CPUs with a stand-in for it, beside transformers' own."""
+
+import pytest
+from megatron_support import MARKS
+from ranks import Ranks
+
+from verl_fn.benchmarks.families import FOR_MEGATRON, ROWS, batch_of, compared, reference, tiny_folder
+
+pytestmark = MARKS
+# What each has that others have not.
+FAMILIES = {
+    "mistral": "windows",
+    "gpt_oss": "sinks, windows in every other layer, stacks of experts with biases",
+    "gemma2": "soft-capped scores and logits, rows in a table",
+    "gemma3_text": "two rotary embeddings",
+    "gemma4_text": "constants among the weights, layers of two kinds",
+    "exaone4": "norms after the layers",
+    "nemotron": "norms that are layer norms, another activation",
+    "olmoe": "norms over all heads",
+    "deepseek_v3": "latent attention, biases of routers",
+    "glm4_moe": "shared experts, half of each head rotated",
+    "glm4_moe_lite": "norms with another epsilon",
+    "exaone_moe": "no rotation in some layers",
+    "hy_v3": "kinds of MLPs instead of a number of dense layers",
+    "minimax_m2": "experts under other names",
+    "qwen3_next": "linear attention, gates, a norm that Megatron centres",
+    "qwen3_5_text": "linear attention in dense layers",
+}
+LAYOUTS = [
+    ("gpt_oss", {"tp": 2, "sp": True}),
+    ("gpt_oss", {"ep": 2}),
+    ("gemma3_text", {"tp": 2}),
+    ("gemma2", {"tp": 2}),
+    ("deepseek_v3", {"ep": 2}),
+    ("deepseek_v3", {"pp": 2}),
+    ("qwen3_next", {"pp": 2}),
+    ("qwen3_next", {"ep": 2}),
+    ("gemma2", {"tp": 2, "sp": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(warm):
+    """Processes that take the stand-in for transformer-engine."""
+    started = {}
+
+    def of(size):
+        if size not in started:
+            started[size] = Ranks(size, python=warm)
+        return started[size]
+
+    yield of
+    for one in started.values():
+        one.kill()
+
+
+def check(ranks, tmp_path, name, size, options):
+    folder, batch = tiny_folder(name, tmp_path / "model", **FOR_MEGATRON.get(name, {})), batch_of(ROWS)
+    found = ranks(size).run("megatron_cases.with_layers_of_transformer_engine", folder, options, batch)[0]
+    result = compared(found, reference(folder, batch))
+    assert result["weights"] and result["logprobs"] <= 1e-4, result
+    # The gradients of transformers' own linear attention are no more exact in fp32.
+    assert result["gradient"] <= (1e-3 if "linear" in FAMILIES[name] else 1e-4), result
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_that_of_transformers(ranks, tmp_path, name):
+    check(ranks, tmp_path, name, 1, {})
+
+
+@pytest.mark.parametrize(("name", "options"), LAYOUTS, ids=str)
+def test_a_family_on_two_ranks_is_that_of_transformers(ranks, tmp_path, name, options):
+    check(ranks, tmp_path, name, 2, options)
+
+
+def test_ranks_cannot_share_padded_rows(ranks, tmp_path):
+    folder = tiny_folder("qwen3_5_text", tmp_path / "model", **FOR_MEGATRON["qwen3_5_text"])
+    for error in ranks(2).run("megatron_cases.refused_with_transformer_engine", folder, {"cp": 2}):
+        assert "some layers need padded rows, which ranks cannot share; set cp to 1" in error
