@@ -66,6 +66,11 @@ def test_the_score_is_the_reward_models_of_the_whole_row(judge):
     assert len(set(values)) == len(values)
     torch.testing.assert_close(scored.sum_rows(scored["token_level_scores"]), scored["score"])
     assert torch.equal(scored["token_level_rewards"][scored.last], scored["score"])
+    # Rows that end with a token that the model did not draw: the score lies on the last one that it drew.
+    drawn = batch["response_mask"].index_fill(0, batch.last, 0.0)
+    scored = with_model_score(batch.with_tokens(response_mask=drawn), backend.forward(params, batch, ("row_values",)))
+    assert not bool(scored["token_level_rewards"][batch.last].any())
+    torch.testing.assert_close(scored.sum_rows(scored["token_level_rewards"]), scored["score"])
 
 
 def test_a_reward_model_in_a_resumed_run(judge, tiny, tmp_path):
