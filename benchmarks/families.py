@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.hf.checks import kernels_for
-from verl_fn.backends.hf.config import quiet, read_config, reason
+from verl_fn.backends.hf.config import only_transformers, quiet, read_config, reason
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
@@ -135,6 +135,7 @@ def tiny_config(name: str, **sizes: Any) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    only_transformers()
     return _tiny(CONFIG_MAPPING[name], OWN.get(name, {}) | sizes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -320,14 +321,12 @@ def _number(config: Any, name: str) -> float:
 
 @contextlib.contextmanager
 def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[None]:
-    """Makes models on a CPU take transformers' own code inside, since flash-linear-attention's kernels need a GPU."""
-    forget_models_of_others(auto)
-    if torch.device(device).type == "cuda":
+    """Makes models take transformers' own code where flash-linear-attention's kernels fail or are wrong."""
+    if torch.device(device).type == "cuda" and not wrong_gradients():
         yield
         return
     with torch.device("meta"):
         module = sys.modules[type(auto.from_config(copy.deepcopy(config), trust_remote_code=False)).__module__]
-    forget_models_of_others(auto)
     kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     vars(module).update(dict.fromkeys(kernels))
     try:
@@ -336,11 +335,16 @@ def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[
         vars(module).update(kernels)
 
 
-def forget_models_of_others(auto: Any) -> None:
-    """Removes what a package registered for configs of transformers, as flash-linear-attention does at import."""
-    registered = auto._model_mapping._extra_content
-    for config in [kind for kind in registered if kind.__module__.startswith("transformers.")]:
-        del registered[config]
+def wrong_gradients() -> bool:
+    """Returns whether flash-linear-attention refuses gradients here, since Triton's compiler makes wrong ones.
+
+    Source:
+        https://github.com/fla-org/flash-linear-attention/issues/640
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    version = tuple(map(int, importlib.metadata.version("triton").split("+")[0].split(".")[:3]))
+    return (3, 4, 0) <= version < (3, 7, 1) and importlib.util.find_spec("tilelang") is None
 
 
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:

@@ -112,12 +112,24 @@ def read_config(folder: str | Path) -> Any:
             f"give a folder of this machine"
         )
     _check_modules(read_json(Path(folder) / "config.json"), folder)
+    only_transformers()
     with refused(f"{folder}/config.json cannot be read"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         _check(config, folder)
         for part, name, _ in _dropout(config):
             setattr(part, name, 0.0)
     return config
+
+
+def only_transformers() -> None:
+    """Takes back the names of model types under which other packages registered configs and models of their own.
+
+    flash-linear-attention does so when it is imported, as transformers does for the first model with its kernels.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    for name in CONFIG_MAPPING._extra_content.keys() & CONFIG_MAPPING_NAMES.keys():
+        del CONFIG_MAPPING._extra_content[name]
 
 
 def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:

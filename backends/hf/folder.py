@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from verl_fn.backends.hf.checks import fit_of, forget_models_of_others, kernels_for
+from verl_fn.backends.hf.checks import fit_of, kernels_for, wrong_gradients
 from verl_fn.backends.hf.config import (
     LOCAL,
     ModelError,
@@ -210,7 +210,13 @@ def model_notices(folder: str | Path, head: str, row_layout: str = "auto", devic
         named = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items())
         sentences.append(f"{folder}/config.json sets {named}; dropout is turned off, since a step is a pure function")
     auto, config, _, fit = _recipe(folder, head, row_layout)
-    if device == "cuda" and (missing := missing_kernels(auto._model_mapping[type(config)])):
+    kernels = kernels_of(auto._model_mapping[type(config)]) if device == "cuda" else {}
+    if "fla" in kernels and wrong_gradients():
+        sentences.append(
+            f"{folder}: with this Triton flash-linear-attention's kernels have no gradients on Hopper GPUs, so its "
+            f"layers run as transformers' own code, which is far slower: {install('tilelang')}"
+        )
+    if missing := [package for module, package in kernels.items() if importlib.util.find_spec(module) is None]:
         sentences.append(
             f"{folder}: {' and '.join(missing)} would compute layers of {config.model_type} much faster than "
             f"transformers' own code: {install(*missing)}"
@@ -223,22 +229,18 @@ def model_notices(folder: str | Path, head: str, row_layout: str = "auto", devic
     return sentences
 
 
-def missing_kernels(model: type) -> list[str]:
-    """Returns the packages that a model of transformers takes kernels from if they are installed, and that are not.
+def kernels_of(model: type) -> dict[str, str]:
+    """Returns the packages by module that a model of transformers takes kernels from if they are installed.
 
     They are for linear attention and state-space layers on GPUs.
 
     Example:
         >>> from transformers import Qwen2ForCausalLM
-        >>> missing_kernels(Qwen2ForCausalLM)
-        []
+        >>> kernels_of(Qwen2ForCausalLM)
+        {}
     """
     source = inspect.getsource(sys.modules[model.__module__])
-    return [
-        package
-        for module, package in KERNELS.items()
-        if re.search(rf"\b({module}|{package})\b", source) and importlib.util.find_spec(module) is None
-    ]
+    return {module: package for module, package in KERNELS.items() if re.search(rf"\b({module}|{package})\b", source)}
 
 
 @_one_at_a_time
@@ -349,7 +351,6 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     if head == "value":
         config.num_labels = 1
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    forget_models_of_others(auto)
     # A damaged config may describe a model that no memory can hold.
     _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
     fit = fit_of(auto, config, head, folder, row_layout)

@@ -9,10 +9,11 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+import transformers
 
 from verl_fn.backends.hf import attention, checks
 from verl_fn.backends.hf.checks import fit_of
-from verl_fn.backends.hf.config import ModelError, dropout_of
+from verl_fn.backends.hf.config import ModelError, dropout_of, read_config
 from verl_fn.backends.hf.folder import KERNELS, hollow, model_notices
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.local import Local
@@ -254,6 +255,25 @@ def test_kernels_that_a_gpu_lacks_are_named(folder, name, missing, monkeypatch):
     notes = [note for note in model_notices(folder(name), "lm", device="cuda") if "much faster" in note]
     assert [missing in note and "pip install" in note for note in notes] == [True] * bool(missing)
     assert not any("much faster" in note for note in model_notices(folder(name), "lm", device="cpu"))
+
+
+def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for version, wrong in (("3.3.1", False), ("3.6.0", True), ("3.7.1", False)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        assert checks.wrong_gradients() == wrong
+        notes = model_notices(folder("qwen3_5_text"), "lm", device="cuda")
+        assert any("tilelang" in note for note in notes) == wrong
+        assert not any("tilelang" in note for note in model_notices(folder("qwen3"), "lm", device="cuda"))
+
+
+def test_models_that_another_package_registers_are_not_taken(folder):
+    class Mamba(transformers.PretrainedConfig):
+        model_type = "mamba"
+
+    transformers.AutoConfig.register("mamba", Mamba, exist_ok=True)
+    assert type(read_config(folder("mamba"))) is transformers.MambaConfig
 
 
 def test_a_skeleton_finds_its_layers(folder):
