@@ -350,6 +350,8 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     if head == "value":
         config.num_labels = 1
+    # A classifier makes its body in the dtype of the config, and its head in the one that it is asked for.
+    config.dtype = config.get_text_config().dtype = torch.float32
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     # A damaged config may describe a model that no memory can hold.
     _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)

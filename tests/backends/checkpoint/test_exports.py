@@ -90,7 +90,7 @@ def test_weights_that_the_model_lacks_are_not_left_out(models, tmp_path):
 
 @pytest.mark.parametrize("harm", ["lost", "changed", "narrower"])
 def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypatch, harm):
-    write = export.carried.write
+    write = export.write_carried
 
     def harmed(contents, folder):
         tensors = load_file(folder / FILE)
@@ -103,7 +103,7 @@ def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypat
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
         write(contents, folder)
 
-    monkeypatch.setattr(export.carried, "write", harmed)
+    monkeypatch.setattr(export, "write_carried", harmed)
     with pytest.raises(ModelError, match="lacks 1 weights" if harm == "lost" else "lost, added or changed"):
         export_model(models[False], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.hf import attention, checks
 from verl_fn.backends.hf.checks import fit_of
@@ -225,8 +226,6 @@ def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
         return whole(Batch.from_rows([batch.tokens.tolist()]), device, sequence)
 
     monkeypatch.setattr(checks.Packing, "of", one_row)
-    from transformers import AutoModelForCausalLM
-
     checks._fits.clear()
     config = families.tiny_config("qwen3")
     with pytest.raises(ModelError, match="rows are not computed as each one by itself"):
@@ -255,6 +254,18 @@ def test_kernels_that_a_gpu_lacks_are_named(folder, name, missing, monkeypatch):
     notes = [note for note in model_notices(folder(name), "lm", device="cuda") if "much faster" in note]
     assert [missing in note and "pip install" in note for note in notes] == [True] * bool(missing)
     assert not any("much faster" in note for note in model_notices(folder(name), "lm", device="cpu"))
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_value_head_on_a_model_in_bf16(tmp_path, pretrained):
+    tiny_folder("qwen2", tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    backend = Local(tmp_path, sgd(0.1), head="value")
+    state = backend.load_pretrained() if pretrained else backend.init(Key.from_seed(0))
+    assert {t.dtype for t in state.params.values()} == {torch.float32}
+    assert backend.forward(
+        state.params, Batch.from_rows([[3, 4, 5]], {"response_mask": [[0.0, 1.0, 1.0]]}), ["values"]
+    ).values.shape == (3,)
 
 
 def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
