@@ -175,6 +175,9 @@ def engine_arguments(
         arguments |= {"kv_cache_memory_bytes": _cache_bytes(text, dtype, slots, max_length)}
     else:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+        if importlib.util.find_spec("flashinfer") is None:
+            # On Hopper vLLM takes FlashInfer's kernels for linear attention without a look whether they are there.
+            arguments |= {"gdn_prefill_backend": "triton"}
         if not enforce_eager and not any(name in engine_kwargs for name in RECORDING):
             arguments |= graph_arguments(slots)
     return arguments | dict(engine_kwargs)

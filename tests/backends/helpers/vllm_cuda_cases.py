@@ -80,7 +80,7 @@ FAMILIES = {
     },
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 64,
-        "ssm_state_size": 64, "chunk_size": 256,
+        "ssm_state_size": 64, "chunk_size": 256, "sliding_window": None,
     },
 }  # fmt: skip
 
