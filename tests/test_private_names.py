@@ -41,7 +41,7 @@ USED = {
     },
     "transformers": {
         "backends/checkpoint/export.py": {"_weight_conversions"},
-        "backends/hf/checks.py": {"_extra_content", "_model_mapping"},
+        "backends/hf/config.py": {"_extra_content"},
         "backends/hf/folder.py": {"_model_mapping"},
     },
     "megatron-core": {

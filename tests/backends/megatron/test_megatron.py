@@ -15,7 +15,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
-from verl_fn.backends.megatron.model import fused_kernels
+from verl_fn.backends.megatron.model import REPLACED, fused_kernels
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.state import tree
@@ -331,8 +331,11 @@ def test_kernels_that_bridge_leaves_out_are_turned_on_where_they_fit(fields, fus
     dense = {
         "position_embedding_type": "rope", "multi_latent_attention": False, "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu, "num_moe_experts": None,
+        "transformer_layer_spec": SimpleNamespace(__name__=min(REPLACED)),
     }  # fmt: skip
     assert fused_kernels(SimpleNamespace(**{**dense, **fields})) == dict.fromkeys(fused, True)
+    other = {"transformer_layer_spec": SimpleNamespace(__name__="of_another_model")}
+    assert fused_kernels(SimpleNamespace(**{**dense, **fields, **other})) == {}
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2, "sp": True}], ids=str)
