@@ -84,7 +84,9 @@ def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]
                     pipe.send(item)
         if not at and not results:
             return
-        for pipe in [one for one in wait(list(at)) if isinstance(one, Connection)] if first not in results else ():
+        # A process that has answered gets its next item before an earlier result is handed out and used.
+        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
+        for pipe in ready:
             try:
                 results[at.pop(pipe)] = pipe.recv()
             except (EOFError, ConnectionResetError) as error:
@@ -94,7 +96,7 @@ def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]
                     "have killed it for lack of memory"
                 ) from error
             free.append(pipe)
-        while first in results:
+        if not ready:
             result, failure = results.pop(first)
             if failure is not None:
                 raise failure
