@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.hf import attention, checks
@@ -254,6 +255,37 @@ def test_kernels_that_a_gpu_lacks_are_named(folder, name, missing, monkeypatch):
     notes = [note for note in model_notices(folder(name), "lm", device="cuda") if "much faster" in note]
     assert [missing in note and "pip install" in note for note in notes] == [True] * bool(missing)
     assert not any("much faster" in note for note in model_notices(folder(name), "lm", device="cpu"))
+
+
+def test_a_checkpoint_in_fp8_is_what_its_scales_make_of_it(tmp_path):
+    whole = load_file(tiny_folder("qwen3", tmp_path) / "model.safetensors")
+    stored, expected = {}, {}
+    for name, t in whole.items():
+        if "proj" not in name:
+            stored[name] = expected[name] = t
+            continue
+        scale = t.abs().max() / 448
+        stored[name], stored[f"{name}_scale_inv"] = (t / scale).to(torch.float8_e4m3fn), scale.reshape(1, 1)
+        expected[name] = stored[name].float() * scale
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    backend = Local(tmp_path, sgd(0.1))
+    state = backend.load_pretrained()
+    backend.save(state, tmp_path / "saved")
+    again = Local(tmp_path / "saved", sgd(0.1)).load_pretrained()
+    for params in (state.params, again.params):
+        assert all(torch.equal(params[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_other_quantized_checkpoints_are_refused_by_the_name_of_what_they_need(tmp_path, method):
+    config = json.loads((tiny_folder("qwen3", tmp_path) / "config.json").read_text())
+    quantization = {"quant_method": method, "bits": 4, "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ModelError, match="requires"):
+        Local(tmp_path, sgd(0.1)).load_pretrained()
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
