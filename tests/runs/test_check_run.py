@@ -159,7 +159,7 @@ def mine(tmp_path):
         (["env.name={}:Nope"], r"env.name: .*mine\.py has no class 'Nope'"),
         (["env.name={}:Guess", "env.arguments.range=9"], r"cannot be made with env.arguments \(range\)"),
         (["env.name={}:Guess"], "the environment has tools, and the chat template does not show them"),
-        (["trainer.logger=['wandb']"], "trainer.logger asks for wandb, which is not installed"),
+        (["trainer.logger=['wandb']"], "trainer.logger asks for wandb, and it is not installed"),
         (["trainer.resume_from_path={}"], "mine.py is not a folder"),
         (["driver.kind=ray", "ray.runtime_env={}"], "ray.runtime_env: .*mine.py is not YAML"),
         (

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from run_configs import TINY
 
+from verl_fn.algorithms import AlgorithmError
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -110,6 +112,24 @@ def make(options: Options):
 
     return Algorithm(init=init, sample=sample, learn=learn)
 """
+
+
+def test_the_algorithm_with_a_reference_on_the_page_trains_and_its_state_must_be_a_node(tiny, tmp_path):
+    page = (ROOT / "docs/algorithms.md").read_text()
+    code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :].partition(
+        "```"
+    )[0]
+    options = "@attrs.frozen(kw_only=True)\nclass Options:\n    pass\n\n\ndef mine(options: Options):"
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(code.replace("def mine(options):", options))
+    bad.write_text(good.read_text().replace("@node\nclass State(Node)", "@attrs.frozen\nclass State"))
+    lora = ["actor.lora_rank=2", "trainer.total_training_steps=2"]
+    train(make_plan(load(overrides=overrides(tiny, tmp_path / "run", f"algorithm.name={good}:mine", *lora))), silent)
+    assert len(read_metrics(tmp_path / "run")) >= 2
+    plan = make_plan(load(overrides=overrides(tiny, tmp_path / "no", f"algorithm.name={bad}:mine")))
+    for refuses in (check_run, lambda plan: train(plan, silent)):
+        with pytest.raises(AlgorithmError, match=r"write @node above class State\(Node\)"):
+            refuses(plan)
 
 
 def test_numbers_and_tensors_of_its_state_are_in_the_checkpoint(tiny, tmp_path):

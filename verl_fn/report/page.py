@@ -170,6 +170,7 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
         curves,
         _samples(runs),
         _training(runs),
+        _metrics(runs),
         _differences(runs),
         _configs(runs),
         _footer(runs, command),
@@ -333,9 +334,25 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
     return f"<details><summary>{html.escaped(title)}</summary>\n{table}</details>\n"
 
 
+def _metrics(runs: Sequence[RunRecord]) -> str:
+    """Returns a table of all metrics of each run, also the ones of the user's own functions."""
+    parts = []
+    for run in runs:
+        rows = []
+        for metric in sorted({name for row in run.rows for name in row} - {"step"}):
+            if values := [v for v in _values(run.rows, metric) if isinstance(v, (int, float))]:
+                shown = (values[0], values[-1], min(values), max(values))
+                cells = "".join(html.number_cell(f"{value:.4g}") for value in shown)
+                rows.append(f'<th scope="row"><code>{html.escaped(metric)}</code></th>{cells}')
+        title = f"All metrics of {run.label}"
+        table = html.table(("metric", "first", "last", "lowest", "highest"), rows, "keys", title)
+        parts.append(f"<details><summary>{html.escaped(title)}</summary>\n{table}</details>\n")
+    return "".join(parts)
+
+
 def _differences(runs: Sequence[RunRecord]) -> str:
     if len(runs) == 1:
-        title, columns = "Config, where it is not the default", [runs[0].config, flat(default_table({}))]
+        title, columns = "Config, where it is not the default", [runs[0].config, flat(_defaults(runs[0]))]
         head = ["key", runs[0].label, "default"]
     else:
         title, columns = "Config, where the runs differ", [run.config for run in runs]
@@ -351,6 +368,14 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             rows.append(f'<th scope="row"><code>{html.escaped(key)}</code></th>{cells}')
     body = html.table(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
     return f"<h2>{title}</h2>\n{body}"
+
+
+def _defaults(run: RunRecord) -> dict[str, Any]:
+    """Returns the defaults of a run's keys; of built-in keys if the file of its algorithm cannot be read."""
+    try:
+        return default_table({"algorithm": {"name": run.config["algorithm.name"]}})
+    except UserError:
+        return default_table({})
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:

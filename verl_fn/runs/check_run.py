@@ -16,11 +16,13 @@ from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.driver import build, ranks
 
 from .checks import (
+    RowLengths,
     check_all_weights,
     check_code,
     check_device,
     check_gpus,
     check_has_training,
+    check_lengths,
     check_model_folders,
     check_processes,
     check_ranks,
@@ -31,7 +33,7 @@ from .checks import (
 from .continuing import changes, find_origin, finished, run_date
 from .fitting import better_engine, fits, layouts, longest_row, peak, remedies
 from .folder import Run
-from .memory import GIB, check_memory, engine_weights, largest, offloads, phases, role_memory, share
+from .memory import GIB, check_memory, element_width, engine_weights, largest, offloads, phases, role_memory, share
 from .prepare import prepare
 from .screen import say
 
@@ -74,6 +76,9 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
         check_code(plan)
         check_model_folders(plan)
         check_ranks(plan, ranks.training_ranks(plan), installed=False)
+        if plan.learns_from == "samples":
+            parts = "a row: data.max_prompt_length and data.max_response_length"
+            check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
     else:
         source = prepare(plan, say, gpus)
         for note in check_processes(plan, source):
@@ -88,6 +93,10 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     if device == "cuda":
         size, gpu = ranks.training_ranks(plan), gpu or ranks.gpu_memory(device)
         lines += _memory_lines(plan, size, gpu)
+        if gpu is not None and plan.rollout.name == "vllm":
+            cache = share(plan, gpu) - engine_weights(plan)
+            rows = max(0, cache) // model_sizes(plan.rollout.folder, "lm").cache(longest, element_width(plan))
+            lines.append(f"cache       at most {rows} rows of {longest} tokens at once in each engine")
         if gpu is not None:
             lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
         try:

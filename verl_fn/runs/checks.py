@@ -70,11 +70,20 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
         )
     _check_rules(plan, source, tokenizer)
     _check_tools(plan, source, tokenizer)
-    rows = row_lengths(plan, source, tokenizer)
-    own = plan.learns_from != "samples"
     check_other_models(plan, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
+    check_lengths(plan, row_lengths(plan, source, tokenizer))
+
+
+def check_lengths(plan: Plan, rows: RowLengths) -> None:
+    """Checks that the longest rows fit the models and the budgets of tokens.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    own = plan.learns_from != "samples"
+    for role in plan.roles.values():
         positions = getattr(read_config(role.folder), "max_position_embeddings", None)
         if positions is not None and rows.trained > positions and own:
             raise ConfigError(
@@ -464,7 +473,10 @@ def check_loggers(trainer: TrainerConfig) -> None:
     """
     for name in trainer.logger:
         if name != CONSOLE and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"trainer.logger asks for {name}, which is not installed: {install(name)}")
+            raise ConfigError(
+                f"trainer.logger asks for {name}, and it is not installed: {install(name)}, or leave it out of "
+                "trainer.logger (metrics.jsonl has all metrics)"
+            )
 
 
 def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:

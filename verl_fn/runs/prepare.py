@@ -28,6 +28,7 @@ from verl_fn.environments.problems import environment_data
 from .checkpoints import check_model_folder
 from .checks import check, check_code, check_device, check_model_folders, check_parts
 from .progress import Say
+from .state import blank_state, check_fields
 
 NEEDS_MODEL = (
     "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare takes a "
@@ -79,6 +80,12 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
     check_parts(plan, tokenizer, ends, gpus)
+    blank = None
+    # An init that reads training states fails here; the states that it makes are checked when they are loaded.
+    with contextlib.suppress(AttributeError, TypeError, KeyError):
+        blank = blank_state(plan)
+    if blank is not None:
+        check_fields(blank, plan)
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
     learns_from = plan.learns_from

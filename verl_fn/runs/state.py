@@ -78,11 +78,17 @@ def initial_state(plan: Plan, w: Workers) -> RunState:
 
 
 def check_fields(state: RunState, plan: Plan) -> None:
-    """Checks that an algorithm's state has ``key``, ``step`` and a field for each role.
+    """Checks that an algorithm's state has ``key``, ``step`` and a field for each role, and can be saved.
 
     Raises:
-        AlgorithmError: a field is missing.
+        AlgorithmError: a field is missing, or the state is no node.
     """
+    if not isinstance(state.algorithm, Node):
+        kind = type(state.algorithm).__name__
+        raise AlgorithmError(
+            f"the state of {plan.algorithm} is a {kind}, and a run saves only nodes: write @node above class "
+            f"{kind}(Node), both of verl_fn, in place of another decorator"
+        )
     lacking = [name for name in (*plan.roles, "key", "step") if not hasattr(state.algorithm, name)]
     if lacking:
         raise AlgorithmError(
