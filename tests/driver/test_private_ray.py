@@ -15,7 +15,7 @@ import remote_mutants
 from ray._raylet import AuthenticationMode, get_authentication_mode
 
 from verl_fn.driver import ray_private
-from verl_fn.driver.processes import runs, users_of, with_descendants
+from verl_fn.driver.processes import birth, runs, users_of, with_descendants
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.state import Key
 
@@ -73,6 +73,36 @@ def test_a_process_of_ray_that_ends_is_reported(two, monkeypatch):
     monkeypatch.setattr(ray_private, "_ended", lambda: ["gcs_server (pid 1)"])
     with pytest.raises(ActorDied, match=r"^Ray itself has died: gcs_server \(pid 1\)"):
         two.get(members(two)[0].host.map.remote(remote_mutants.nap, None))
+
+
+def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path):
+    """Of a process that has ended, and of one whose id another process has now."""
+    mine = birth(os.getpid())
+    namespace, pid, started = mine.split()
+    owners = {
+        "ended": f"{namespace} {2**22 + 1} 5", "recycled": f"{namespace} {pid} {int(started) - 1}", "alive": mine,
+        "elsewhere": f"{int(namespace) + 1} {2**22 + 1} 5", "damaged": namespace,
+    }  # fmt: skip
+    folders = {name: tmp_path / f"verl_fn_{name}" for name in [*owners, "without"]}
+    for name, folder in folders.items():
+        (folder / "ray").mkdir(parents=True)
+        (folder / "token").write_text("secret")
+        if name in owners:
+            (folder / "owner").write_text(owners[name])
+    # Ray's agents overwrite their arguments, and keep their logs open.
+    agents = {}
+    for name in ("ended", "alive"):
+        with open(folders[name] / "ray" / "log", "w") as log:
+            nap = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+            agents[name] = subprocess.Popen(nap, stdout=log)
+    try:
+        ray_private.remove_dead(tmp_path)
+        assert agents["ended"].wait(60) < 0 and agents["alive"].poll() is None
+    finally:
+        for agent in agents.values():
+            agent.kill()
+            agent.wait()
+    assert {name for name, folder in folders.items() if folder.exists()} == folders.keys() - {"ended", "recycled"}
 
 
 DYING = """

@@ -249,10 +249,10 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
-    layout: dict[str, Any] = {"strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig()}
-    if cfg.rollout.dtype == "float32":
-        # A model that is not trained lies in its own dtype, and the engine is to get the weights of the folder.
-        layout["dtype"] = "float32"
+    # A model that is not trained lies in its own dtype, and the engine is to get the weights of the folder.
+    layout: dict[str, Any] = {
+        "strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig(), "dtype": "float32",
+    }  # fmt: skip
     actor = attrs.evolve(
         training.roles["actor"], trained=False, lora=None, router_replay=False, total_updates=0, **layout
     )

@@ -64,7 +64,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
         if row.get(prompt_key) is not None:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
-            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value[: last + 1])
+            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value, last)
         if value[last + 1 :]:
             unused[BEHIND] += 1
         judged_by = row.get("reward_model")
@@ -119,13 +119,26 @@ def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column
         )
 
 
-def _check_completion(place: str, completion: str | Messages, messages: Messages) -> None:
-    """Checks that the messages end with the completion: with its messages, or with its words."""
-    said = messages[-1]["content"] if isinstance(completion, str) else messages[-len(completion) :]
-    if completion != said:
+def _check_completion(place: str, completion: str | Messages, messages: Messages, last: int) -> None:
+    """Checks that the messages end with the completion, or with its words; space and an end token are no difference.
+
+    Args:
+        place: of the row.
+        completion: as the row has it.
+        messages: all of the row.
+        last: the number of the last one that is learned.
+    """
+    if isinstance(completion, str):
+        rest = completion.strip().removeprefix(said := str(messages[last]["content"]).strip())
+        agrees = completion.strip().startswith(said) and (not rest or (rest[0] + rest[-1] == "<>"))
+    else:
+        turns = [(m["role"], str(m["content"]).strip()) for m in completion]
+        ends = (messages, messages[: last + 1])
+        agrees = turns in [[(m["role"], str(m["content"]).strip()) for m in end[-len(turns) :]] for end in ends]
+    if not agrees:
         raise DataError(
             f"{place}: {MESSAGES} does not end with {COMPLETION}, so it is not clear what is learned; correct or "
-            f"remove one of them: the assistant says {messages[-1]['content']!r:.80}, and {COMPLETION} is "
+            f"remove one of them: the assistant says {messages[last]['content']!r:.80}, and {COMPLETION} is "
             f"{completion!r:.80}"
         )
 

@@ -196,7 +196,10 @@ def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Pat
     file = Path(file)
     names = list(dict.fromkeys(name for answer in answers for name in answer))
     schema = pa.schema([(name, _TYPES.get(name, pa.float64())) for name in names])
-    rows = [a | {"messages": json.dumps(a["messages"])} if a.get("messages") else a for a in map(dict, answers)]
+    rows = [
+        a | {"messages": json.dumps(a["messages"])} if a.get("messages") is not None else a
+        for a in map(dict, answers)
+    ]
     table = pa.Table.from_pylist(rows, schema)
     with replaced(file) as aside:
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)

@@ -106,7 +106,7 @@ class Group:
         self.answered: set[str] = set()
         self.calls: list[Call] = []
         self.dropped: list[int] = []
-        self._one_thread = threading.RLock()
+        self.one_thread = threading.RLock()
 
     def run(self, method: str, *args: Any) -> Any:
         """Calls a method of ``Host`` and returns a reference to its result."""
@@ -116,7 +116,7 @@ class Group:
         self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False, beside: bool = False
     ) -> Call:
         """Calls a method of ``Host`` on the first members, each with its own arguments; see ``Call``."""
-        with self._one_thread:
+        with self.one_thread:
             self._send_drops()
             call = Call(method, parts, draws, beside)
             for number in range(len(parts)):
@@ -129,7 +129,7 @@ class Group:
 
         These calls are not made again, since a stream that is drawn again may have another order.
         """
-        with self._one_thread:
+        with self.one_thread:
             self._send_drops()
             streams = {
                 i: self.members[i].host.stream.options(num_returns="streaming").remote(*args)
@@ -166,7 +166,7 @@ class Group:
     def settle(self) -> dict[Member, Exception]:
         """Removes calls that have ended, and returns the first error of each member that is not quiet."""
         errors: dict[Member, Exception] = {}
-        with self._one_thread:
+        with self.one_thread:
             for call in self.calls:
                 for number, end in [(number, end) for number, end in call.ends.items() if is_ready(end)]:
                     self._ended(call, number, error_of(end), errors)
@@ -189,7 +189,7 @@ class Group:
     def lose(self, member: Member) -> int:
         """Takes the open calls of a member that has ended from it, to be made ``again``; returns its number."""
         number = self.members.index(member)
-        with self._one_thread:
+        with self.one_thread:
             for call in self.calls:
                 if number in call.ends and not call.done(number):
                     call.again |= {number} if call.results else set()
@@ -198,7 +198,7 @@ class Group:
 
     def again(self, number: int) -> None:
         """Makes the calls again that the member with this number had open when it ended."""
-        with self._one_thread:
+        with self.one_thread:
             for call in self.calls:
                 if number in call.again:
                     self._send(call, number)
@@ -207,7 +207,7 @@ class Group:
     def failed(self, results: Iterable[Any]) -> bool:
         """Returns whether one of these results is to come from a member that failed and is restarted."""
         wanted = set(results)
-        with self._one_thread:
+        with self.one_thread:
             for call in self.calls if self.restarts else ():
                 if wanted & set(call.results.values()):
                     ended = [error_of(end) for end in call.ends.values() if is_ready(end)]

@@ -171,8 +171,8 @@ class Torchrun:
         from ray import cloudpickle
 
         drops = self.dropped[:]
-        del self.dropped[: len(drops)]
         message = cloudpickle.dumps((drops, method, args))
+        del self.dropped[: len(drops)]
         self._in_step = False
         try:
             _broadcast(message, self._calls)

@@ -29,6 +29,20 @@ def runs(pid: int) -> bool:
     return bool(status) and status[0] not in "ZX"
 
 
+def birth(pid: int) -> str:
+    """Returns what tells a process from every other: its namespace, its id and when it started; empty if it ended.
+
+    An id comes again, and containers that share a folder have ids of their own.
+
+    Example:
+        >>> birth(os.getpid()) == birth(os.getpid()) != birth(os.getppid())
+        True
+    """
+    status = _status(pid)
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{namespace} {pid} {status[19]}" if status and status[0] not in "ZX" else ""
+
+
 def with_descendants(pids: Iterable[int]) -> list[int]:
     """Returns processes and all that they started, directly or not.
 

@@ -3,7 +3,7 @@
 A Ray that ``ray.init`` starts listens on the machine's address, and keeps its sockets, its logs and the workers'
 environment in a folder that all users can read and that stays. Here it listens on the loopback device, asks for a
 token that only this user can read, and lies in a folder that only this user can read and that is removed. A small
-process does that if this one is killed.
+process does that if this one is killed, or the next run if both are.
 
 Ray reads the environment variables for this when it is imported, and a program may have imported it before. So
 ``_settings`` has the three private names of Ray that this package uses; it is written for the version in ``RAY``.
@@ -27,10 +27,11 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from . import processes
-from .processes import await_end, kill, runs, users_of, with_descendants
+from .processes import await_end, birth, kill, runs, users_of, with_descendants
 from .ranks import ActorDied
 
 RAY = "2.60"
+PREFIX, OWNER = "verl_fn_", "owner"
 # The processes that Ray cannot do without, by id.
 _core: dict[int, str] = {}
 
@@ -44,8 +45,10 @@ def private_ray(**options: Any) -> Iterator[None]:
     """
     global _core
     # The mode of this folder is 0700; Ray opens its own folder to everybody. RAY_TMPDIR is Ray's variable.
-    folder = Path(tempfile.mkdtemp(prefix="verl_fn_", dir=os.environ.get("RAY_TMPDIR")))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get("RAY_TMPDIR")))
     try:
+        (folder / OWNER).write_text(birth(os.getpid()))
+        remove_dead(folder.parent)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         with _watched(folder), _settings(token):
@@ -59,6 +62,24 @@ def private_ray(**options: Any) -> Iterator[None]:
                 _core = {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_dead(parent: Path) -> None:
+    """Removes the folders of this user's runs that were killed, and ends what is left of their Ray.
+
+    The folder has a token.
+
+    Args:
+        parent: the folder of these folders.
+    """
+    own = birth(os.getpid()).split()
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            owner = (folder / OWNER).read_text().split()
+            ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink() and owner[:1] == own[:1]
+            if ours and len(owner) == len(own) and birth(int(owner[1])).split() != owner:
+                kill(users_of(folder))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def alive() -> bool:

@@ -185,6 +185,11 @@ class RemoteRollout:
         self._count(member.name, error)
         ray.kill(member.host)
         ray.wait([member.sentinel], timeout=START_SECONDS)
+        # Calls of other threads wait, so that none comes to the new engine before its weights.
+        with self._group.one_thread:
+            self._replace(member)
+
+    def _replace(self, member: Member) -> None:
         number = self._group.lose(member)
         new = self._cluster.replace(self._group, number)
         made = self._cluster.made[self._group.name]

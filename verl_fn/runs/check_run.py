@@ -55,6 +55,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
         UserError: the run could not start, or needs more memory than the GPU has.
     """
     if gpus is None:
+        if gpu is not None and ranks.device(plan.driver) == "cpu":
+            raise ConfigError("--gpu-memory plans for GPUs, and this machine has none: add --gpus, their number")
         check_device(plan)
         check_run_folder(Path(plan.trainer.dir))
         check_writable(Path(plan.trainer.dir))
@@ -89,22 +91,31 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
     lines = [*_run_lines(plan, longest)]
-    device = ranks.device(plan.driver)
-    if device == "cuda":
-        size, gpu = ranks.training_ranks(plan), gpu or ranks.gpu_memory(device)
-        lines += _memory_lines(plan, size, gpu)
-        if gpu is not None and plan.rollout.name == "vllm":
-            cache = share(plan, gpu) - engine_weights(plan)
-            rows = max(0, cache) // model_sizes(plan.rollout.folder, "lm").cache(longest, element_width(plan))
-            lines.append(f"cache       at most {rows} rows of {longest} tokens at once in each engine")
-        if gpu is not None:
-            lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
+    if ranks.device(plan.driver) == "cuda":
+        gpu = gpu or ranks.gpu_memory("cuda")
+        lines += _memory(plan, gpu, gpus, longest)
         try:
-            check_memory(plan, size, gpu)
+            check_memory(plan, ranks.training_ranks(plan), gpu)
         except ConfigError:
             say("\n".join(lines))
             raise
     return "\n".join(lines)
+
+
+def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iterator[str]:
+    """Yields the lines about the memory of GPUs."""
+    yield from _memory_lines(plan, ranks.training_ranks(plan), gpu)
+    if gpu is not None:
+        yield from _cached_rows(plan, gpu, longest)
+        yield from _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
+
+
+def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
+    """Yields a line about the rows that the cache of a vLLM engine holds; the embedded engine's has all slots."""
+    if plan.rollout.name == "vllm":
+        cache = max(0, share(plan, gpu) - engine_weights(plan))
+        rows = cache // model_sizes(plan.rollout.folder, "lm").cache(longest, element_width(plan))
+        yield f"cache       at most {rows} rows of {longest} tokens at once in each engine"
 
 
 def _on_gpus(plan: Plan) -> Plan:

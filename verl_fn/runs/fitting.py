@@ -15,7 +15,7 @@ from verl_fn.config import ConfigError, Plan, make_plan
 from verl_fn.config.load import flat, put, structure
 from verl_fn.driver import ranks
 
-from .checks import check_ranks
+from .checks import check_gpus, check_ranks
 from .memory import GIB, Phase, element_width, engine_weights, largest, phases, share
 
 # Proposals leave a twentieth of the GPU to what activations take beyond their estimate.
@@ -116,7 +116,7 @@ def layouts(plan: Plan, gpus: int, gpu: int) -> Iterator[Fit]:
                 more = tuple(f"{table}.enable_gradient_checkpointing={recompute}" for table in tables)
                 if "actor.strategy=fsdp" in kind:
                     more += (f"actor.fsdp_config.offload_policy={offload}",)
-                tried = _possible(plan, (*kind, *more))
+                tried = _possible(plan, (*kind, *more), gpus)
                 if tried is not None and (budget := largest_budget(tried, gpu)) is not None:
                     found.append(_layout(plan, (*kind, *more, *budget), gpu))
             if found:
@@ -133,11 +133,12 @@ def _layout(plan: Plan, settings: Settings, gpu: int) -> Fit:
     return Fit(lacking, peak(after, gpu), named)
 
 
-def _possible(plan: Plan, settings: Settings) -> Plan | None:
+def _possible(plan: Plan, settings: Settings, gpus: int) -> Plan | None:
     """Returns the plan with other settings; None if its models cannot have such a layout."""
     try:
         tried = with_settings(plan, settings)
         check_ranks(tried, ranks.training_ranks(tried), installed=False)
+        check_gpus(tried, gpus)
     except (ConfigError, LayoutError):
         return None
     return tried
@@ -164,13 +165,13 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     known, tried = [change for change in changes if change is not None], []
     for count in (1, 2):
         for chosen in combinations(known, count):
-            tried += [found for found in [_after(plan, chosen, gpu)] if found is not None]
+            tried += [found for found in [_after(plan, chosen, gpu, gpus)] if found is not None]
         if fitting := [one for one in tried if one.phase.nbytes <= gpu]:
             return fitting[:2]
     return sorted(tried, key=lambda one: one.phase.nbytes)[:1]
 
 
-def _after(plan: Plan, changes: Sequence[Change], gpu: int) -> Fit | None:
+def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | None:
     """Returns the plan after changes; those that are computed come last. None if the plan cannot have them."""
     settings: Settings = ()
     for change in sorted(changes, key=callable):
@@ -178,7 +179,7 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int) -> Fit | None:
         if more is None:
             return None
         settings += more
-    after = _possible(plan, settings)
+    after = _possible(plan, settings, gpus)
     return None if after is None else Fit(settings, peak(after, gpu))
 
 

@@ -28,7 +28,7 @@ from verl_fn.environments.problems import environment_data
 from .checkpoints import check_model_folder
 from .checks import check, check_code, check_device, check_model_folders, check_parts
 from .progress import Say
-from .state import blank_state, check_fields
+from .state import check_blank
 
 NEEDS_MODEL = (
     "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare takes a "
@@ -51,20 +51,8 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     """
     check_code(plan)
     from_files = plan.data.train_files or plan.data.val_files
-    if from_files and plan.new_model is not None:
-        # Report errors of the data before the missing model.
-        for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
-            held_out = files is plan.data.val_files
-            read_files(
-                files,
-                plan.learns_from,
-                prompt_key=plan.data.prompt_key,
-                held_out=held_out,
-                convert=converters(plan.data),
-            )
-        raise ConfigError(NEEDS_MODEL)
-    if plan.new_model is not None and (reasoning_names(plan.data.task) or verifiers_name(plan.data.task)):
-        raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
+    if plan.new_model is not None:
+        _check_random_model(plan)
     check_model_folders(plan)
     make_model_folder(plan)
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
@@ -80,12 +68,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
     check_parts(plan, tokenizer, ends, gpus)
-    blank = None
-    # An init that reads training states fails here; the states that it makes are checked when they are loaded.
-    with contextlib.suppress(AttributeError, TypeError, KeyError):
-        blank = blank_state(plan)
-    if blank is not None:
-        check_fields(blank, plan)
+    check_blank(plan)
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
     learns_from = plan.learns_from
@@ -102,6 +85,23 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
+
+
+def _check_random_model(plan: Plan) -> None:
+    """Raises an error for data that a random model cannot learn from; errors of the data itself come first."""
+    if plan.data.train_files or plan.data.val_files:
+        for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
+            held_out = files is plan.data.val_files
+            read_files(
+                files,
+                plan.learns_from,
+                prompt_key=plan.data.prompt_key,
+                held_out=held_out,
+                convert=converters(plan.data),
+            )
+        raise ConfigError(NEEDS_MODEL)
+    if reasoning_names(plan.data.task) or verifiers_name(plan.data.task):
+        raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
 
 
 def make_model_folder(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ def check_fields(state: RunState, plan: Plan) -> None:
             f"the state of {plan.algorithm}, {type(state.algorithm).__name__}, has no field {', '.join(lacking)}; it "
             f"needs key, step and one field for each role ({', '.join(plan.roles)})"
         )
+
+
+def check_blank(plan: Plan) -> None:
+    """Checks an algorithm's state before models are loaded.
+
+    Raises:
+        AlgorithmError: as ``check_fields``.
+    """
+    # An init that reads training states fails; the states that it makes are checked when they are loaded.
+    blank = None
+    with contextlib.suppress(AttributeError, TypeError, KeyError):
+        blank = blank_state(plan)
+    if blank is not None:
+        check_fields(blank, plan)
 
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
