@@ -114,13 +114,14 @@ def test_an_evaluation_has_no_optimizer_and_one_process():
     actor = evaluation.roles["actor"]
     assert list(evaluation.roles) == ["actor"] and evaluation.ray.ranks == 1
     assert (actor.trained, actor.strategy, actor.lora) == (False, "local", None)
-    # Its weights lie in its dtype, which is no narrower than the engine's.
+    # Its weights lie in the engine's dtype, whether it is given or not.
     half = ["model.path=m", "actor.dtype=bfloat16"]
     dtypes = {
         given: evaluation_plan(load(overrides=[*half, f"rollout.dtype={given}"]), HERE).roles["actor"].dtype
         for given in ("float32", "bfloat16")
     }
     assert dtypes == {given: given for given in dtypes}
+    assert evaluation_plan(load(overrides=half), HERE).roles["actor"].dtype is None
 
 
 OWN = """

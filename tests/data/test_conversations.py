@@ -164,6 +164,12 @@ def test_prompts_and_completions_are_the_rows_of_their_conversations(tmp_path):
     assert made.decode(batch.rows()[2]) == "Uab<eos>\nAc<eos>\nUd<eos>\nAba<eos>"
 
 
+@pytest.mark.parametrize("completion", ["c", " c\n", "c<|im_end|>", talk("ab", "c", "d")[1:], talk("ab", "c")[1:]])
+def test_a_completion_beside_messages_may_have_space_and_an_end_token(completion, tmp_path):
+    row = {"messages": talk("ab", "c", "d"), "completion": completion}
+    assert [p.answer for p in read_files([write(tmp_path, row)], "answers")] == ["c"]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

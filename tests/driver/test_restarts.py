@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,25 @@ def test_faults_are_drawn_from_a_seed():
     assert {fault.kind for fault in drawn} == set(faults.KINDS)
 
 
+def test_calls_of_another_thread_wait_until_a_restarted_engine_has_its_weights(ray_cluster, model, tmp_path):
+    with injected(tmp_path), ray_workers(plan_of(tmp_path / "run", model, 1, "rollout.max_restarts=2")) as w:
+        actor, engines = w.trainers["actor"], w.rollout._group
+        state = actor.load_pretrained(model, Key.from_seed(0))
+        w.get(w.rollout.publish(0, actor.weights(state.params)))
+        whole = named(w.get(w.rollout.generate(REQUESTS, version=0)))
+        first = engines.members[1]
+
+        def sample():
+            """Asks one engine until the other one is replaced, and then both, as DAPO's further draws do."""
+            while engines.members[1] is first:
+                w.get(w.rollout.generate(REQUESTS[:1], version=0))
+            return named(w.get(w.rollout.generate(REQUESTS, version=0)))
+
+        drawn = w.processes.beside(sample)
+        os.kill(first.pid, signal.SIGKILL)
+        assert w.get(drawn) == whole
+
+
 def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     cluster = SimpleNamespace(
         replace=lambda group, number: None, made={"rollout": []}, get=lambda ref: None, before_update=[]
@@ -179,7 +199,12 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [])
 
     def restarts(*errors, answered=()):
-        calls = {"run": lambda *args: None, "lose": lambda member: 0, "again": lambda number: None}
+        calls = {
+            "run": lambda *args: None,
+            "one_thread": nullcontext(),
+            "lose": lambda member: 0,
+            "again": lambda number: None,
+        }
         group = SimpleNamespace(name="rollout", answered=set(), calls=[], **calls)
         engines = RemoteRollout(cluster, group, "rollout", 3)
         for number, error in enumerate(errors):

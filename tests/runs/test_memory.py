@@ -286,6 +286,10 @@ def test_a_plan_says_what_is_not_there(qwen3, capsys, monkeypatch):
     assert "ask for 16 GPUs, and the cluster has 8" in capsys.readouterr().err
     assert qwen3(*GPUS, "driver.device=cpu") == 2
     assert "--gpus plans for GPUs" in capsys.readouterr().err
+    assert qwen3(*GPUS, "data.max_response_length=20000") == 2
+    assert "more than actor.ppo_max_token_len_per_gpu" in capsys.readouterr().err
+    assert qwen3("--gpu-memory", "80") == 2
+    assert "add --gpus, their number" in capsys.readouterr().err
     # For this machine, a folder needs its weights, and the config its GPUs.
     assert qwen3("driver.device=cuda") == 2
     assert "torch finds no GPU here; set driver.device=cpu or auto, or plan for another machine by" in (

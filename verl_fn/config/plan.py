@@ -249,9 +249,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
-    # A model that is not trained lies in its own dtype, and the engine is to get the weights of the folder.
+    # A model that is not trained lies in its dtype: the engine's, so that the engine gets the weights of the folder.
     layout: dict[str, Any] = {
-        "strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig(), "dtype": "float32",
+        "strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig(), "dtype": cfg.rollout.dtype,
     }  # fmt: skip
     actor = attrs.evolve(
         training.roles["actor"], trained=False, lora=None, router_replay=False, total_updates=0, **layout

@@ -74,13 +74,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     longest = longest_row(plan)
     has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in Path(plan.model).glob(pattern))
     if gpus is not None and plan.new_model is None and not has_tokenizer:
-        say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
-        check_code(plan)
-        check_model_folders(plan)
-        check_ranks(plan, ranks.training_ranks(plan), installed=False)
-        if plan.learns_from == "samples":
-            parts = "a row: data.max_prompt_length and data.max_response_length"
-            check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
+        _check_without_tokenizer(plan, longest)
     else:
         source = prepare(plan, say, gpus)
         for note in check_processes(plan, source):
@@ -102,6 +96,17 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     return "\n".join(lines)
 
 
+def _check_without_tokenizer(plan: Plan, longest: int) -> None:
+    """Checks what can be checked of a plan for another machine without the model's tokenizer."""
+    say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
+    check_code(plan)
+    check_model_folders(plan)
+    check_ranks(plan, ranks.training_ranks(plan), installed=False)
+    if plan.learns_from == "samples":
+        parts = "a row: data.max_prompt_length and data.max_response_length"
+        check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
+
+
 def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iterator[str]:
     """Yields the lines about the memory of GPUs."""
     yield from _memory_lines(plan, ranks.training_ranks(plan), gpu)
@@ -111,11 +116,14 @@ def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iter
 
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
-    """Yields a line about the rows that the cache of a vLLM engine holds; the embedded engine's has all slots."""
-    if plan.rollout.name == "vllm":
+    """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the embedded engine has all slots."""
+    r = plan.rollout
+    if r.name == "vllm":
         cache = max(0, share(plan, gpu) - engine_weights(plan))
-        rows = cache // model_sizes(plan.rollout.folder, "lm").cache(longest, element_width(plan))
-        yield f"cache       at most {rows} rows of {longest} tokens at once in each engine"
+        rows = cache // model_sizes(r.folder, "lm").cache(longest, element_width(plan))
+        asked = -(-plan.data.train_batch_size * r.n // r.engines)
+        if rows < asked:
+            yield f"cache       {rows} rows of {longest} tokens at once in each engine, which gets {asked} a step"
 
 
 def _on_gpus(plan: Plan) -> Plan:
