@@ -208,7 +208,7 @@ def batch_of(rows: Sequence[Sequence[int]]) -> Batch:
 
 
 def many_rows() -> list[list[int]]:
-    """Returns enough tokens that rounding in bf16, which sends some to other experts, is about the same each time."""
+    """Returns enough tokens that rounding in bf16 is about the same each time; it sends some to other experts."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 41, (32,), generator=generator).tolist()
     return [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
@@ -325,7 +325,7 @@ class Failed(RuntimeError):
 
 
 class Ranks:
-    """The processes of a layout, which serve one family after the other until one of them fails or hangs.
+    """The processes of a layout. They serve one family after the other until one of them fails or hangs.
 
     Args:
         layout: the layout.

@@ -214,7 +214,7 @@ def model_notices(folder: str | Path, head: str, row_layout: str = "auto", devic
     if "fla" in kernels and wrong_gradients():
         sentences.append(
             f"{folder}: with this Triton flash-linear-attention's kernels have no gradients on Hopper GPUs, so its "
-            f"layers run as transformers' own code, which is far slower: {install('tilelang')}"
+            f"layers run as transformers' own code, far slower: {install('tilelang')}"
         )
     if missing := [package for module, package in kernels.items() if importlib.util.find_spec(module) is None]:
         sentences.append(

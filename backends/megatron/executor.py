@@ -88,7 +88,7 @@ class Executor:
             check_same_model(built.model, empty.skeleton.model, folder)
         padded = not all(gathered(built.keeps_rows_apart))
         if padded and layout.sizes.cp > 1:
-            raise LayoutError(f"{folder}: some layers need padded rows, which ranks cannot share; set cp to 1")
+            raise LayoutError(f"{folder}: some layers need padded rows, and ranks cannot share them; set cp to 1")
         canonical = Canonical(empty.shapes, conversions_of(empty.skeleton), empty.skeleton.constants)
         with layout.active():
             tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)

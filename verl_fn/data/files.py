@@ -318,7 +318,7 @@ def _drawn(key: Key, block: int, shares: Tensor) -> Tensor:
 
 
 def permuted(key: Key, size: int, place: int) -> int:
-    """Returns the number at a place of a permutation of ``0`` to ``size - 1``, which is never written down.
+    """Returns the number at a place of a permutation of ``0`` to ``size - 1``; it is never written down.
 
     A Feistel network permutes the numbers of an even count of bits; where it leaves the range, it is applied again.
 

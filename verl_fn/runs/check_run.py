@@ -116,14 +116,14 @@ def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iter
 
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
-    """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the embedded engine has all slots."""
+    """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the other engine has all slots."""
     r = plan.rollout
     if r.name == "vllm":
         cache = max(0, share(plan, gpu) - engine_weights(plan))
         rows = cache // model_sizes(r.folder, "lm").cache(longest, element_width(plan))
         asked = -(-plan.data.train_batch_size * r.n // r.engines)
         if rows < asked:
-            yield f"cache       {rows} rows of {longest} tokens at once in each engine, which gets {asked} a step"
+            yield f"cache       {rows} rows of {longest} tokens at once in each engine; it gets {asked} a step"
 
 
 def _on_gpus(plan: Plan) -> Plan:
