@@ -76,4 +76,4 @@ def test_a_family_on_two_ranks_is_that_of_transformers(ranks, tmp_path, name, op
 def test_ranks_cannot_share_padded_rows(ranks, tmp_path):
     folder = tiny_folder("qwen3_5_text", tmp_path / "model", **FOR_MEGATRON["qwen3_5_text"])
     for error in ranks(2).run("megatron_cases.refused_with_transformer_engine", folder, {"cp": 2}):
-        assert "some layers need padded rows, which ranks cannot share; set cp to 1" in error
+        assert "some layers need padded rows, and ranks cannot share them; set cp to 1" in error
