@@ -217,11 +217,6 @@ class Base(abc.ABC):
                 "this state trains no parameter, so there are no gradients: it was made with the optimizer frozen(), "
                 "or its params are the base of others; make the backend with an optimizer that updates"
             )
-        if narrow := [n for n in state.params.trained() if state.params[n].dtype != torch.float32]:
-            raise ValueError(
-                f"the parameter {narrow[0]} is trained and lies in {state.params[narrow[0]].dtype}, as parameters of "
-                "states that are never trained do: make it float32 (attrs.evolve(params, leaves=...))"
-            )
         check_weights(loss, batch)
         wanted = self._wanted(loss.needs)
         with self._one_call(gradients=True):

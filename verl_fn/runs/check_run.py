@@ -55,8 +55,6 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
         UserError: the run could not start, or needs more memory than the GPU has.
     """
     if gpus is None:
-        if gpu is not None and ranks.device(plan.driver) == "cpu":
-            raise ConfigError("--gpu-memory plans for GPUs, and this machine has none: add --gpus, their number")
         check_device(plan)
         check_run_folder(Path(plan.trainer.dir))
         check_writable(Path(plan.trainer.dir))
