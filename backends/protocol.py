@@ -314,8 +314,8 @@ def check_sampling(requests: Sequence[Request], capabilities: Capabilities) -> N
         >>> asked = requests_for([[1]], Sampling(8, top_k=5), Key.from_seed(0))
         >>> check_sampling(asked, Capabilities(top_k=False))
         Traceback (most recent call last):
-        verl_fn.backends.protocol.UnsupportedSampling: request 0 sets top_k=5, which this
-        engine does not support
+        verl_fn.backends.protocol.UnsupportedSampling: request 0 sets top_k=5, and this
+        engine does not support top_k
     """
     for request in requests:
         s = request.sampling
@@ -327,7 +327,7 @@ def check_sampling(requests: Sequence[Request], capabilities: Capabilities) -> N
             if used and not allowed:
                 value = getattr(s, name)
                 raise UnsupportedSampling(
-                    f"request {request.id} sets {name}={value}, which this engine does not support"
+                    f"request {request.id} sets {name}={value}, and this engine does not support {name}"
                 )
 
 
@@ -437,8 +437,8 @@ class TrainBackend(Protocol):
 
         Args:
             fn: takes the values, or each rank's shards of them.
-            values: values that this backend made, and any others. The backend itself stands for that of the process
-                in which ``fn`` runs.
+            values: values of this backend, or any others. In place of this backend, ``fn`` gets the backend of its
+                own process.
             keep: leave the result with the workers, as the values are, and return a handle to it.
         """
         ...

@@ -122,7 +122,7 @@ POPULAR = {
     "Mistral": "mistral", "gpt-oss": "gpt_oss", "Phi-4": "phi3", "OLMo 3": "olmo3", "GLM-4.x": "glm4_moe",
     "DeepSeek-V3": "deepseek_v3",
 }  # fmt: skip
-WITH_VLLM = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss", "gemma3_text")
+WITH_VLLM = ("qwen2", "qwen3_5_text", "gpt_oss", "gemma3_text")
 
 
 def tiny_config(name: str, **sizes: Any) -> Any:

@@ -41,6 +41,7 @@ USED = {
     },
     "transformers": {
         "backends/checkpoint/export.py": {"_weight_conversions"},
+        "backends/hf/checks.py": {"_model_mapping"},
         "backends/hf/config.py": {"_extra_content"},
         "backends/hf/folder.py": {"_model_mapping"},
     },

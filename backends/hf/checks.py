@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -325,8 +324,7 @@ def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[
     if torch.device(device).type == "cuda" and not wrong_gradients():
         yield
         return
-    with torch.device("meta"):
-        module = sys.modules[type(auto.from_config(copy.deepcopy(config), trust_remote_code=False)).__module__]
+    module = sys.modules[auto._model_mapping[type(config)].__module__]
     kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     vars(module).update(dict.fromkeys(kernels))
     try:
@@ -341,10 +339,14 @@ def wrong_gradients() -> bool:
     Source:
         https://github.com/fla-org/flash-linear-attention/issues/640
     """
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    installed = {name for name in ("fla", "triton", "tilelang") if importlib.util.find_spec(name) is not None}
+    if installed != {"fla", "triton"} or not torch.cuda.is_available():
         return False
-    version = tuple(map(int, importlib.metadata.version("triton").split("+")[0].split(".")[:3]))
-    return (3, 4, 0) <= version < (3, 7, 1) and importlib.util.find_spec("tilelang") is None
+    import triton
+    from packaging.version import Version
+
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    return hopper and (3, 4, 0) <= Version(triton.__version__).release < (3, 7, 1)
 
 
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:

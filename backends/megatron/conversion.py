@@ -109,7 +109,7 @@ def tasks_of(
         if {canonical.place(name).name for name in anywhere} <= canonical.constants.keys():
             _fill(task, canonical)
         elif param is not None and not isinstance(param, nn.Parameter):
-            raise ModelError(f"Megatron-Bridge holds the parameter {hubs[i]} as a buffer, which has no gradient")
+            raise ModelError(f"Megatron-Bridge holds {hubs[i]} as a buffer, and buffers have no gradient")
         else:
             tasks.append(task)
     _check_complete(model, tasks)

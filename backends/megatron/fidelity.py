@@ -73,8 +73,9 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
     bias = skeleton.head == "lm" and skeleton.output_layer.bias is not None
     if skeleton.fit.own_head or bias:
         raise ModelError(
-            f"{folder} is a {type(skeleton.model).__name__}, whose logits are not those of an output layer "
-            f"{'without bias' if bias else 'with a factor and a bound'}; set actor.strategy=fsdp"
+            f"{folder} is a {type(skeleton.model).__name__}: it makes logits by "
+            f"{'an output layer with a bias' if bias else 'code of its own'}, and Megatron by an output layer "
+            "without a bias; set actor.strategy=fsdp"
         )
 
 

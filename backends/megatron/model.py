@@ -305,7 +305,8 @@ def _for_bridge(config: Any, folder: str | Path) -> Any:
         config.first_k_dense_replace = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
         if "dense" in kinds[config.first_k_dense_replace :]:
             raise ModelError(
-                f"{folder} has dense layers after layers with experts, which Megatron-Bridge does not read"
+                f"{folder} has dense layers after layers with experts, and Megatron-Bridge reads only dense layers "
+                "before them"
             )
     return config
 

@@ -24,7 +24,7 @@ _OF_STACK = re.compile(r"(.*)\[(\d+)\]")
 
 
 def conversions_of(skeleton: Skeleton) -> list[Any]:
-    """Returns transformers' conversions of the names in a model's files: first those that only rename."""
+    """Returns transformers' conversions of the names in a model's files; the ones that only rename come first."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     every = get_model_conversion_mapping(skeleton.model, add_legacy=False)

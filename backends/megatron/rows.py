@@ -4,8 +4,8 @@ With context parallelism each row is padded to a multiple of 2 cp tokens and cut
 r and 2 cp - 1 - r, so that causal attention takes all ranks equally long. Padding at the end of a row is seen by no
 token of it, and padding at the end of the micro-batch is a row of its own.
 
-Layers that do not keep rows apart get a table of rows, which are padded on the right to one length. Causal layers do
-not see what comes after a row.
+Layers that do not keep rows apart get a table of rows: each row is padded on the right to the longest one. Causal
+layers do not see what comes after a row.
 """
 
 from __future__ import annotations

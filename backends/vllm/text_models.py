@@ -1,8 +1,8 @@
 """Text models that vLLM has only inside a model of images, registered under the names that trainers use.
 
 Qwen3.5's checkpoints hold a tower for images. A trainer of text makes ``Qwen3_5ForCausalLM`` from their text config;
-vLLM 0.24.0 has that class, but as a part of ``Qwen3_5ForConditionalGeneration``, whose methods about the cache of
-linear attention it lacks.
+vLLM 0.24.0 has that class as a part of ``Qwen3_5ForConditionalGeneration`` only; it lacks the methods about the cache
+of linear attention. They are added here, in a module of its own, since the import of vLLM's needs torchvision.
 """
 
 from __future__ import annotations

@@ -66,6 +66,21 @@ def metrics(steps, every=2, **more):
     return rows
 
 
+OWN = """
+import attrs
+from verl_fn.algorithms import Algorithm
+from verl_fn.config import opt
+
+@attrs.frozen(kw_only=True)
+class Options:
+    beta: float = opt(0.05, "b")
+    gamma: float = opt(2.0, "g")
+
+def mine(options: Options):
+    return Algorithm(learn=lambda state, experience, workers: (state, {}))
+"""
+
+
 def brief(steps):
     """Metrics of one chart, for tests of the tables: drawing takes longest."""
     return [{"step": step, "critic/score/mean": step / steps} for step in range(1, steps + 1)]
@@ -143,6 +158,19 @@ def test_one_run_is_compared_with_the_defaults(tmp_path):
     assert found.cells[at : at + 3] == ["rollout.n", "3", "1"]
     assert found.cells[unset + 1] == "0.5"
     assert "algorithm.clip_ratio" not in found.cells
+
+
+def test_all_metrics_are_listed_and_an_own_algorithm_is_compared_with_its_own_defaults(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    rows = [row | {"mine/ratio": value} for row, value in zip(brief(4), (3.0, 1.0, 7.0, 2.0), strict=True)]
+    own = [f"algorithm.name={tmp_path}/mine.py:mine", "algorithm.beta=0.5"]
+    run = write(tmp_path / "a", rows, overrides=own)
+    _, found = page(report([run], tmp_path / "page.html"))
+    at = found.cells.index("mine/ratio")
+    assert found.cells[at : at + 5] == ["mine/ratio", "3", "2", "1", "7"]
+    at = found.cells.index("algorithm.beta")
+    assert found.cells[at : at + 3] == ["algorithm.beta", "0.5", "0.05"]
+    assert not {"algorithm.gamma", "algorithm.clip_ratio"} & set(found.cells)
 
 
 def test_a_config_without_a_newer_key_has_its_default(tmp_path):

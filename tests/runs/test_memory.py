@@ -305,6 +305,16 @@ def test_a_plan_that_fits_nowhere(qwen3, capsys):
     assert "error: the update of the actor needs at least 137.31 GiB" in said.err
 
 
+def test_a_plan_says_how_many_rows_a_small_cache_holds(qwen3, capsys):
+    recomputed = "actor.enable_gradient_checkpointing=true"
+    # 8.19 B weights and 147,456 bytes of cache a token, in bf16.
+    few = int((0.25 * 80 * 2**30 - 2 * 8_190_735_360) // (1536 * 147_456))
+    for utilization, rows in (("0.25", few), ("0.5", None)):
+        assert qwen3(*GPUS, recomputed, f"rollout.gpu_memory_utilization={utilization}") == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cache ")]
+        assert [line.split()[1] for line in lines] == ([] if rows is None else [str(rows)])
+
+
 def test_a_plan_proposes_the_engines_share_and_rows(qwen3, capsys):
     more = ["actor.enable_gradient_checkpointing=true", "rollout.slots=8"]
     assert qwen3(*GPUS, *more) == 0

@@ -96,20 +96,22 @@ class RemoteRollout:
         self._version, idle = None, self._group.idle
         self._forget_older()
         beside = self.capabilities.versions_per_token
-        if not isinstance(weights, RemoteWeights):
-            call = self._scatter("invoke", "publish", (), {}, version, weights, beside=beside)
-        else:
-            if not self._addresses:
-                groups = self._group, weights.backend.group
-                listen = [self._listening(engine, *groups) for engine in range(len(self._group.members))]
-                self._addresses = self._cluster.get(_all(self._group.scatter("listen", listen)))
-            weights.backend.send(weights, version, self._addresses)
-            call = self._scatter("receive", version, beside=beside)
-        self._publishing = _Publication(version, weights if self._group.restarts else None, call)
-        if self._group.restarts:
-            if idle:
-                self._publications.clear()
-            self._publications.append(self._publishing)
+        if isinstance(weights, RemoteWeights) and not self._addresses:
+            groups = self._group, weights.backend.group
+            listen = [self._listening(engine, *groups) for engine in range(len(self._group.members))]
+            self._addresses = self._cluster.get(_all(self._group.scatter("listen", listen)))
+        # Another thread restarts an engine before or after this, and after it knows what to send again.
+        with self._group.one_thread:
+            if isinstance(weights, RemoteWeights):
+                weights.backend.send(weights, version, self._addresses)
+                call = self._scatter("receive", version, beside=beside)
+            else:
+                call = self._scatter("invoke", "publish", (), {}, version, weights, beside=beside)
+            self._publishing = _Publication(version, weights if self._group.restarts else None, call)
+            if self._group.restarts:
+                if idle:
+                    self._publications.clear()
+                self._publications.append(self._publishing)
         return _all(call)
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:

@@ -352,7 +352,8 @@ def _metrics(runs: Sequence[RunRecord]) -> str:
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     if len(runs) == 1:
-        title, columns = "Config, where it is not the default", [runs[0].config, flat(_defaults(runs[0]))]
+        defaults = flat(default_table({"algorithm": {"name": runs[0].config["algorithm.name"]}}))
+        title, columns = "Config, where it is not the default", [runs[0].config, defaults]
         head = ["key", runs[0].label, "default"]
     else:
         title, columns = "Config, where the runs differ", [run.config for run in runs]
@@ -368,14 +369,6 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             rows.append(f'<th scope="row"><code>{html.escaped(key)}</code></th>{cells}')
     body = html.table(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
     return f"<h2>{title}</h2>\n{body}"
-
-
-def _defaults(run: RunRecord) -> dict[str, Any]:
-    """Returns the defaults of a run's keys; of built-in keys if the file of its algorithm cannot be read."""
-    try:
-        return default_table({"algorithm": {"name": run.config["algorithm.name"]}})
-    except UserError:
-        return default_table({})
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:
