@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -339,14 +340,15 @@ def wrong_gradients() -> bool:
     Source:
         https://github.com/fla-org/flash-linear-attention/issues/640
     """
-    installed = {name for name in ("fla", "triton", "tilelang") if importlib.util.find_spec(name) is not None}
-    if installed != {"fla", "triton"} or not torch.cuda.is_available():
+    installed = {name for name in ("fla", "tilelang") if importlib.util.find_spec(name) is not None}
+    if installed != {"fla"} or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
-    import triton
     from packaging.version import Version
 
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    return hopper and (3, 4, 0) <= Version(triton.__version__).release < (3, 7, 1)
+    # A Triton under another name is left to the error of flash-linear-attention's own.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return (3, 4, 0) <= Version(importlib.metadata.version("triton")).release < (3, 7, 1)
+    return False
 
 
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:
