@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
@@ -343,11 +344,10 @@ def wrong_gradients() -> bool:
     installed = {name for name in ("fla", "tilelang") if importlib.util.find_spec(name) is not None}
     if installed != {"fla"} or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
-    from packaging.version import Version
-
     # A Triton under another name is left to the error of flash-linear-attention's own.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return (3, 4, 0) <= Version(importlib.metadata.version("triton")).release < (3, 7, 1)
+        version = TorchVersion(importlib.metadata.version("triton"))
+        return (3, 4) <= version < (3, 7, 1)
     return False
 
 
