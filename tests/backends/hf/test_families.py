@@ -301,6 +301,7 @@ def test_a_value_head_on_a_model_in_bf16(tmp_path, pretrained):
 
 
 def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
+    hybrid, dense = folder("qwen3_5_text"), folder("qwen3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     known, there = importlib.util.find_spec, {"fla": True, "tilelang": None}
@@ -308,9 +309,9 @@ def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
     for version, wrong in (("3.3.1", False), ("3.6.0+git1", True), ("3.7.0rc1", True), ("3.7.1", False)):
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         assert checks.wrong_gradients() == wrong
-        notes = model_notices(folder("qwen3_5_text"), "lm", device="cuda")
+        notes = model_notices(hybrid, "lm", device="cuda")
         assert any("tilelang" in note for note in notes) == wrong
-        assert not any("tilelang" in note for note in model_notices(folder("qwen3"), "lm", device="cuda"))
+        assert not any("tilelang" in note for note in model_notices(dense, "lm", device="cuda"))
 
 
 def test_models_that_another_package_registers_are_not_taken(folder):
