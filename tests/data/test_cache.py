@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import attrs
 import pyarrow as pa
@@ -190,6 +191,11 @@ def test_code_of_a_function_of_the_user_is_a_part_of_the_name(tmp_path, few):
     beside.write_text("answer = {'ground_truth': 'c'}\n")
     read(file, convert=convert)
     assert sum(few) == 90
+
+
+@pytest.mark.parametrize("pattern", reading.CODE)
+def test_the_code_that_makes_rows_is_there(pattern):
+    assert [*Path(reading.verl_fn.__file__).parent.glob(pattern)]
 
 
 @pytest.mark.parametrize("damage", ["cut", "byte", "column", "empty", "other"])

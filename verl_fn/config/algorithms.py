@@ -15,11 +15,11 @@ POLICY_LOSSES = (
     "ppo_clip", "gspo", "sapo", "cispo", "gpg", "dro", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov",
     "reinforce",
 )  # fmt: skip
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 GROUP_ESTIMATORS = (
     "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
-    "optimal_token_baseline", "tir_optimal_token_baseline",
+    *TOKEN_BASELINES,
 )  # fmt: skip
-TOKEN_BASELINES = GROUP_ESTIMATORS[-2:]
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSS_TYPES = ("dpo", "cdpo", "ipo", "simpo", "orpo", "kto")

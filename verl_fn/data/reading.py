@@ -28,7 +28,7 @@ from verl_fn.user_files import code_files
 
 FEWEST = 10_000  # fewer problems are encoded in a few seconds, by this process
 VERSIONS = ("transformers", "tokenizers", "jinja2", "pyarrow", "numpy", "attrs")
-CODE = ("data/*.py", "backends/hf/*.py", "config/schema.py", "scores/*.py")  # makes problems and tokens of rows
+CODE = ("data/*.py", "backends/hf/*.py", "config/schema.py", "scores.py")  # makes problems and tokens of rows
 
 Stat = tuple[int, ...]
 
