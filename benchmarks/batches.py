@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.backends.agreement import of_batch
 from verl_fn.state import Batch, Key, deal
+from verl_fn.steps import aggregate, minibatches
 
 from . import measure
 
@@ -93,7 +94,6 @@ def driver_memory(ranks: int, rows: int, n: int, length: int) -> dict[str, float
     """
     import ray
 
-    from verl_fn.algorithms.experience import weighted_minibatches
     from verl_fn.algorithms.policy import estimator
     from verl_fn.config.algorithms import GRPO
     from verl_fn.config.schema import RayConfig
@@ -114,9 +114,8 @@ def driver_memory(ranks: int, rows: int, n: int, length: int) -> dict[str, float
             batch = batch.with_rows(score=torch.rand(len(batch)), group=torch.arange(problems).repeat_interleave(n))
             nbytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch)) / 1e6
             batch = estimator(GRPO())(batch)
-            share = -(-problems // 4), problems
-            for part in weighted_minibatches(batch, share, 1, Key.from_seed(0), "token-mean", None):
-                reference = cluster.stored(part)
+            for part in minibatches(batch, -(-problems // 4) * n, shuffle=Key.from_seed(0)):
+                reference = cluster.stored(aggregate(part))
                 ray.get([one.read.remote(True, reference) for one in actors])
                 del part, reference
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

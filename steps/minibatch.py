@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import TypeVar
 
 import torch
@@ -37,29 +40,36 @@ def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable
 
 
 def minibatches(
-    batch: Batch, rows: int, *, epochs: int = 1, shuffle: Key | None = None, together: str | None = None
-) -> list[Batch]:
-    """Returns the update batches of several passes over a batch.
+    batch: Batch, rows: int | Fraction, *, epochs: int = 1, shuffle: Key | None = None, together: str | None = None
+) -> Iterator[Batch]:
+    """Yields the update batches of several passes over a batch.
 
     Args:
         batch: the batch to split.
-        rows: the number of rows that an update batch may have.
+        rows: the number of rows of an update batch; the last one of a pass has the rest. With a fraction, the number
+            differs by at most one, as for an update of 4 of 6 prompts that have 10 rows together:
+            ``Fraction(10 * 4, 6)``.
         epochs: the number of passes.
         shuffle: a key that orders the rows differently in every pass; None keeps their order.
-        together: a per-row field of integers; rows with the same value stay in one update batch. Pass
-            ``loss.together``.
+        together: a per-row field of integers; rows with the same value stay in one update batch, and ``rows`` is an
+            upper limit. Pass ``loss.together``.
 
     Raises:
-        ValueError: a group has more than ``rows`` rows, or the batch lacks the field.
+        ValueError: a group has more than ``rows`` rows, the batch lacks the field, or an update batch has no row.
 
     Example:
         >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]
         [2, 1, 2, 1]
     """
-    batches: list[Batch] = []
+    total, count = len(batch), math.ceil(Fraction(len(batch)) / rows)
+    bounds = [min(total, math.ceil(rows * i)) for i in range(count + 1)]
+    if any(start >= end for start, end in itertools.pairwise(bounds)):
+        raise ValueError(f"{total} rows cannot make {count} minibatches; raise algorithm.ppo_mini_batch_size")
     for epoch in range(epochs):
-        order = torch.arange(len(batch))
+        order = torch.arange(total)
         if shuffle is not None:
-            order = torch.randperm(len(batch), generator=shuffle.fold_in(epoch).generator())
-        batches.extend(split_by_count(batch.take(order), rows, together))
-    return batches
+            order = torch.randperm(total, generator=shuffle.fold_in(epoch).generator())
+        if together is not None:
+            yield from split_by_count(batch.take(order), int(rows), together)
+        else:
+            yield from (batch.take(order[start:end]) for start, end in itertools.pairwise(bounds))

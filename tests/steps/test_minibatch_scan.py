@@ -1,5 +1,9 @@
 """Minibatches of an epoch are a partition of the batch; scan is a fold that keeps what it emits."""
 
+import itertools
+import math
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +64,7 @@ def test_the_first_epochs_do_not_depend_on_how_many_follow():
 def test_groups_stay_in_one_minibatch(seed, groups):
     rows = max(groups.count(g) for g in groups)
     shuffle = None if seed is None else Key.from_seed(seed)
-    parts = minibatches(numbered(len(groups), pair=groups), rows, shuffle=shuffle, together="pair")
+    parts = [*minibatches(numbered(len(groups), pair=groups), rows, shuffle=shuffle, together="pair")]
     assert sorted(i for part in parts for i in part["row"].tolist()) == list(range(len(groups)))
     assert sum(len(set(part["pair"].tolist())) for part in parts) == len(set(groups))
     assert all(len(part) <= rows for part in parts)
@@ -69,8 +73,25 @@ def test_groups_stay_in_one_minibatch(seed, groups):
 def test_the_batch_passed_in_is_unchanged():
     batch = numbered(6)
     before = tree.digest(batch)
-    minibatches(batch, 2, epochs=2, shuffle=Key.from_seed(0))
+    list(minibatches(batch, 2, epochs=2, shuffle=Key.from_seed(0)))
     assert tree.digest(batch) == before
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
+@MODEST
+def test_a_share_of_prompts_is_that_share_of_the_rows(count, size, prompts):
+    rows, updates = Fraction(count * min(size, prompts), prompts), math.ceil(prompts / min(size, prompts))
+    if rows < 1:
+        with pytest.raises(ValueError, match="rows cannot make"):
+            list(minibatches(numbered(count), rows))
+        return
+    try:
+        parts = [part["row"].tolist() for part in minibatches(numbered(count), rows)]
+    except ValueError:
+        assert math.ceil(rows * (updates - 1)) >= count
+        return
+    assert [*itertools.chain(*parts)] == list(range(count)) and len(parts) == updates
+    assert all(abs(len(part) - rows) <= 1 for part in parts[:-1]) and 0 < len(parts[-1]) <= rows + 1
 
 
 @given(st.lists(st.integers(-9, 9)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from verl_fn.backends.protocol import Ref, TrainBackend
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
@@ -27,7 +26,7 @@ from verl_fn.state import (
     pack,
     requests_for,
 )
-from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, scan
+from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, minibatches, scan
 from verl_fn.steps.aggregate import last_of_rows
 
 from .policy import Selection, aggregation
@@ -293,16 +292,14 @@ def selecting(
 def update_batches(
     w: Workers, batch: Batch, problems: int, options: PolicyOptimization, key: Key, loss: Loss
 ) -> Iterator[Batch]:
-    """Yields the minibatches of a batch that answers so many problems, over all epochs, with the loss's weights."""
-    return weighted_minibatches(
-        batch,
-        (min(options.ppo_mini_batch_size, problems), problems),
-        options.ppo_epochs,
-        key if options.shuffle else None,
-        aggregation(options),
-        loss_scale(options, w),
-        "row" in loss.levels,
-    )
+    """Yields the minibatches of a batch that answers so many problems, over all epochs, with the loss's weights.
+
+    Problems may have different numbers of rows, so a minibatch has its share of the rows.
+    """
+    rows = Fraction(len(batch) * min(options.ppo_mini_batch_size, problems), problems)
+    for part in minibatches(batch, rows, epochs=options.ppo_epochs, shuffle=key if options.shuffle else None):
+        part = weighted(part, options, w)
+        yield aggregate_rows(part) if "row" in loss.levels else part
 
 
 def loss_scale(options: Aggregation, w: Workers) -> float:
@@ -313,47 +310,6 @@ def loss_scale(options: Aggregation, w: Workers) -> float:
 def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
     """Writes ``loss_weight`` into a whole update batch, as the options ask for."""
     return aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
-
-
-def weighted_minibatches(
-    batch: Batch,
-    share: tuple[int, int],
-    epochs: int,
-    key: Key | None,
-    mode: str | Callable[[Batch], Tensor],
-    scale: float | None,
-    rows_too: bool = False,
-) -> Iterator[Batch]:
-    """Splits a batch into minibatches, and yields each with its ``loss_weight``.
-
-    Args:
-        share: problems in a minibatch, and problems of the batch. Problems may have different numbers of rows, so
-            a minibatch has that share of the rows, and the last one the rest.
-        epochs: passes over the batch.
-        key: for another order of rows in every pass; None keeps the order.
-        mode: how ``loss_weight`` averages, and ``scale`` its constant, as for ``aggregate``.
-        rows_too: also write ``row_weight``, for the mean over rows.
-
-    Raises:
-        ValueError: there are fewer rows than minibatches.
-
-    Example:
-        >>> batch = Batch.from_rows([[1], [2], [3]], {"response_mask": [[1.0]] * 3})
-        >>> [len(part) for part in weighted_minibatches(batch, (2, 3), 1, None, "token-mean", None)]
-        [2, 1]
-    """
-    rows, (size, problems) = len(batch), share
-    count = -(-problems // size)
-    bounds = [min(rows, -(-rows * size * i // problems)) for i in range(count + 1)]
-    if any(start >= end for start, end in itertools.pairwise(bounds)):
-        raise ValueError(f"{rows} rows cannot make {count} minibatches; raise algorithm.ppo_mini_batch_size")
-    for epoch in range(epochs):
-        order = torch.arange(rows)
-        if key is not None:
-            order = torch.randperm(rows, generator=key.fold_in(epoch).generator())
-        for start, end in itertools.pairwise(bounds):
-            part = aggregate(batch.take(order[start:end]), mode, loss_scale_factor=scale)
-            yield aggregate_rows(part) if rows_too else part
 
 
 ROLE = "reward_model"
