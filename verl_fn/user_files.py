@@ -50,13 +50,13 @@ def place_of(error: BaseException, caller: str) -> str:
 
     Args:
         error: was raised, or is about the syntax of a file.
-        caller: the file that ran the user's code.
+        caller: the file that ran the user's code, or the folder of the files.
     """
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
         return f" (at {error.filename}:{error.lineno})"
-    others = (caller, __file__, importlib.__file__, "")
-    files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in others]
-    frames = [frame for frame in files if not frame.filename.startswith("<")]
+    others = (caller, __file__, importlib.__file__, "<")
+    files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename]
+    frames = [frame for frame in files if not frame.filename.startswith(others)]
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 

@@ -255,21 +255,6 @@ def writes_lines(info):
     return 1
 
 
-def writes_a_result(info):
-    _write_everywhere(b'[0, [Infinity, null, "x", {}]]\n')
-    return 1
-
-
-def writes_deep_json(info):
-    _write_everywhere(b"[" * 100_000 + b"\n")
-    return 1
-
-
-def writes_beginnings(info):
-    while True:
-        _write_everywhere(b"[0, null]\n")
-
-
 def writes_without_end(info):
     while True:
         _write_everywhere(b"x" * 2**16)

@@ -19,10 +19,10 @@ import torch
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards import worker
+from verl_fn.pool.scoring import outcome_of
+from verl_fn.pool.worker import Failed
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError
-from verl_fn.rewards.worker import judged
 
 MINE = Path(__file__).with_name("user_rewards.py")
 
@@ -312,8 +312,8 @@ def test_an_async_function_is_not_begun_for_all_of_many_rows_at_once(here):
     ],
 )
 def test_scores_may_be_any_kind_of_number(score):
-    assert judged(score) == (0.5, None, None, {})
-    assert judged({"score": score, "acc": np.bool_(True), "half": score}) == (0.5, 1.0, None, {"half": 0.5})
+    assert outcome_of(score) == (0.5, None, None, {})
+    assert outcome_of({"score": score, "acc": np.bool_(True), "half": score}) == (0.5, 1.0, None, {"half": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,9 @@ def test_scores_may_be_any_kind_of_number(score):
     ],
 )
 def test_results_that_are_no_scores_are_refused(value, message):
-    assert judged(value).startswith(message)
+    with pytest.raises(Failed) as error:
+        outcome_of(value)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "{'points': 1}"])
@@ -386,7 +388,7 @@ def test_a_worker_that_was_killed_between_batches_is_replaced(here):
     functions = RewardFunctions(["mine.py:process"])
     pid = int(functions(answers("a"))[0]["pid"])
     os.kill(pid, 9)
-    while functions._pool.child(0).is_ready():
+    while functions._pool.process(0).is_ready():
         time.sleep(0.01)
     assert functions(answers("a"))[0]["pid"] != pid
 
@@ -416,7 +418,7 @@ def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(warm, here, na
 
 
 def test_the_worker_does_not_import_torch():
-    code = f"import runpy, sys; runpy.run_path({worker.__file__!r}); print('torch' in sys.modules)"
+    code = "import sys, verl_fn.pool.scoring; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from verl_fn.errors import UserError
-from verl_fn.rewards.child import (
-    START_SECONDS,
-    Child,
-    GarbledError,
-    Pool,
-    Work,
-    environment,
-    garbled,
-    one_line,
-    parsed,
-)
+from verl_fn.pool.playing import GROUPS, PROBLEMS
+from verl_fn.pool.processes import Pool, Work
 from verl_fn.state import EndReason
 
 from .calls import HERMES
-from .worker import CLOSES, GROUPS, PROBLEMS
 
 OLDEST = (3, 11)
 INTERPRETER_SECONDS = 60.0
-OF_INTERPRETER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX")
-"""Variables that describe the trainer's interpreter, and would lead another one to the trainer's packages."""
 
 
 class EnvError(UserError, RuntimeError):
@@ -78,23 +63,6 @@ def check_interpreter(python: str) -> None:
         )
 
 
-def variables_of_its_own(variables: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Returns environment variables without the trainer's interpreter's own.
-
-    Args:
-        variables: all variables of the processes.
-        names: variables that the user names; they are kept.
-
-    Example:
-        >>> variables_of_its_own({"HOME": "/h", "PYTHONPATH": "/a", "VIRTUAL_ENV": "/b"}, ["PYTHONPATH"])
-        {'HOME': '/h', 'PYTHONPATH': '/a'}
-    """
-    return {name: value for name, value in variables.items() if name in names or name not in OF_INTERPRETER}
-
-
-SCRIPT = Path(__file__).with_name("worker.py")
-
-
 @attrs.frozen
 class Job:
     """A call of an environment.
@@ -114,11 +82,6 @@ class Job:
     group: int = 0
 
     @property
-    def calls(self) -> int:
-        """Returns how many calls a process makes that has none of the conversation's instances."""
-        return len(self.replies) + 1
-
-    @property
     def message(self) -> list[Any]:
         """Returns what the process gets."""
         return ["answer", self.number, self.seed, self.problem, self.replies]
@@ -135,11 +98,6 @@ class Scoring:
 
     seed: int
     jobs: tuple[Job, ...]
-
-    @property
-    def calls(self) -> int:
-        """Returns how many calls a process makes that has none of the conversations' instances."""
-        return sum(job.calls for job in self.jobs) + 1
 
     @property
     def message(self) -> list[Any]:
@@ -205,7 +163,7 @@ class EnvProcesses:
         timeout: seconds that one call may take.
         num_workers: processes that share the conversations.
         folder: the folder that modules and files are looked up from, by default the current one.
-        variables: environment variables that the processes get besides ``child.ENVIRONMENT``.
+        variables: environment variables that the processes get besides ``pool.processes.ENVIRONMENT``.
         python: the interpreter of the processes; empty for this one. Another one needs no packages.
         arguments: keyword arguments of the class, as values of JSON.
         calls: the format in which the model calls tools, as ``call_format`` returns it; empty if it is not known.
@@ -233,18 +191,26 @@ class EnvProcesses:
     ) -> None:
         self.calls = calls
         self.name, self._timeout = name, timeout
-        self._folder = str(Path(folder or ".").resolve())
-        allowed = environment(variables, "env.variables", EnvError)
         if python:
             check_interpreter(python)
-            allowed = variables_of_its_own(allowed, variables)
         try:
             json.dumps(arguments)
         except (TypeError, ValueError) as error:
             raise EnvError(f"env.arguments cannot be JSON ({error}); write dates and times as strings") from error
-        start = functools.partial(Child, str(SCRIPT), self._folder, allowed, python or sys.executable)
-        greeting = [self._folder, self.name, dict(arguments or {}), self.calls]
-        self._pool, self._num_workers = Pool(num_workers, start, greeting, "env.name", EnvError), num_workers
+        self._pool, self._num_workers = (
+            Pool(
+                "verl_fn.pool.playing",
+                [name, dict(arguments or {}), calls],
+                count=num_workers,
+                folder=folder,
+                key="env.name",
+                variables=variables,
+                variables_key="env.variables",
+                python=python,
+                error=EnvError,
+            ),
+            num_workers,
+        )
         self.cancelled = self._pool.cancelled
         # Starting the first process here lets a wrong name end the run before anything is sampled.
         self.scores_groups = self._pool.start([0]) == [GROUPS]
@@ -258,8 +224,24 @@ class EnvProcesses:
             process = (one.group if self.scores_groups else one.number) % self._num_workers
             shares.setdefault(process, []).append(place)
         results: dict[int, Result] = {}
-        self._pool.run({i: deque([_Share(places, jobs, results, self._timeout)]) for i, places in shares.items()})
+        self._pool.run({i: deque([self._work(jobs, places, results)]) for i, places in shares.items()})
         return [results[place] for place in range(len(jobs))]
+
+    def _work(self, jobs: Sequence[Call], places: Sequence[int], results: dict[int, Result]) -> Work:
+        """Returns the work of one process: the jobs at some places, whose results it writes."""
+
+        def message(places: list[int]) -> Any:
+            first = not any(isinstance(job := jobs[place], Scoring) or job.replies for place in places)
+            return [first, [[place, *jobs[place].message] for place in places]]
+
+        def end(place: int, outcome: Any) -> None:
+            results[place] = _result(outcome)
+
+        def fail(suspects: list[int], problem: str) -> None:
+            late = f"took longer than env.timeout ({self._timeout:g} s)"
+            results[suspects[0]] = Failure("env_crashed" if problem else "env_timed_out", problem or late)
+
+        return Work(places, self._timeout, message, end, fail)
 
     def problems(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the problems that the environment brings, each with ``train`` or ``held_out``.
@@ -267,97 +249,27 @@ class EnvProcesses:
         Raises:
             EnvError: they cannot be read.
         """
-        child = self._pool.child(0)
+        doing = f"reading the problems of {self.name}"
         try:
-            child.send(PROBLEMS, START_SECONDS)
-            while True:
-                for line in child.lines(START_SECONDS):
-                    match parsed(line):
-                        case []:
-                            return
-                        case [("train" | "held_out") as part, dict(row)]:
-                            yield part, row
-                        case str(problem) | [_, str(problem)]:
-                            raise EnvError(f"reading the problems of {self.name}: {one_line(problem)}")
-                        case _:
-                            raise GarbledError(garbled(line))
-        except TimeoutError:
-            raise EnvError(f"reading the problems of {self.name} took longer than {START_SECONDS:g} s") from None
-        except (EOFError, OSError):
-            raise EnvError(f"reading the problems of {self.name} {child.death()}") from None
-        except GarbledError as error:
-            raise EnvError(f"reading the problems of {self.name}: the environment {error}") from None
+            for answer in self._pool.ask(0, PROBLEMS, doing, f"{doing}:"):
+                if not answer:
+                    return
+                part, row = answer
+                yield part, row
         finally:
             # Lines that were not read would be taken for results of the next call.
             self._pool.stop()
 
 
-class _Share(Work):
-    """The jobs of one process."""
-
-    def __init__(
-        self, places: Sequence[int], jobs: Sequence[Call], results: dict[int, Result], timeout: float
-    ) -> None:
-        super().__init__(places, timeout)
-        self._jobs, self._results = jobs, results
-        self._sent: list[int] = []
-        self._late = f"took longer than env.timeout ({timeout:g} s)"
-
-    def message(self) -> Any:
-        self._sent = list(self.open)
-        first = all(self._jobs[place].calls == 1 for place in self._sent)
-        return [first, [self._jobs[place].message for place in self._sent]]
-
-    def report(self, line: bytes) -> None:
-        at, result = _report(line)
-        if (at, result) == (CLOSES, None):
-            self.extend()
-            return
-        place = self._sent[at] if 0 <= at < len(self._sent) else -1
-        # A job that began for ever would extend the time limit for ever.
-        if place not in self.open or not _fits(result, self._jobs[place], self.open[place]):
-            raise GarbledError(garbled(line))
-        self.extend()
-        if result is None:
-            self.open[place] += 1
-        else:
-            self._results[place] = result
-            del self.open[place]
-
-    def failed(self, problem: str) -> None:
-        for place in self.suspects()[:1]:
-            self._results[place] = Failure("env_crashed" if problem else "env_timed_out", problem or self._late)
-            del self.open[place]
-
-
-def _fits(result: Result | None, job: Call, begun: int) -> bool:
-    """Returns whether a process may report this about a job, of which it has begun so many calls."""
-    if result is None:
-        return begun < job.calls
-    if isinstance(result, Scores):
-        return isinstance(job, Scoring) and len(result.ends) == len(job.jobs)
-    return isinstance(result, Failure) or isinstance(job, Job)
-
-
-def _report(line: bytes) -> tuple[int, Result | None]:
-    match parsed(line):
-        case str(problem):
-            raise GarbledError(one_line(problem))
-        case [int(at), None]:
-            return at, None
-        case [int(at), str(problem)]:
-            return at, Failure("env_crashed", one_line(problem))
-        case [int(at), [float(reward), float(acc)]]:
-            return at, End(reward, acc)
-        case [int(at), {"rewards": [*rewards], "acc": [*accs]}] if len(rewards) == len(accs) and all(
-            isinstance(number, float) for number in (*rewards, *accs)
-        ):
-            return at, Scores(tuple(map(End, rewards, accs)))
-        case [int(at), [{"role": str(), "content": str()}, *_] as messages]:
-            return at, tuple(messages)
-        case [
-            int(at),
-            {"messages": [{"role": str(), "content": str()}, *_] as messages, "tools": [dict(), *_] as tools},
-        ]:
-            return at, Opening(tuple(messages), tuple(tools))
-    raise GarbledError(garbled(line))
+def _result(outcome: Any) -> Result:
+    """Returns the result of a job that has ended; ``pool.playing`` says what the process sends."""
+    match outcome:
+        case {"end": [reward, acc]}:
+            return End(reward, acc)
+        case {"ends": ends}:
+            return Scores(tuple(End(*end) for end in ends))
+        case {"messages": messages, "tools": tools}:
+            return Opening(tuple(messages), tuple(tools))
+        case {"messages": messages}:
+            return tuple(messages)
+    return Failure("env_crashed", str(outcome))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections import deque
@@ -10,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_fn.rewards import worker as worker_script
-from verl_fn.rewards.child import Child, GarbledError, Pool, Work, environment, garbled, one_line, parsed
+from verl_fn.pool.processes import Pool, Work
+from verl_fn.pool.scoring import Judged, Row, late
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
-from verl_fn.rewards.worker import KINDS, Judged, Outcome, Row, late
 
 GRACE_SECONDS = 1.0
 
@@ -41,7 +39,7 @@ class RewardFunctions:
         timeout: seconds that one call may take.
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
-        env: environment variables that the functions get besides ``child.ENVIRONMENT``.
+        env: environment variables that the functions get besides ``pool.processes.ENVIRONMENT``.
         arguments: further keyword arguments, values of JSON; each function gets the ones that it has parameters for.
 
     Raises:
@@ -62,15 +60,18 @@ class RewardFunctions:
         self._functions, self._names = tuple(functions), _names(functions)
         self._weights = tuple(weights) or (1.0,) * len(functions)
         self._timeout, self._num_workers = timeout, num_workers
-        place = str(Path(folder or ".").resolve())
-        start = functools.partial(Child, worker_script.__file__, place, environment(env))
-        greeting = [place, list(functions), timeout, dict(arguments or {})]
-        self._pool = Pool(num_workers, start, greeting, "reward.functions", RewardError)
+        self._pool = Pool(
+            "verl_fn.pool.scoring",
+            [list(functions), timeout, dict(arguments or {})],
+            count=num_workers,
+            folder=folder,
+            key="reward.functions",
+            variables=env,
+            variables_key="reward.env",
+            error=RewardError,
+        )
         # Starting the first process here lets a wrong name end the run before anything is sampled.
         (self._kinds,) = self._pool.start([0])
-        if not isinstance(self._kinds, list) or not all(kind in KINDS for kind in self._kinds):
-            self._pool.stop()
-            raise RewardError(f"importing reward.functions {garbled(json.dumps(self._kinds).encode())}")
 
     def __call__(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Returns ``score``, ``pred`` and metrics of each answer, and ``acc`` if a function returns it.
@@ -82,20 +83,52 @@ class RewardFunctions:
         """
         rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
+        sent = list(zip(rows, seeds, strict=True))
         results: list[list[Judged]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
         queues: dict[int, deque[Work]] = {}
-        for number, (name, kind) in enumerate(zip(self._functions, self._kinds, strict=True)):
+        for function, kind in enumerate(self._kinds):
             shares = min(1 if kind == "batched" else self._num_workers, len(rows))
             for share in range(shares):
-                own = range(share, len(rows), shares)
-                sent = [[rows[i], seeds[i]] for i in own]
-                own_answers = [answers[i] for i in own]
-                call = _Call(number, name, kind, sent, own_answers, own, results[number], self._timeout)
-                queues.setdefault((share + number) % self._num_workers, deque()).append(call)
+                process = (share + function) % self._num_workers
+                part = slice(share, None, shares)
+                work = self._work(function, sent[part], answers[part], results[function], part)
+                queues.setdefault(process, deque()).append(work)
         self._pool.run(queues)
-        for function, judged in zip(self._functions, results, strict=True):
-            _check_kinds(function, judged, answers)
+        for name, judged in zip(self._functions, results, strict=True):
+            _check_kinds(name, judged, answers)
         return [self._combined(a, [by_function[i] for by_function in results]) for i, a in enumerate(answers)]
+
+    def _work(
+        self,
+        function: int,
+        rows: Sequence[tuple[Row, int]],
+        answers: Sequence[Answer],
+        results: list[Judged],
+        part: slice,
+    ) -> Work:
+        """Returns the work of one process: one function for some rows, whose results are a part of all results."""
+        kind, places = self._kinds[function], range(len(results))[part]
+
+        def failure(rows: Sequence[int], problem: str) -> RewardError:
+            judged = describe(answers[rows[0]])
+            if kind == "batched" and len(answers) > 1:
+                judged = f"a batch of {len(answers)} with {judged}"
+            elif len(rows) > 1:
+                judged += f" (or one of {len(rows) - 1} others that had begun)"
+            return RewardError(f"the reward function {self._functions[function]} {problem}, judging {judged}")
+
+        def end(row: int, outcome: Any) -> None:
+            if isinstance(outcome, str):
+                raise failure([row], outcome)
+            results[places[row]] = outcome
+
+        def fail(suspects: list[int], problem: str) -> None:
+            raise failure(suspects, problem or late(self._timeout) + " and let no other coroutine run" * is_async)
+
+        is_async = kind == "async"
+        # A worker itself reports a late coroutine. The grace period is for one that blocks the worker's event loop.
+        seconds = self._timeout + GRACE_SECONDS * is_async
+        return Work(range(len(answers)), seconds, lambda _: [function, list(rows)], end, fail)
 
     def _combined(self, answer: Answer, results: Sequence[Judged]) -> dict[str, Any]:
         """Combines what the functions returned for an answer; each function's metrics carry its name."""
@@ -111,67 +144,6 @@ class RewardFunctions:
                 combined[f"{prefix}score"] = own_score
             combined |= {f"{prefix}{key}": value for key, value in metrics.items() if not isinstance(value, str)}
         return combined
-
-
-class _Call(Work):
-    """Rows that one process judges by one function.
-
-    Args:
-        function: the function's number.
-        name: the function, for errors.
-        kind: of the function.
-        message: what the process gets for each row.
-        answers: the rows' answers.
-        rows: the rows' places in ``results``.
-        results: gets what the function returned.
-        timeout: seconds that a row may take.
-    """
-
-    def __init__(
-        self,
-        function: int,
-        name: str,
-        kind: str,
-        message: Sequence[Any],
-        answers: Sequence[Answer],
-        rows: Sequence[int],
-        results: list[Judged],
-        timeout: float,
-    ) -> None:
-        # A worker itself reports a late coroutine. The grace period is for one that blocks the worker's event loop.
-        super().__init__(range(len(answers)), timeout + GRACE_SECONDS * (kind == "async"))
-        self._late = late(timeout) + " and let no other coroutine run" * (kind == "async")
-        self._function, self._name, self._kind, self._message = function, name, kind, message
-        self._answers, self._rows, self._results = answers, rows, results
-
-    def message(self) -> Any:
-        return [self._function, self._message]
-
-    def report(self, line: bytes) -> None:
-        row, outcome = report_of(line)
-        if isinstance(outcome, str):
-            raise self._failure(outcome, row)
-        # A row that began for ever would extend the time limit for ever.
-        if row is None or row not in self.open or (outcome is None and self.open[row]):
-            raise GarbledError(garbled(line))
-        self.extend()
-        if outcome is None:
-            self.open[row] = 1
-        else:
-            self._results[self._rows[row]] = outcome
-            del self.open[row]
-
-    def failed(self, problem: str) -> None:
-        raise self._failure(problem or self._late)
-
-    def _failure(self, problem: str, row: int | None = None) -> RewardError:
-        suspects = self.suspects() if row is None or row >= len(self._answers) else [row]
-        judged = describe(self._answers[suspects[0]])
-        if self._kind == "batched" and len(self._answers) > 1:
-            judged = f"a batch of {len(self._answers)} with {judged}"
-        elif len(suspects) > 1:
-            judged += f" (or one of {len(suspects) - 1} others that had begun)"
-        return RewardError(f"the reward function {self._name} {problem}, judging {judged}")
 
 
 def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answer]) -> None:
@@ -225,25 +197,3 @@ def _names(functions: Sequence[str]) -> list[str]:
         length = next(n for n in range(1, len(path) + 1) if sum(path[-n:] == other[-n:] for other in paths) == 1)
         names.append(".".join(path[-length:]))
     return names
-
-
-def report_of(line: bytes) -> tuple[int | None, Outcome | None]:
-    """Returns the place of a row, with None if it has begun, otherwise with its outcome.
-
-    A string in place of None stands for a failure of the whole call.
-
-    Raises:
-        GarbledError: the line is no report.
-    """
-    match parsed(line):
-        case str(problem):
-            return None, one_line(problem)
-        case [int(row), None]:
-            return row, None
-        case [int(row), str(problem)]:
-            return row, one_line(problem)
-        case [int(row), [float(score), float() | None as acc, str() | None as pred, dict(metrics)]] if all(
-            isinstance(value, float | str) for value in metrics.values()
-        ):
-            return row, (score, acc, pred, metrics)
-    raise GarbledError(garbled(line))

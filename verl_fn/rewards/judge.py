@@ -23,8 +23,8 @@ import attrs
 import httpx
 
 from verl_fn.data.tasks import text_of
+from verl_fn.pool.worker import LARGEST, short
 from verl_fn.rewards.reward import Answer, RewardError, describe
-from verl_fn.rewards.worker import LARGEST, short
 
 # Later, or elsewhere, the same request may succeed.
 TEMPORARY = frozenset({408, 409, 425, 429, *range(500, 600)})

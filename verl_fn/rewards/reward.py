@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
-from verl_fn.rewards.worker import LARGEST, short
+from verl_fn.pool.worker import LARGEST, short
 from verl_fn.state import Batch, conversations
 from verl_fn.steps.aggregate import last_of_rows
 

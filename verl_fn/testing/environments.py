@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from verl_fn.environments import worker
-from verl_fn.rewards.worker import seed_numbers
+from verl_fn.pool import playing
+from verl_fn.pool.worker import attempt, seed_numbers
 
 from .violation import require
 
@@ -106,7 +106,7 @@ class _Conversation:
 
     @property
     def ended(self) -> bool:
-        return bool(self.answers) and worker.is_end(self.answers[-1])
+        return bool(self.answers) and playing.is_end(self.answers[-1])
 
     def advance(self, replies: Sequence[str]) -> None:
         """Makes the next call: ``reset``, or ``step`` with the next reply."""
@@ -116,11 +116,11 @@ class _Conversation:
 
         def call() -> Any:
             if turn:
-                return worker.checked(self.instance.step(replies[turn - 1]))
+                return playing.checked(self.instance.step(replies[turn - 1]))
             self.instance = self.make()
-            return worker.opening(self.instance, given)
+            return playing.opening(self.instance, given)
 
-        answer = worker.attempt(call)
+        answer = attempt(call)
         said = f"reply {turn}, {replies[turn - 1]!r}," if turn else "reset"
         require(not isinstance(answer, str), self.law, f"problem {self.number}: {said} {answer}", self.cause)
         changed = turn == 0 and vars(given) != self.row
@@ -141,7 +141,7 @@ def _play(
     for _ in range(len(replies) + 1):
         if not one.ended:
             one.advance(replies)
-    worker.close(one.instance)
+    playing.close(one.instance)
     return one.answers, one.instance
 
 
@@ -154,7 +154,7 @@ def _interleaved(make: Callable[[], Any], rows: Sequence[dict[str, Any]], replie
             if not one.ended:
                 one.advance(replies)
     for one in (*every, *others):
-        worker.close(one.instance)
+        playing.close(one.instance)
     return [one.answers for one in every]
 
 
@@ -172,7 +172,7 @@ def _same(law: str, number: int, replies: Sequence[str], expected: Any, found: A
 def _check_group(
     environment: Any, make: Callable[[], Any], rows: Sequence[dict[str, Any]], replies: Sequence[str]
 ) -> None:
-    score_group = worker.group_scorer(environment)
+    score_group = playing.group_scorer(environment)
     if score_group is None:
         return
     results = []
@@ -183,16 +183,16 @@ def _check_group(
                 one.advance(replies)
         ended = [one.instance for one in group if one.ended]
         seed_numbers(0, 0)
-        outcome = worker.attempt(partial(_scores, score_group, ended))
+        outcome = attempt(partial(_scores, score_group, ended))
         require(not isinstance(outcome, str), "Group", f"score_group {outcome}", "it takes a list of instances")
         results.append(outcome)
         for one in group:
-            worker.close(one.instance)
+            playing.close(one.instance)
     require(results[0] == results[1], "Group", f"scores {results[1]} came after {results[0]}", _SHARED)
 
 
 def _scores(score_group: Callable[[list[Any]], Any], ended: list[Any]) -> dict[str, Any]:
-    return worker.scores(score_group(ended), len(ended)) if ended else {}
+    return playing.scores(score_group(ended), len(ended)) if ended else {}
 
 
 @contextlib.contextmanager
