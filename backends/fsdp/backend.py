@@ -241,7 +241,7 @@ class Fsdp(Base):
             grads, grads_copies = donated(grads, "apply_update")
             copies = state_copies + grads_copies
 
-        def reduce(total: Tensor) -> Tensor:
+        def reduce(total: Tensor, name: str = "") -> Tensor:
             dist.all_reduce(total, group=self.layout.shard_group)
             return total
 

@@ -215,6 +215,8 @@ class Megatron(Base):
 
         with self._holding(state.params) as model, model.routing() as routing:
             model.zero_gradients()
+            if model.built.adds_losses:
+                self._weigh_losses_of_routers(model, share)
             self._run(model, share, wanted, finish, forward_only=False, routing=routing)
             agree_on_batch(self.layout, batch)
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
@@ -224,18 +226,23 @@ class Megatron(Base):
 
     @one_at_a_time
     def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
-        def total(t: Tensor) -> Tensor:
+        def total(t: Tensor, name: str = "") -> Tensor:
             dist.all_reduce(t)
             return t
 
         optimizer = self._built().optimizer
         return apply_update(optimizer, state, grads, donate_inputs=donate, reduce=self._reduce, total=total)
 
-    def _reduce(self, t: Tensor) -> Tensor:
+    def _reduce(self, t: Tensor, name: str = "") -> Tensor:
         """Adds a sum over the elements of one parameter over the ranks that own others of it."""
-        if self.layout.sizes.ep > 1:
-            raise LayoutError("update.reduce is not known with ep above 1, since ranks hold different experts")
-        dist.all_reduce(t, group=self.layout.groups.tp_dp_cp)
+        pieces, groups = self._built().pieces, self.layout.groups
+        if name not in pieces and self.layout.sizes.ep > 1:
+            raise LayoutError(
+                "update.reduce needs the name of a parameter if ep is above 1, since ranks hold different experts; "
+                "call update.reduce(t, name)"
+            )
+        of_expert = name in pieces and pieces[name].of_expert
+        dist.all_reduce(t, group=groups.expt_dp if of_expert else groups.tp_dp_cp)
         return t
 
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
@@ -315,6 +322,17 @@ class Megatron(Base):
                     for part, table in zip(share.staged, tables, strict=True)
                 ]
             return Share(share.rows, staged, share.own_rows)
+
+    def _weigh_losses_of_routers(self, model: Executor, share: Share[MicroBatch]) -> None:
+        """Makes the losses that routers add means over all tokens that routers see.
+
+        Megatron multiplies the loss of a micro-batch by its tokens, and expects that gradients are divided by all
+        tokens in the end. Here the weights of a batch hold every denominator, so nothing is divided.
+        """
+        tokens = torch.tensor(sum(part.tokens.numel() for part in share.staged), dtype=torch.float64)
+        dist.all_reduce(tokens, group=self.layout.groups.dp_cp)
+        scale = torch.full((1,), 1.0 / float(tokens), device=self.device)
+        model.built.model.config.moe_grad_scale_func = lambda: scale
 
     def _tables(self, lengths: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Returns how many rows and columns the table of each micro-batch has; the same with several stages."""

@@ -8,8 +8,9 @@ parallelism and of all stages, and Megatron-Bridge's mappings make whole tensors
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -124,9 +125,8 @@ class Parts:
 
 
 def _part(layout: Layout, piece: Piece, names: tuple[str, ...]) -> Part:
-    expert = not getattr(piece.param, "allreduce", True)
-    shared = layout.sizes.tp > 1 and not expert and not piece.replicated
-    ep = layout.groups.ep.rank() if expert else 0
+    shared = layout.sizes.tp > 1 and not piece.of_expert and not piece.replicated
+    ep = layout.groups.ep.rank() if piece.of_expert else 0
     shape = tuple(piece.param.shape)
     return Part(layout.groups.pp.rank(), layout.tp_rank if shared else 0, ep, shape, names)
 
@@ -144,7 +144,7 @@ def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) 
         of_rank = [part for part in parts if part.ep == ep]
         shards = [parts[part] for part in of_rank] * (1 if len(of_rank) > 1 else tp)
         names = _names(mapping.hf_param)
-        with _without_exchange(shards):
+        with _without_exchange(_gathering(mapping, module, shards)):
             tensors = mapping.megatron_to_hf(shards[0], module)
         for name, t in tensors.items():
             yield of_rank[0].names[names.index(name)], t
@@ -158,19 +158,49 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
 _EXCHANGE = threading.RLock()
 
 
-@contextlib.contextmanager
-def _without_exchange(shards: list[Tensor]) -> Iterator[None]:
-    """Makes Bridge's mappings use ``shards``, of which they are given the first, instead of asking other ranks."""
-    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+Gather = Callable[[Tensor], list[Tensor]]
 
-    def from_tp(mapping: Any, tensor: Tensor) -> list[Tensor]:
-        if tensor is not shards[0]:
-            raise NotImplementedError(f"{type(mapping).__name__} computes with parameters before it gathers them")
-        return shards
+
+def _gathering(mapping: Any, module: Any, shards: list[Tensor]) -> Gather:
+    """Returns what gathers a tensor of a mapping that is given the first of ``shards``: what ranks would send it.
+
+    Most mappings send the parameter itself; some send parts of it, one after the other.
+    """
+    sent: list[list[Tensor]] = []
+    numbers = itertools.count()
+
+    def gather(t: Tensor) -> list[Tensor]:
+        if t is shards[0]:
+            return shards
+        if not sent:
+            sent.extend(_sent(mapping, module, shard, len(shards)) for shard in shards)
+        number = next(numbers)
+        return [of_rank[number] for of_rank in sent]
+
+    return gather
+
+
+def _sent(mapping: Any, module: Any, shard: Tensor, ranks: int) -> list[Tensor]:
+    """Returns what a mapping that is given this shard sends to the other ranks, in order."""
+    sent: list[Tensor] = []
+
+    def keep(t: Tensor) -> list[Tensor]:
+        sent.append(t)
+        return [t] * ranks
+
+    with _without_exchange(keep):
+        mapping.megatron_to_hf(shard, module)
+    return sent
+
+
+@contextlib.contextmanager
+def _without_exchange(gather: Gather) -> Iterator[None]:
+    """Makes Bridge's mappings call ``gather`` instead of asking other ranks."""
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     given = {
         "broadcast_from_pp_rank": lambda mapping, tensor, cache_key=None: tensor,
-        "gather_from_tp_ranks": from_tp,
+        "gather_from_tp_ranks": lambda mapping, tensor: gather(tensor),
         "gather_from_ep_ranks": lambda mapping, tensor, module, name: {str(name): tensor},
     }
     with _EXCHANGE:

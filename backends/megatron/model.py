@@ -65,6 +65,12 @@ class Built:
         return self.ddp.ddp_config.use_megatron_fsdp
 
     @property
+    def adds_losses(self) -> bool:
+        """Whether routers add losses of their own."""
+        config = self.model.config
+        return config.moe_router_load_balancing_type != "none" or bool(config.moe_z_loss_coeff)
+
+    @property
     def keeps_rows_apart(self) -> bool:
         """Whether every layer of this stage mixes the tokens of a row by attention that takes rows end to end."""
         kinds: tuple[type[nn.Module], ...] = (PackedAttention,)
@@ -279,7 +285,7 @@ def _declare(provider: Any, folder: str | Path) -> None:
         warnings.warn(
             f"{folder}: routers add losses of their own to the gradients (moe_router_load_balancing_type = "
             f"{provider.moe_router_load_balancing_type!r}, moe_z_loss_coeff = {provider.moe_z_loss_coeff}). Megatron "
-            "computes them for each micro-batch, so gradients depend on micro-batches and on the layout, and the "
+            "computes them for each micro-batch, padding included, so gradients depend on micro-batches, and the "
             "metric loss does not have them",
             stacklevel=2,
         )

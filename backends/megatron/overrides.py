@@ -29,9 +29,19 @@ IMPURE = {
     "moe_router_enable_expert_bias": "changes a buffer of the model between calls, which no state holds",
     "moe_router_bias_update_rate": "changes a buffer of the model between calls, which no state holds",
     "moe_input_jitter_eps": "draws random numbers in each pass",
+    "moe_router_force_load_balancing": "draws random experts in each pass",
+    "moe_router_force_biased": "draws random numbers for each layer",
+    "moe_expert_capacity_factor": "drops tokens by what else is in their micro-batch",
 }
 # A loss that a router adds, and the field without which it is not computed.
 ROUTER_LOSS, ROUTER_LOSS_TYPE = "moe_aux_loss_coeff", "moe_router_load_balancing_type"
+# Kinds of load balancing with which megatron-core computes something else than their name says, or no pure function.
+BALANCING = {
+    "seq_aux_loss": "takes rows that lie end to end for one row",
+    "global_aux_loss": "is divided by the number of ranks with rows of their own (NVIDIA/Megatron-LM#3672)",
+    "sinkhorn": "picks a token's experts by what else is in its micro-batch",
+    "quantile_balancing": "changes a buffer of the model between calls, which no state holds",
+}
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({
     "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
@@ -51,7 +61,7 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
     for name in overrides:
         if name in DECIDED:
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
-        if name in IMPURE:
+        if name in IMPURE and overrides[name] not in (None, False):
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; it {IMPURE[name]}")
         if name in OF_FOLDER:
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; config.json decides it")
@@ -66,6 +76,13 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
         if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | bool):
             raise ModelError(
                 f"{folder}: the provider's field {name} is {value!r}; it must be a number, as {default!r}"
+            )
+    kinds = overrides.get(ROUTER_LOSS_TYPE, "none")
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind in BALANCING:
+            raise ModelError(
+                f"{folder}: the provider's field {ROUTER_LOSS_TYPE} is {kind!r}, which {BALANCING[kind]}; set it to "
+                "aux_loss, or leave it out"
             )
     if overrides.get(ROUTER_LOSS) and overrides.get(ROUTER_LOSS_TYPE, "none") == "none":
         raise ModelError(

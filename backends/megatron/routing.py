@@ -56,10 +56,10 @@ class Routers:
             ModelError: its routers pick experts by a function that cannot replay.
         """
         config = model.config
-        if config.moe_router_fusion or config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"):
+        if config.moe_router_fusion:
             raise ModelError(
-                "router_replay needs routers that take the largest logits: leave moe_router_fusion and "
-                "moe_router_load_balancing_type out of override_transformer_config"
+                "router_replay needs routers that ask what to replay: leave moe_router_fusion out of "
+                "override_transformer_config"
             )
         routers = [m for m in model.modules() if getattr(m, "router_replay", None) is not None]
         everywhere = sorted({number for rank in gathered([m.layer_number for m in routers]) for number in rank})

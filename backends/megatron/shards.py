@@ -59,6 +59,11 @@ class Piece:
         return self.param.requires_grad
 
     @property
+    def of_expert(self) -> bool:
+        """Whether ranks of expert parallelism hold different ones, and ranks of tensor parallelism all hold it."""
+        return not getattr(self.param, "allreduce", True)
+
+    @property
     def weight(self) -> Tensor:
         """The elements in the buffer of parameters."""
         return self.param.data.view(-1)[self.start : self.stop]

@@ -8,7 +8,7 @@ library.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import attrs
 import torch
@@ -16,10 +16,21 @@ from torch import Tensor, empty_like
 
 from verl_fn.state import Grads, Metrics, Named, Params, Slots, tree
 
-Reduce: TypeAlias = Callable[[Tensor], Tensor]
+
+class Reduce(Protocol):
+    """Adds a tensor over processes."""
+
+    def __call__(self, t: Tensor, name: str = "") -> Tensor:
+        """Returns the sum.
+
+        Args:
+            t: this process's part of the sum.
+            name: the parameter whose shards are summed over; empty for a sum that belongs to no parameter.
+        """
+        ...
 
 
-def whole(t: Tensor) -> Tensor:
+def whole(t: Tensor, name: str = "") -> Tensor:
     """Returns its argument; it is the reduction if one process holds whole tensors."""
     return t
 
@@ -36,8 +47,9 @@ class Update:
             divisor, to save a pass over the gradients.
         skip: 1.0 if the kernel must change nothing, else 0.0, a scalar tensor.
         position: the number of updates applied before this one, for the schedule.
-        reduce: adds a tensor over the processes that hold the other shards. Gradients and parameters may be shards,
-            which are some rows of a tensor, so a sum over a whole tensor needs it.
+        reduce: adds a tensor over the processes that hold the other shards of the parameter that it is given the
+            name of. Gradients and parameters may be shards, which are some rows of a tensor, so a sum over a whole
+            tensor needs it. Different parameters can lie on different processes, as experts do.
     """
 
     norm: Tensor
@@ -152,7 +164,7 @@ def stateless(fn: Callable[[Grads, Update], tuple[Grads, Update]]) -> Stateless:
 
         >>> from verl_fn.steps import sgd
         >>> def normalized(grads, update):
-        ...     norms = {name: update.reduce(g.square().sum()).sqrt() for name, g in grads.items()}
+        ...     norms = {name: update.reduce(g.square().sum(), name).sqrt() for name, g in grads.items()}
         ...     return Grads({name: g / norms[name] for name, g in grads.items()}), update
         >>> params, grads = Params({"w": torch.zeros(2)}), Grads({"w": torch.tensor([3.0, 4.0])})
         >>> tx = chain(stateless(normalized), sgd(1.0))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from argparse import Namespace
 
 import attrs
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine_on_cpu
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
+from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
@@ -21,8 +23,19 @@ from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shar
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, residency
 from verl_fn.cli import main
-from verl_fn.state import Grads, Params, Sampling, pack, requests_for, snapshot, tree
-from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip, sgd
+from verl_fn.state import Batch, Grads, Params, Sampling, pack, requests_for, snapshot, tree
+from verl_fn.steps import (
+    adamw,
+    aggregate,
+    chain,
+    clip_by_global_norm,
+    cosine,
+    loss,
+    no_decay,
+    ppo_clip,
+    sgd,
+    stateless,
+)
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_states import check_persistence, check_restore
@@ -208,12 +221,12 @@ def replay_refused(folder, dense):
     backend, plain, batch = megatron(folder, {"router_replay": True}), megatron(folder, {}), tiny_batch()
     state, ones = backend.init(KEY), torch.ones(batch.num_tokens, 2, 2, dtype=torch.uint8)
     wrong = [batch, *(batch.with_tokens(routed_experts=t) for t in (ones[:, :1], ones + 9, ones))]
-    sinkhorn = {"router_replay": True, "provider": {"moe_router_load_balancing_type": "sinkhorn"}}
+    fused = {"router_replay": True, "provider": {"moe_router_fusion": True}}
     return [
         *(error_of(lambda b=b: backend.forward_backward(state, b, ppo_clip())) for b in wrong),
         error_of(lambda: plain.forward(state.params, batch, ["routed_experts"])),
         error_of(lambda: megatron(dense, {"router_replay": True}).init(KEY)),
-        error_of(lambda: megatron(folder, sinkhorn).init(KEY)),
+        error_of(lambda: megatron(folder, fused).init(KEY)),
     ]
 
 
@@ -227,7 +240,7 @@ def published(folder, options):
     for spec in source.specs:
         rows = torch.cat([chunk.values for chunk in given if chunk.name == spec.name])
         assert tuple(rows.shape) == spec.shape and torch.equal(rows, wanted[spec.name])
-    one = Local(folder, optimizer()).load_pretrained()
+    one = Local(folder, optimizer(), lora=options.get("lora")).load_pretrained()
     return tree.equal(dict(one.params), {name: t.cpu() for name, t in wanted.items()})
 
 
@@ -350,6 +363,82 @@ def masks(folder, options):
         worst = max(worst, *(float((ours[name] - t).abs().max()) for name, t in new.items()))
     divides = chain(adamw(1e-2, weight_decay_mask=no_decay("q_proj")))
     return worst, error_of(lambda: megatron(folder, options, optimizer=divides).init(KEY))
+
+
+@loss(needs=["logprobs"])
+def nothing(outputs, batch):
+    return 0.0 * outputs.logprobs, {}
+
+
+def losses_of_routers(folder, options, coefficients=(0.1, 0.05)):
+    """The gradient of losses that routers add, beside the gradient of the same losses of transformers' model.
+
+    Rows are equal, so that the losses are the same for each micro-batch of whole rows.
+
+    Returns:
+        The largest error of a parameter's gradient, relative to the largest gradient, and the largest gradient.
+    """
+    added = dict(zip(("moe_aux_loss_coeff", "moe_z_loss_coeff"), coefficients, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = megatron(folder, {**options, "provider": {"moe_router_load_balancing_type": "aux_loss", **added}})
+        state = backend.load_pretrained()
+    backend.max_tokens = 32 // backend.layout.dp
+    rows = torch.randint(8, (8,), generator=KEY.generator()).repeat(4, 1)
+    batch = Batch.from_rows(list(rows), {"response_mask": [[0.0] + [1.0] * 7] * 4})
+    found = dict(backend.named(backend.forward_backward(state, aggregate(batch, "token-mean"), nothing)[0]))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    inputs: list = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(lambda m, args: inputs.append((m.weight, args[0])))
+    model(input_ids=rows)
+    total = torch.zeros(())
+    for weight, hidden in inputs:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.T
+        probs, experts = logits.softmax(-1), logits.shape[-1]
+        share = torch.nn.functional.one_hot(probs.topk(2).indices, experts).sum(1).float().mean(0) / 2
+        total = total + coefficients[0] * experts * (share * probs.mean(0)).sum()
+        total = total + coefficients[1] * logits.logsumexp(-1).square().mean()
+    total.backward()
+    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    scale = max(float(g.norm()) for g in wanted.values())
+    return max(float((found[n] - g).norm()) for n, g in wanted.items()) / scale, scale
+
+
+def norms_by_parameter(folder, options):
+    """An optimizer that divides each gradient by its own norm.
+
+    Returns:
+        The largest relative error of a norm beside the norm of the whole tensors, and the error of a sum without the
+        parameter's name.
+    """
+    norms: dict = {}
+
+    def normalized(grads, update):
+        norms.update({name: update.reduce(g.square().sum(), name).sqrt() for name, g in grads.items()})
+        return Grads({name: g / norms[name] for name, g in grads.items()}), update
+
+    def unnamed(grads, update):
+        update.reduce(torch.ones(()))
+        return grads, update
+
+    backend, batch = megatron(folder, options, optimizer=chain(stateless(normalized), sgd(0.1))), tiny_batch()
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    whole, place, worst = dict(backend.named(grads)), backend._built().canonical.place, 0.0
+    backend.apply_update(state, grads)
+    for leaf, norm in norms.items():
+        of_leaf = [place(hub).of(whole[place(hub).name]) for hub in leaf.split("+")]
+        wanted = float(torch.stack([t.double().square().sum() for t in of_leaf]).sum().sqrt())
+        worst = max(worst, abs(float(norm) - wanted) / max(wanted, 1e-6))
+    backend = megatron(folder, options, optimizer=chain(stateless(unnamed), sgd(0.1)))
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    if options.get("ep", 1) > 1:
+        return worst, error_of(lambda: backend.apply_update(state, grads))
+    backend.apply_update(state, grads)
+    return worst, None
 
 
 def beside_megatrons_optimizer(folder, options):

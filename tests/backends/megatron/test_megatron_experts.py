@@ -6,18 +6,29 @@ from megatron_support import EXPERTS, FP32, MARKS, ROOT, call, check_first_step,
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.routing import Routers
 from verl_fn.data.tasks import TASKS
-from verl_fn.state import Batch
+from verl_fn.state import Batch, tree
+from verl_fn.steps import ppo_clip
+from verl_fn.testing import tiny_batch
 
 pytestmark = MARKS
+LORA = Lora(rank=4, alpha=8.0)
+BOTH = {"tp": 2, "sp": True, "ep": 2}
 
 
 @pytest.fixture
 def two(megatron_ranks):
     return megatron_ranks(2)
+
+
+@pytest.fixture
+def four(megatron_ranks):
+    return megatron_ranks(4)
 
 
 def test_replayed_routes_obey_the_law_of_splits(two, experts):
@@ -28,6 +39,66 @@ def test_replayed_routes_obey_the_law_of_splits(two, experts):
 def test_the_first_steps_with_experts(two, experts, options):
     """A coefficient of a loss of the router, which the config inherits, changes nothing."""
     check_first_step(call(two, "first_step", experts, options, 9)[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BOTH,
+        {**BOTH, "ep": 4, "checkpointing": True},
+        {"tp": 2, "sp": True, "head": "value"},
+        {"pp": 2, "ep": 2},
+        {"cp": 2, "ep": 2},
+        {"ep": 4, "lora": LORA},
+        {**BOTH, "lora": LORA},
+    ],
+    ids=str,
+)
+def test_the_first_steps_of_four_ranks(four, experts, options):
+    """With ``tp=2`` and ``ep=2``, the experts of two ranks lie on ranks that share the matrices of other layers."""
+    check_first_step(call(four, "first_step", experts, options, 9)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [BOTH, {"ep": 2, "lora": LORA}], ids=str)
+def test_laws_on_four_ranks(four, experts, options):
+    call(four, "laws", experts, options, FP32)
+
+
+@pytest.mark.parametrize("options", [{}, BOTH, {"pp": 2, "ep": 2}, {"tp": 2, "sp": True}], ids=str)
+def test_norms_of_parameters_in_an_own_optimizer(four, experts, options):
+    for worst, unnamed in call(four, "norms_by_parameter", experts, options):
+        assert worst <= 1e-6
+        assert unnamed is None if "ep" not in options else "call update.reduce(t, name)" in unnamed
+
+
+@pytest.mark.parametrize("options", [BOTH, {"ep": 2}], ids=str)
+def test_updates_of_four_ranks_are_those_of_megatrons_own_optimizer(four, experts, options):
+    for weight, norm, change in call(four, "beside_megatrons_optimizer", experts, options):
+        assert weight <= 1e-6 and norm <= 1e-6 and change > 1e-3
+
+
+def test_a_norm_without_other_ranks_experts_differs(four, experts):
+    assert call(four, "first_step", experts, BOTH, 9, "NormOfOneRank")[0]["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all parameters", "adapters"])
+def test_states_with_experts_move_between_layouts(four, experts, tmp_path, lora):
+    """One process, ``tp=2`` with ``ep=2``, ``ep=4`` and one process again: parameters and moments, bitwise."""
+    from rank_cases import KEY, optimizer
+
+    one = Local(experts, optimizer(), max_tokens=24, lora=lora)
+    state = one.init(KEY)
+    for _ in range(2):
+        state, _ = one.apply_update(state, one.forward_backward(state, tiny_batch(), ppo_clip())[0])
+    one.save(state, tmp_path / "one")
+    digest, places = tree.digest(dict(state.params)), [tmp_path / name for name in ("one", "two", "three")]
+    for sizes, source, into in zip((BOTH, {"ep": 4}), places, places[1:], strict=False):
+        assert call(four, "moves", experts, {"lora": lora, **sizes}, source, into) == [digest] * 4
+    assert tree.equal(one.restore(places[-1]), state)
+    for file in ("model.safetensors", "train_state.safetensors"):
+        assert (places[-1] / file).read_bytes() == (places[0] / file).read_bytes(), file
+    assert call(four, "published", experts, {"lora": lora, **BOTH}) == [True] * 4
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
@@ -50,6 +121,20 @@ def test_an_auxiliary_loss_differs_from_the_loss_that_was_given(two, experts):
     """The provider's own loss of the router, which a config would set; see ``test_the_first_steps_with_experts``."""
     added = {"provider": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
     assert call(two, "first_step", experts, {"ep": 2, **added}, 9)[0]["gradient"] > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize("coefficients", [(0.1, 0.0), (0.0, 0.05)], ids=["balance", "large logits"])
+def test_losses_of_routers_are_means_over_tokens(two, experts, options, coefficients):
+    """Beside transformers' model: no rank's part of a router's gradient is counted twice, or by its tokens."""
+    for worst, scale in call(two, "losses_of_routers", experts, options, coefficients):
+        assert worst <= 1e-5 and scale > 1e-4
+
+
+@pytest.mark.parametrize("options", [BOTH, {"tp": 2, "sp": True, "cp": 2, "checkpointing": True}], ids=str)
+def test_losses_of_routers_on_four_ranks(four, experts, options):
+    for worst, scale in call(four, "losses_of_routers", experts, options):
+        assert worst <= 1e-5 and scale > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -101,7 +186,7 @@ def test_what_cannot_be_replayed_is_refused(two, experts, folder):
                 "goes to one expert twice",
                 "not ['routed_experts']",
                 "router_replay needs a model with experts",
-                "leave moe_router_fusion and moe_router_load_balancing_type out",
+                "leave moe_router_fusion out",
             ),
             strict=True,
         ):

@@ -40,6 +40,13 @@ def test_updates_are_ours(megatron_ranks, small, settings, options):
         assert change > 1e-3 and copies == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"lora": Lora(rank=4, alpha=8.0)}], ids=str)
+def test_updates_of_experts_on_four_ranks_are_ours(megatron_ranks, small, more):
+    options = {"tp": 2, "sp": True, "ep": 2, **more}
+    for weight, moment, norm, *_, copies in call(megatron_ranks(4), "beside_ours", small(**EXPERTS), options):
+        assert weight <= 1e-6 and moment <= 1e-5 and norm <= 1e-6 and copies == 0
+
+
 def test_updates_of_several_buckets_are_ours(megatron_ranks, small):
     for weight, moment, norm, *_ in call(megatron_ranks(2), "beside_ours", small(), {"tp": 2}, "SeveralBuckets"):
         assert weight <= 1e-6 and moment <= 1e-5 and norm <= 1e-6

@@ -17,6 +17,7 @@ class Provider:
     moe_router_load_balancing_type: str = "aux_loss"
     moe_input_jitter_eps: float | None = None
     moe_router_enable_expert_bias: bool = False
+    moe_expert_capacity_factor: float | None = None
     moe_layer_freq: int = 1
     cp_comm_type: str | None = None
     hidden_size: int = 64
@@ -32,6 +33,7 @@ class Provider:
         {"moe_aux_loss_coeff": 0},
         {"moe_layer_freq": [0, 1]},
         {"cp_comm_type": "a2a"},
+        {"moe_expert_capacity_factor": None},
     ],
     ids=str,
 )
@@ -47,6 +49,12 @@ def test_fields_that_can_be_set(fields):
         ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff does nothing without moe_router_load_balancing_type"),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps cannot be set; it draws random numbers"),
         ({"moe_router_enable_expert_bias": True}, "cannot be set; it changes a buffer of the model between calls"),
+        ({"moe_expert_capacity_factor": 1.0}, "cannot be set; it drops tokens by what else is in their micro-batch"),
+        (
+            {"moe_router_load_balancing_type": "global_aux_loss"},
+            "divided by the number of ranks .* set it to aux_loss",
+        ),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "is 'seq_aux_loss', which takes rows"),
         ({"apply_rope_fusion": "maybe"}, "field apply_rope_fusion is 'maybe'; it must be true or false"),
         ({"apply_rope_fusion": 1}, "field apply_rope_fusion is 1; it must be true or false"),
         ({"moe_aux_loss_coeff": "0.1"}, "field moe_aux_loss_coeff is '0.1'; it must be a number, as 0.0"),
