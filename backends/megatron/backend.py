@@ -220,6 +220,7 @@ class Megatron(Base):
             self._run(model, share, wanted, finish, forward_only=False, routing=routing)
             agree_on_batch(self.layout, batch)
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
+            model.built.complete_gradients(self.layout)
             grads = model.gradients(state.params.trained())
         reported = metrics.merge(*totals) if totals and self.layout.reports else {}
         return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError, read_config, refused
@@ -63,6 +64,20 @@ class Built:
     def fully_sharded(self) -> bool:
         """Whether Megatron-FSDP has the place of DDP."""
         return self.ddp.ddp_config.use_megatron_fsdp
+
+    def complete_gradients(self, layout: Layout) -> None:
+        """Adds up gradients of which each rank of tensor parallelism has a part, where Megatron does not.
+
+        The norm after linear attention is one for all heads, and ranks share the heads. Megatron adds up its
+        gradients only with sequence parallelism (NVIDIA/Megatron-LM#7452).
+        """
+        if layout.sizes.tp == 1 or layout.sizes.sp:
+            return
+        for module in self.model.modules():
+            if hasattr(module, "gated_delta_rule"):
+                for p in module.out_norm.parameters():
+                    if p.requires_grad:
+                        dist.all_reduce(p.main_grad, group=layout.groups.tp)
 
     @property
     def adds_losses(self) -> bool:

@@ -87,9 +87,8 @@ def swaps_shards():
     """Gives a mapping the parts of ranks in another order."""
     real = gathering._without_exchange
 
-    def swapped(shards):
-        shards.reverse()
-        return real(shards)
+    def swapped(gather):
+        return real(lambda t: gather(t)[::-1])
 
     return replaced(gathering, _without_exchange=swapped)
 

@@ -35,6 +35,9 @@ LAYOUTS = [
     ("deepseek_v3", {"pp": 2}),
     ("qwen3_next", {"pp": 2}),
     ("qwen3_next", {"ep": 2}),
+    ("qwen3_next", {"tp": 2, "sp": True}),
+    ("qwen3_5_text", {"tp": 2}),
+    ("qwen3_5_text", {"tp": 2, "sp": True}),
     ("gemma2", {"tp": 2, "sp": True}),
 ]
 
