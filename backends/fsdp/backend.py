@@ -241,9 +241,9 @@ class Fsdp(Base):
             grads, grads_copies = donated(grads, "apply_update")
             copies = state_copies + grads_copies
 
-        def reduce(total: Tensor, name: str = "") -> Tensor:
-            dist.all_reduce(total, group=self.layout.shard_group)
-            return total
+        def reduce(t: Tensor, name: str = "") -> Tensor:
+            dist.all_reduce(t, group=self.layout.shard_group)
+            return t
 
         state, grads = locals_of(state), locals_of(grads)
         state, reported = apply_update(self.optimizer, state, grads, donate_inputs=donate, reduce=reduce)
