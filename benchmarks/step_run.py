@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_fn.driver.processes import kill, runs, with_descendants
+from verl_fn.driver import processes
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 POLL = 0.01
-ENDING = 30.0  # seconds in which killed processes must be gone
 
 
 class RunFailed(RuntimeError):
@@ -76,18 +75,20 @@ def tail(log: Path, size: int = 6000) -> str:
 
 def end(before: Sequence[int]) -> None:
     """Kills the processes below this one that were not there before; ``adopting`` holds on to all of them."""
-    deadline = time.monotonic() + ENDING
-    while time.monotonic() < deadline:
-        left = [pid for pid in below() if pid not in before and runs(pid)]
-        if not left:
-            return
-        kill(left)
-        time.sleep(0.1)
+    processes.end(lambda: [pid for pid in below() if pid not in before], patience=0.0)
 
 
 def below() -> list[int]:
     """The processes that this one has started, directly or not."""
-    return [pid for pid in with_descendants([os.getpid()]) if pid != os.getpid()]
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(folder.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += parents.get(pid, [])
+    return found[1:]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 import pytest
 from warm_python import GROUP, warm_python
 
-from verl_fn.driver.processes import await_end, runs
+from verl_fn.driver.processes import end, runs
 
 
 def ran(python, *arguments, **options):
@@ -79,7 +79,7 @@ def test_signals_reach_the_process(warm, number):
     assert pid != executable.pid and runs(pid)
     executable.send_signal(number)
     assert executable.wait() == -number
-    await_end([pid])
+    end(lambda: [pid])
     executable.stdout.close()
 
 
@@ -91,7 +91,7 @@ def test_signals_reach_what_the_process_has_started_where_that_is_asked_for(warm
         executable.send_signal(signal.SIGTERM)
         assert executable.wait() == -signal.SIGTERM
         if ends:
-            await_end([pid])
+            end(lambda pids=(pid,): pids)
         else:
             assert runs(pid)
             os.kill(pid, signal.SIGKILL)

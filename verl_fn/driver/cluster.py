@@ -20,7 +20,7 @@ from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
 from verl_fn.state import Batch, version_of
 
-from . import build, identity, ray_private
+from . import build, identity, processes, ray_private
 from .group import (
     NODE_SECONDS,
     START_SECONDS,
@@ -35,7 +35,6 @@ from .group import (
 )
 from .host import Host
 from .parcels import opened, packed
-from .processes import await_end
 from .ranks import ActorDied, ActorHangs
 from .watch import Watch
 
@@ -321,7 +320,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the actors and frees their room."""
-        members, self._stopped = self.members.values(), True
+        members, self._stopped = list(self.members.values()), True
         if ray_private.alive():
             for host in self._hosts:
                 ray.kill(host)
@@ -332,7 +331,8 @@ class Cluster:
             for call in self._beside:
                 call.thread.join(NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
-            await_end(m.pid for m in members if m.node == ray.get_runtime_context().get_node_id())
+            here = ray.get_runtime_context().get_node_id()
+            processes.end(lambda: [m.pid for m in members if m.node == here])
             if self._place is not None:
                 remove_placement_group(self._place)
         self.groups.clear()

@@ -1,4 +1,4 @@
-"""Processes of this machine, by their ids: the running ones, their descendants, and how all of them end.
+"""Ends processes of this machine.
 
 Run as a program, this file waits for a word of the process that started it. If that ends without one, it ends all
 processes that have files of a folder open, and removes the folder.
@@ -12,10 +12,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-END_SECONDS = 10
+# For how long a process may end by itself, and for how long the end of a killed one is awaited.
+END_SECONDS = 10.0
 
 
 def runs(pid: int) -> bool:
@@ -25,60 +26,34 @@ def runs(pid: int) -> bool:
         >>> runs(os.getpid())
         True
     """
-    status = _status(pid)
-    return bool(status) and status[0] not in "ZX"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def birth(pid: int) -> str:
-    """Returns what tells a process from every other: its namespace, its id and when it started; empty if it ended.
+def end(pids: Callable[[], Iterable[int]], patience: float = END_SECONDS) -> None:
+    """Waits until none of the processes runs, and kills the ones that do not end.
 
-    An id comes again, and containers that share a folder have ids of their own.
-
-    Example:
-        >>> birth(os.getpid()) == birth(os.getpid()) != birth(os.getppid())
-        True
+    Args:
+        pids: returns the processes; they may start others meanwhile.
+        patience: seconds in which they may end by themselves.
     """
-    status = _status(pid)
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{namespace} {pid} {status[19]}" if status and status[0] not in "ZX" else ""
-
-
-def with_descendants(pids: Iterable[int]) -> list[int]:
-    """Returns processes and all that they started, directly or not.
-
-    Example:
-        >>> os.getpid() in with_descendants([os.getppid()])
-        True
-    """
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (status := _status(int(folder.name))):
-            children.setdefault(int(status[1]), []).append(int(folder.name))
-    family = list(dict.fromkeys(pids))
-    for pid in family:
-        family += [child for child in children.get(pid, ()) if child not in family]
-    return family
-
-
-def await_end(pids: Iterable[int]) -> None:
-    """Waits for processes to end, and kills the ones that do not."""
-    deadline = time.monotonic() + END_SECONDS
-    while pids := [pid for pid in pids if runs(pid)]:
-        if time.monotonic() > deadline:
-            kill(pids)
+    start = time.monotonic()
+    while left := [pid for pid in pids() if runs(pid)]:
+        seconds = time.monotonic() - start
+        if seconds > patience + END_SECONDS:
             return
+        if seconds >= patience:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Ends processes at once."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def users_of(folder: Path) -> Iterator[int]:
-    """Yields the other processes of this user that have files of a folder open."""
+    """Yields the other processes of this user that have files of a folder open, such as their logs."""
     inside = f"{folder.resolve()}/"
     for process in Path("/proc").iterdir():
         other = process.name.isdigit() and process.name != str(os.getpid())
@@ -93,18 +68,8 @@ def _open_files(process: Path) -> Iterator[str]:
                 yield os.readlink(opened)
 
 
-def _status(pid: int) -> list[str]:
-    """Returns the fields of a process from its state and its parent's id on; nothing if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 if __name__ == "__main__":
     # The other end of this pipe closes however the process that holds it ends.
     if not sys.stdin.buffer.read():
-        while pids := list(users_of(Path(sys.argv[1]))):
-            kill(pids)
-            time.sleep(0.05)
+        end(lambda: users_of(Path(sys.argv[1])), patience=0.0)
         shutil.rmtree(sys.argv[1], ignore_errors=True)
