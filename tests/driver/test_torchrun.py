@@ -1,6 +1,5 @@
 """Torchrun's processes: what the others repeat of the first one's calls, and what is told if something goes wrong."""
 
-import contextlib
 import gc
 import os
 import subprocess
@@ -8,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn.backends import agreement
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.driver import local
-from verl_fn.driver.host import Host
 from verl_fn.driver.remote import RemoteTrain
+from verl_fn.driver.torchrun import Torchrun
 from verl_fn.state import Batch, DonatedError, Key, TrainState, tree
 from verl_fn.steps import adamw, cross_entropy
 
@@ -91,12 +90,12 @@ BATCH = Batch.from_rows([[1, 2, 1]], {"response_mask": [[0.0, 1.0, 1.0]], "loss_
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
     """A backend with adapters as the first process calls it, and what another process has; both are this one."""
-    model, other = new_model(tmp_path, chars="ab"), Host()
-    monkeypatch.setattr(local, "_broadcast", lambda message, calls: local._repeat(message, other))
-    monkeypatch.setattr(local, "_together", contextlib.nullcontext)
-    ranks = local.Torchrun(None)
+    model, ranks, other = new_model(tmp_path, chars="ab"), Torchrun(None), Torchrun(None)
+    monkeypatch.setattr(ranks, "_broadcast", other._make)
+    for one in (ranks, other):
+        monkeypatch.setattr(one, "_gather", agreement.alone)
     ranks.run("build", "actor", lambda: Local(model, adamw(1e-1), lora=Lora(rank=2)))
-    return RemoteTrain(ranks, ranks, "actor"), model, other
+    return RemoteTrain(ranks, ranks, "actor"), model, other.host
 
 
 def test_calls_are_repeated_on_values_of_their_own(actor):

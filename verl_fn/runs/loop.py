@@ -15,7 +15,7 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.driver.local import process_group
+from verl_fn.driver.torchrun import process_group
 from verl_fn.state import Params
 
 from . import RunError
