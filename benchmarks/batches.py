@@ -38,7 +38,7 @@ class Rank:
 
     def read(self, shared: bool, value: Any) -> dict[str, float]:
         """Milliseconds of the processor for each part, and by how many MB the process has grown at its peak."""
-        from verl_fn.driver.parcels import Array, opened
+        from verl_fn.driver.serialization import Array, opened
 
         marks = [time.process_time()]
         batch = opened(value, shared=shared)
@@ -62,8 +62,8 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
     import ray
 
     from verl_fn.config.schema import RayConfig
-    from verl_fn.driver.parcels import packed
     from verl_fn.driver.ray import connected
+    from verl_fn.driver.serialization import packed
 
     results: dict[str, list[dict[str, float]]] = {"copied": [], "shared": []}
     with connected(RayConfig()):

@@ -155,7 +155,7 @@ def against_raw(shape: str, prompts: int, rounds: int) -> dict[str, Any]:
 def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device: str, name: str) -> dict[str, Any]:
     """Tokens a second of each number of engines, in turns; every engine has as many prompts."""
     from verl_fn.driver import build
-    from verl_fn.driver.cluster import Cluster, Seat
+    from verl_fn.driver.cluster import Cluster, Placement
     from verl_fn.driver.group import Group
     from verl_fn.driver.ray import ROOM, connected
     from verl_fn.driver.remote import RemoteTrain
@@ -171,12 +171,12 @@ def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device:
         try:
             count = max(sizes)
             cluster.reserve([{"CPU": ROOM, "GPU": 1.0} if gpu else {"CPU": ROOM}] * count, "PACK")
-            seats = {
-                "trainer": [Seat(0, 0.2 * gpu)],
-                "rollout": [Seat(i, 0.8 * gpu) for i in range(count)],
-                "data": [Seat(0)],
+            places = {
+                "trainer": [Placement(0, 0.2 * gpu)],
+                "rollout": [Placement(i, 0.8 * gpu) for i in range(count)],
+                "data": [Placement(0)],
             }
-            cluster.start(seats, DriverConfig(device=device), 1)
+            cluster.start(places, DriverConfig(device=device), 1)
             cluster.build(("trainer", "actor", trainer, folder, device))
             plan = rollout_plan(folder, name, "bfloat16", "apart", prompts, PROMPT_TOKENS, RESPONSE_TOKENS)
             cluster.build(("rollout", "rollout", build.rollout, plan, device))

@@ -109,7 +109,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
         folder = str(workload.write_model(Path(name), shape, device))
         try:
             cluster.reserve([bundle] * (ranks + apart), "PACK")
-            cluster.start(_seats(ranks, device, apart), DriverConfig(device=device), ranks)
+            cluster.start(_placements(ranks, device, apart), DriverConfig(device=device), ranks)
             if ranks > 1:
                 cluster.join(cluster.groups["trainer"], device)
             cluster.build(("trainer", "actor", trainer, folder, device, ranks))
@@ -149,16 +149,16 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
             cluster.stop()
 
 
-def _seats(ranks: int, device: str, apart: bool) -> dict[str, list[Any]]:
+def _placements(ranks: int, device: str, apart: bool) -> dict[str, list[Any]]:
     """Where the training ranks and the engine are; a colocated engine shares the first rank's GPU."""
-    from verl_fn.driver.cluster import Seat
+    from verl_fn.driver.cluster import Placement
     from verl_fn.driver.ray import ROLLOUT_SHARE, TRAINER_SHARE
 
     gpu = float(device == "cuda")
     shares = [gpu if apart or rank else TRAINER_SHARE * gpu for rank in range(ranks)]
     return {
-        "trainer": [Seat(rank, share) for rank, share in enumerate(shares)],
-        "rollout": [Seat(ranks, gpu) if apart else Seat(0, ROLLOUT_SHARE * gpu)],
+        "trainer": [Placement(rank, share) for rank, share in enumerate(shares)],
+        "rollout": [Placement(ranks, gpu) if apart else Placement(0, ROLLOUT_SHARE * gpu)],
     }
 
 

@@ -3,7 +3,7 @@
 import attrs
 
 from verl_fn.config.schema import DriverConfig
-from verl_fn.driver.cluster import Cluster, Seat
+from verl_fn.driver.cluster import Cluster, Placement
 from verl_fn.driver.group import Group
 from verl_fn.driver.ray import ROOM
 from verl_fn.driver.remote import RemoteTrain
@@ -40,8 +40,8 @@ def start_ranks(size, timeout=120.0, device="cpu", engines=0):
     cluster = Cluster(timeout)
     try:
         cluster.reserve([{"CPU": ROOM, "GPU": gpus}] * size, "PACK")
-        seats = {"trainer": [Seat(i, gpus) for i in range(size)]}
-        cluster.start(seats | ({"engines": [Seat(0)] * engines} if engines else {}), driver, size)
+        places = {"trainer": [Placement(i, gpus) for i in range(size)]}
+        cluster.start(places | ({"engines": [Placement(0)] * engines} if engines else {}), driver, size)
         cluster.join(cluster.groups["trainer"], device)
     except BaseException:
         cluster.stop()

@@ -12,7 +12,7 @@ import ray
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.driver.ray import check_address, check_room, runtime_env, seating
+from verl_fn.driver.ray import check_address, check_room, placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
 
@@ -59,28 +59,28 @@ def test_more_than_the_cluster_has_is_refused():
     one = [{"CPU": 2.0}]
     cuda = ray_plan("driver.device=cuda", "ray.ranks=64", "ray.separate=critic")
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(seating(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda, one)
+        check_room(placements(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda, one)
     apart = ray_plan("driver.device=cuda", "rollout.engines=3", "rollout.placement=apart")
     with pytest.raises(ConfigError, match=r"engines = 3 apart ask for 4 GPUs.*lower ray.ranks or rollout.engines"):
-        check_room(seating(["trainer"], 1, "cuda", apart.rollout)[1], apart, one)
+        check_room(placements(["trainer"], 1, "cuda", apart.rollout)[1], apart, one)
     spread = ray_plan("ray.ranks=2", "ray.placement=STRICT_SPREAD")
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(seating(["trainer"], 2, "cpu", spread.rollout)[1], spread, one)
+        check_room(placements(["trainer"], 2, "cpu", spread.rollout)[1], spread, one)
     packed = ray_plan("driver.device=cuda", "ray.ranks=2", "ray.placement=STRICT_PACK")
     with pytest.raises(ConfigError, match="2 GPUs on one node, and the largest has 1; take PACK"):
-        check_room(seating(["trainer"], 2, "cuda", packed.rollout)[1], packed, [{"GPU": 1.0}] * 2)
+        check_room(placements(["trainer"], 2, "cuda", packed.rollout)[1], packed, [{"GPU": 1.0}] * 2)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])
 def test_where_everything_sits(engines, rollout):
     """Engines share the GPUs of the trainer's ranks; roles apart have ranks of their own."""
-    seats, bundles = seating(["trainer", "critic"], 2, "cuda", ray_plan(f"rollout.engines={engines}").rollout)
+    places, bundles = placements(["trainer", "critic"], 2, "cuda", ray_plan(f"rollout.engines={engines}").rollout)
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
-    assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
+    assert {name: [one.bundle for one in placed] for name, placed in places.items()} == {
         "trainer": [0, 1], "critic": [2, 3], "rollout": rollout,
     }  # fmt: skip
     shares = {
-        bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
+        bundle: sum(s.gpus for placed in places.values() for s in placed if s.bundle == bundle) for bundle in range(4)
     }
     assert all(0 < share <= 1 for share in shares.values())
 
@@ -89,9 +89,9 @@ def test_where_everything_sits(engines, rollout):
 def test_engines_apart_have_places_of_their_own(device, gpus):
     """Beside those of all ranks; what sat with the ranks stays there."""
     plan = ray_plan("rollout.engines=2", "rollout.placement=apart")
-    seats, bundles = seating(["trainer", "critic"], 2, device, plan.rollout)
+    places, bundles = placements(["trainer", "critic"], 2, device, plan.rollout)
     assert [bundle.get("GPU", 0.0) for bundle in bundles] == [gpus] * 6
-    assert {name: [(seat.bundle, seat.gpus) for seat in places] for name, places in seats.items()} == {
+    assert {name: [(one.bundle, one.gpus) for one in placed] for name, placed in places.items()} == {
         "trainer": [(0, gpus), (1, gpus)], "critic": [(2, gpus), (3, gpus)], "rollout": [(4, gpus), (5, gpus)],
     }  # fmt: skip
 

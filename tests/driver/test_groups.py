@@ -305,8 +305,8 @@ def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
             return self.ended
 
     monkeypatch.setattr(two.cluster, "wait_for", lambda *args, **options: None)
-    group = SimpleNamespace(stream=lambda parts: {0: Stream()}, members=[None])
-    assert list(two.cluster.stream(group, [])) == samples
+    call = SimpleNamespace(results={0: Stream()}, ended=True)
+    assert list(two.cluster.stream(call)) == samples
 
 
 def test_parts_are_built_side_by_side(two, tmp_path):

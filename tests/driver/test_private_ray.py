@@ -73,7 +73,7 @@ def members(two):
 def test_a_process_of_ray_that_ends_is_reported(two, monkeypatch):
     monkeypatch.setattr(ray_private, "_ended", lambda: ["gcs_server (pid 1)"])
     with pytest.raises(ActorDied, match=r"^Ray itself has died: gcs_server \(pid 1\)"):
-        two.get(members(two)[0].host.map.remote(remote_mutants.nap, None))
+        two.get(two.group.run("map", remote_mutants.nap, None))
 
 
 DYING = """

@@ -15,7 +15,7 @@ from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import build, cluster, parcels
+from verl_fn.driver import build, cluster, serialization
 from verl_fn.driver.local import local_workers
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.runs.logs import TIMED, read_metrics
@@ -38,9 +38,9 @@ def remote(ray_cluster, model, tmp_path_factory):
     """Actors shared by the tests that leave them alive; every tensor travels as an array."""
 
     def small():
-        from verl_fn.driver import parcels
+        from verl_fn.driver import serialization
 
-        parcels.SMALL_BYTES = 1
+        serialization.SMALL_BYTES = 1
 
     folder = tmp_path_factory.mktemp("run")
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={folder}", "rollout.engines=2"])
@@ -211,8 +211,9 @@ def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
     victim = "trainer"
     with ray_workers(make_plan(cfg)) as w:
         members = w.get.__self__.members
-        w.get(members[victim].host.map.remote(functools.partial(print, flush=True), None, "the last words"))
-        waiting = members["rollout"].host.map.remote(time.sleep, None, 600)
+        groups = w.get.__self__.groups
+        w.get(groups[victim].run("map", functools.partial(print, flush=True), None, "the last words"))
+        waiting = groups["rollout"].run("map", time.sleep, None, 600)
         os.kill(members[victim].pid, signal.SIGKILL)
         with pytest.raises(ActorDied, match=rf"{victim} \(pid {members[victim].pid}\) died") as error:
             w.get(waiting)
@@ -237,7 +238,7 @@ def test_each_batch_is_stored_once_for_all_roles(ray_cluster, model, tmp_path, m
     ]  # fmt: skip
     plan, stored = make_plan(load(overrides=[*OVERRIDES, *more])), []
     algorithm = make(plan.algorithm, plan.options)
-    monkeypatch.setattr(cluster, "packed", lambda batch: stored.append(len(batch)) or parcels.packed(batch))
+    monkeypatch.setattr(cluster, "packed", lambda batch: stored.append(len(batch)) or serialization.packed(batch))
     with ray_workers(plan) as w:
         key = Key.from_seed(0)
         states = {name: w.trainers[name].load_pretrained(model, key.fold_in(name)) for name in plan.roles}

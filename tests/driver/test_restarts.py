@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -93,7 +94,7 @@ def test_an_engine_that_dies_idle_gets_its_weights_again(workers, drawn):
 def test_weights_older_than_the_trainers_are_published_again(workers, drawn, folder):
     """An update while an engine draws keeps a copy of what the engine holds; one while it is idle keeps nothing."""
     w, actor, (state, expected) = workers, workers.trainers["actor"], drawn
-    (publication,) = w.rollout._publications
+    (publication,) = w.rollout._past
     (folder / Fault("kill", 0, 20).name).touch()
     refs = w.rollout.generate(REQUESTS, version=0)
     for copied in (True, True):
@@ -184,33 +185,35 @@ def test_calls_of_another_thread_wait_until_a_restarted_engine_has_its_weights(r
                 w.get(w.rollout.generate(REQUESTS[:1], version=0))
             return named(w.get(w.rollout.generate(REQUESTS, version=0)))
 
-        drawn = w.processes.beside(sample)
+        drawn = w.processes.submit(sample)
         os.kill(first.pid, signal.SIGKILL)
         assert w.get(drawn) == whole
 
 
 def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     cluster = SimpleNamespace(
-        replace=lambda group, number: None, made={"rollout": []}, get=lambda ref: None, before_update=[]
-    )
+        replace=lambda group, number: None, get=lambda ref: [None], address=lambda member: "", secret=b"",
+        before_update=[], reasons=[],
+    )  # fmt: skip
     member = SimpleNamespace(name="rollout", host=None, sentinel=None)
     monkeypatch.setattr(remote_rollout.ray, "kill", lambda host: None)
     monkeypatch.setattr(remote_rollout.ray, "wait", lambda refs, timeout: None)
-    monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [])
+    monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [None])
 
-    def restarts(*errors, answered=()):
+    def restarts(*errors):
         calls = {
             "run": lambda *args: None,
+            "scatter": lambda *args: None,
             "one_thread": nullcontext(),
             "lose": lambda member: 0,
             "again": lambda number: None,
         }
-        group = SimpleNamespace(name="rollout", answered=set(), calls=[], **calls)
+        cluster.reasons.clear()
+        group = SimpleNamespace(name="rollout", members=[member], restarts=Counter(), calls=[], made=[], **calls)
         engines = RemoteRollout(cluster, group, "rollout", 3)
-        for number, error in enumerate(errors):
-            group.answered |= {"rollout"} if number in answered else set()
+        for error in errors:
             engines.restart(member, error)
-        return len(engines.reasons)
+        return len(cluster.reasons)
 
     def died():
         return ActorDied("rollout died")
@@ -218,4 +221,3 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     assert restarts(died(), RuntimeError("y"), died()) == 3
     with pytest.raises(ActorDied, match="rollout died"):
         restarts(died(), died(), died(), died())
-    assert restarts(*(died() for _ in range(5)), answered=[2]) == 5

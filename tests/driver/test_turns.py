@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import attrs
@@ -108,26 +109,32 @@ def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
 
 
 def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
-    """With a part awake, that part is woken before weights of meanwhile are sent again."""
-    group = SimpleNamespace(members=[1], calls=[], run=lambda *_: None, scatter=lambda *_, beside: None)
-    engines = RemoteRollout(SimpleNamespace(get=lambda ref: None), group, "rollout")
+    """It makes the calls again that changed its state, in their order, without the ones that others have undone."""
+
+    def scatter(method, arguments, **_):
+        return SimpleNamespace(method=method, arguments=arguments, succeeded=True, done=lambda number: True)
+
+    calls = {"run": lambda *_: None, "scatter": scatter, "idle": False, "one_thread": nullcontext()}
+    group = SimpleNamespace(members=[1], **calls)
+    capabilities = SimpleNamespace(versions_per_token=False)
+    cluster = SimpleNamespace(get=lambda ref: capabilities, before_update=[], address=str, secret=b"")
+    engines = RemoteRollout(cluster, group, "rollout", max_restarts=1)
 
     def restored():
-        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines._restored(0, ())]
+        return [call[2:3] + call[5:] for call in engines._restored(0)]
 
     assert restored() == []
     engines.sleep(2)
     assert restored() == [("sleep", 2)]
     engines.wake(["weights"])
-    assert restored() == [("sleep", 2), ("wake", ("weights",))]
+    engines.publish(3, "weights")
+    assert restored() == [("sleep", 2), ("wake", ("weights",)), ("publish", 3, "weights")]
     engines.wake(["cache"])
-    assert restored() == []
+    engines.publish(4, "newer")
+    assert restored() == [("publish", 4, "newer")]
     engines.sleep(1)
+    assert restored() == [("publish", 4, "newer"), ("sleep", 1)]
     engines.wake()
-    assert restored() == []
-    published = SimpleNamespace(version=3, weights="weights", call=SimpleNamespace(done=lambda engine: True))
-    for tag, order in (("weights", ["sleep", "wake", "publish"]), ("cache", ["publish", "sleep", "wake"])):
-        engines.sleep(1)
-        engines.wake([tag])
-        engines._publications = [published]
-        assert [call[2] for call in engines._restored(0, ())] == order
+    assert restored() == [("publish", 4, "newer")]
+    engines.sleep(2)
+    assert restored() == [("sleep", 2)]

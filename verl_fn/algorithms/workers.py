@@ -51,14 +51,14 @@ class Processes:
     Attributes:
         about: a line about them, for the screen.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
-        beside: calls a function beside the caller if the engine works in other processes, and returns its result for
+        submit: calls a function in another thread if the engine works in other processes, and returns its result for
             ``Workers.get``.
         restarts: returns why engines were restarted since it was called last, in a sentence each.
     """
 
     about: str = ""
     gpu_memory: int | None = None
-    beside: Callable[[Callable[[], Any]], Any] = call_here
+    submit: Callable[[Callable[[], Any]], Any] = call_here
     restarts: Callable[[], list[str]] = list
 
 

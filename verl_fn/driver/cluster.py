@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import attrs
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,6 +27,7 @@ from .group import (
     Call,
     Group,
     Member,
+    Placement,
     cause_of,
     curable,
     death_of,
@@ -34,8 +35,8 @@ from .group import (
     unwrapped_error,
 )
 from .host import Host
-from .parcels import opened, packed
 from .ranks import ActorDied, ActorHangs
+from .serialization import opened, packed
 from .watch import Watch
 
 # How often the driver looks whether a thread of its own has ended.
@@ -44,28 +45,7 @@ THREAD_SECONDS = 0.02
 GRACE_SECONDS = 10
 
 
-@attrs.frozen
-class Seat:
-    """The place of an actor: a bundle of the run's placement group, and its share of a GPU there."""
-
-    bundle: int
-    gpus: float = 0.0
-
-
-@attrs.frozen(eq=False)
-class Together(Reference[Any]):
-    """A result that is made of the results of a call's members, also after some of them were called again.
-
-    Attributes:
-        call: the call.
-        fn: makes it.
-    """
-
-    call: Call
-    fn: Callable[..., Any]
-
-
-class Beside(Reference[Any]):
+class Background(Reference[Any]):
     """A call that a thread of the driver makes. Its result is fetched like that of an actor's call.
 
     Args:
@@ -82,8 +62,13 @@ class Beside(Reference[Any]):
         self.paused = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return not self.thread.is_alive()
+
     def _run(self) -> None:
-        Beside.current.call = self
+        Background.current.call = self
         try:
             self.result = self._fn()
         except BaseException as error:
@@ -107,13 +92,12 @@ class Cluster:
         self._hosts: list[Any] = []
         # The batches in the object store, with the versions of their tensors.
         self._stored: weakref.WeakKeyDictionary[Batch, tuple[list[int], Any]] = weakref.WeakKeyDictionary()
-        self._beside: list[Beside] = []
+        self._background: list[Background] = []
         self.secret = os.urandom(16)
         self._code: Sequence[str] = ()
-        self._seats: dict[str, Sequence[Seat]] = {}
-        # The calls that made the parts of each group.
-        self.made: dict[str, list[tuple[Any, ...]]] = {}
         self._stopped = False
+        # Why engines were restarted.
+        self.reasons: list[str] = []
         # Called with the name of a component before an update of it donates its state.
         self.before_update: list[Callable[[str], None]] = []
 
@@ -123,11 +107,7 @@ class Cluster:
         return {member.name: member for group in self.groups.values() for member in group.members}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
-        """Reserves room for the actors in the Ray cluster.
-
-        Args:
-            bundles: the resources of each bundle.
-            strategy: Ray's placement strategy.
+        """Reserves bundles of resources for the actors in the Ray cluster, by a placement strategy of Ray.
 
         Raises:
             ActorDied: others use the room.
@@ -140,16 +120,12 @@ class Cluster:
             )
 
     def start(
-        self,
-        seats: Mapping[str, Sequence[Seat]],
-        driver: DriverConfig,
-        ranks: int,
-        code: Sequence[str] = (),
+        self, groups: Mapping[str, Sequence[Placement]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
     ) -> None:
         """Starts the actors of all groups together.
 
         Args:
-            seats: the seat of each actor, by the name of its group.
+            groups: the placement of each actor, by the name of its group.
             driver: the config's settings of processes.
             ranks: how many training processes share the cores of their machine.
             code: references to the user's own objects; every actor must have them.
@@ -158,29 +134,26 @@ class Cluster:
             ActorDied: an actor did not start.
             ConfigError: an actor runs other code than the driver.
         """
-        self._code, self._seats = code, dict(seats)
-        hosts = {name: [self._spawn(seat) for seat in places] for name, places in seats.items()}
-        for name, members in hosts.items():
-            names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
-            started = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
-            self.groups[name] = Group(name, tuple(self._member(*one) for one in started))
-            self.made[name] = [("map", build.set_up_process, None, driver, ranks)]
-            self.groups[name].run(*self.made[name][0])
+        self._code = code
+        started = {name: [self._spawn(placement) for placement in each] for name, each in groups.items()}
+        for name, actors in started.items():
+            names = [name] if len(actors) == 1 else [f"{name} rank {i}" for i in range(len(actors))]
+            self.groups[name] = Group(name, tuple(map(self._member, names, groups[name], actors)))
+            self.groups[name].make("map", build.set_up_process, None, driver, ranks)
         self.finish(*self.groups.values())
 
     def join(self, group: Group, device: str) -> None:
         """Makes a group's members the ranks of one process group."""
-        address = self.address(group.members[0], group)
+        address = self.address(group.members[0])
         size = len(group.members)
         alone = Group(group.name, group.members[:1])
-        place = self._fetch(alone.run("open_store", address, size, self._timeout))
+        place = self.get(alone.run("open_store", address, size, self._timeout))
         group.scatter("join", [(place, rank, size, self._timeout, device) for rank in range(size)])
         self.finish(group)
 
-    def address(self, member: Member, *groups: Group) -> str:
-        """Returns the address where a member listens for groups: the loopback device's if all share a machine."""
-        nodes = {member.node} | {other.node for group in groups for other in group.members}
-        if len(nodes) == 1:
+    def address(self, member: Member) -> str:
+        """Returns the address where a member listens for others: the loopback device's if all share a machine."""
+        if len({other.node for other in self.members.values()}) == 1:
             return "127.0.0.1"
         return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == member.node)
 
@@ -192,38 +165,35 @@ class Cluster:
                 arguments.
         """
         for group, *args in components:
-            self.groups[group].run("build", *args)
-            self.made[group].append(("build", *args))
+            self.groups[group].make("build", *args)
         self.finish(*self.groups.values())
 
     def replace(self, group: Group, number: int) -> Member:
         """Starts an actor in the place of a member that has ended, and returns the new member."""
-        host, name = self._spawn(self._seats[group.name][number]), group.members[number].name
-        new = self._member(name, host, host.about.remote(self._code))
+        old = group.members[number]
+        new = self._member(old.name, old.placement, self._spawn(old.placement))
         group.members = (*group.members[:number], new, *group.members[number + 1 :])
         return new
 
-    def _spawn(self, seat: Seat) -> Any:
+    def _spawn(self, placement: Placement) -> tuple[Any, Any]:
+        """Starts an actor, and returns its handle and a reference to what it says about itself."""
         actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "publish": 1})(Host)
-        where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
-        self._hosts.append(actor.options(num_gpus=seat.gpus, scheduling_strategy=where).remote())
-        return self._hosts[-1]
+        where = PlacementGroupSchedulingStrategy(self._place, placement.bundle)
+        self._hosts.append(actor.options(num_gpus=placement.gpus, scheduling_strategy=where).remote())
+        return self._hosts[-1], self._hosts[-1].about.remote(self._code)
 
     def restarts(self) -> list[str]:
         """Returns why engines were restarted, since the last call of this method."""
-        restarts = [group.restarts for group in self.groups.values() if group.restarts is not None]
-        reasons = [reason for one in restarts for reason in one.reasons]
-        for one in restarts:
-            one.reasons.clear()
+        reasons, self.reasons = self.reasons, []
         return reasons
 
-    def beside(self, fn: Callable[[], Any]) -> Beside:
+    def submit(self, fn: Callable[[], Any]) -> Background:
         """Calls ``fn`` in a thread, and returns when it waits for actors for the first time, or has ended.
 
         So it has made all the calls that it makes without a result of others, and they come before later ones.
         """
-        call = Beside(fn)
-        self._beside = [one for one in self._beside if one.thread.is_alive()] + [call]
+        call = Background(fn)
+        self._background = [one for one in self._background if not one.ended] + [call]
         call.thread.start()
         call.paused.wait()
         return call
@@ -245,78 +215,57 @@ class Cluster:
             ActorHangs: an actor makes no progress while others wait for it.
             Exception: a call to any actor failed; the error is the call's own.
         """
-        leaves = pytree.tree_leaves(value)
-        calls = [leaf for leaf in leaves if isinstance(leaf, Beside)]
-
-        def refs() -> list[Any]:
-            parts = [leaf.call.results.values() if isinstance(leaf, Together) else [leaf] for leaf in leaves]
-            return [part for several in parts for part in several if isinstance(part, ray.ObjectRef)]
-
-        if calls or refs():
-            self.wait_for(refs, calls=calls)
+        calls = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Call, Background))]
+        if calls:
+            self.wait_for(lambda: all(call.ended for call in calls), calls)
         return pytree.tree_map(self._value, value)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, ray.ObjectRef):
-            return opened(self._fetch(leaf), ref=leaf)
-        if isinstance(leaf, Together):
-            return leaf.fn(*map(self._value, leaf.call.results.values()))
-        if not isinstance(leaf, Beside):
+        if isinstance(leaf, Call):
+            refs = [leaf.results[number] for number in leaf.wanted]
+            return leaf.result([opened(self._fetch(ref), ref=ref) for ref in refs])
+        if not isinstance(leaf, Background):
             return leaf
         if leaf.error is not None:
             raise leaf.error
         return leaf.result
 
-    def stream(self, group: Group, parts: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """Calls ``Host.stream`` on members of a group, and yields each value when it has arrived.
+    def stream(self, call: Call) -> Iterator[Any]:
+        """Yields each value of a call of ``Host.stream`` when it has arrived.
 
-        A member that was restarted is asked again, and samples that it gave before are left out.
+        A member that is restarted is asked again, and samples that it gave before are left out.
         """
-        streams, given = group.stream(dict(enumerate(parts))), set[tuple[int, int]]()
-        members = list(group.members)
-        while streams:
-            self.wait_for(lambda: list(streams.values()), some=True)  # noqa: B023
-            for i, stream in list(streams.items()):
-                while stream.next_ready():
-                    try:
-                        ref = next(stream)
-                        sample = ray.get(ref)
-                    except StopIteration:
-                        # The end of a stream may be ready before Ray reports the stream as finished.
-                        break
-                    except ray.exceptions.RayError as error:
-                        if not group.restarts or not curable(error):
-                            self._fetch(ref)
-                        self._await_restart(group, members[i], error)
-                        members[i] = group.members[i]
-                        streams |= group.stream({i: parts[i]})
-                        break
-                    if (name := (sample.request, sample.number)) not in given:
+        given: set[tuple[int, int]] = set()
+
+        def ready() -> list[tuple[int, Any]]:
+            return [(number, stream) for number, stream in call.results.items() if stream.next_ready()]
+
+        def finished() -> bool:
+            return call.ended and all(stream.is_finished() for stream in call.results.values())
+
+        while not finished():
+            self.wait_for(lambda: bool(ready()) or finished(), [call])
+            for number, stream in ready():
+                # The end of a stream may be ready before Ray reports the stream as finished.
+                with contextlib.suppress(StopIteration):
+                    sample = self._sample(call, number, stream)
+                    if sample is not None and (name := (sample.request, sample.number)) not in given:
                         given.add(name)
                         yield sample
-                if streams[i] is stream and stream.is_finished():
-                    del streams[i]
 
-    def _await_restart(self, group: Group, member: Member, error: Exception) -> None:
-        """Waits until an engine that has failed was restarted."""
-        while member in group.members:
-            if getattr(Beside.current, "call", None) is None:
-                self.lost(member, error)
-            self._pause()
-
-    def _pause(self) -> None:
-        """Lets a thread of the driver wait a moment for its first thread.
-
-        Raises:
-            ActorDied: the run has ended.
-        """
-        if self._stopped:
-            raise ActorDied("the run has ended")
-        time.sleep(THREAD_SECONDS)
+    def _sample(self, call: Call, number: int, stream: Any) -> Any:
+        """Returns the next sample of a stream; None if its engine has failed and was restarted."""
+        try:
+            return ray.get(next(stream))
+        except ray.exceptions.RayError as error:
+            if call.group.restart is None or not curable(error):
+                raise unwrapped_error(error) from None
+            self.wait_for(lambda: call.ended or call.results[number] is not stream, [call])
+            return None
 
     def finish(self, *groups: Group) -> None:
         """Waits until every member has ended every call."""
-        self.wait_for(lambda: [end for group in groups for end in group.ends])
+        self.wait_for(lambda: all(group.idle for group in groups))
 
     def stop(self) -> None:
         """Ends the actors and frees their room."""
@@ -328,7 +277,7 @@ class Cluster:
                 sentinels = list(dict.fromkeys(m.sentinel for m in members))
                 ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
             # Their calls fail now, and Ray must not end while threads use it.
-            for call in self._beside:
+            for call in self._background:
                 call.thread.join(NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
             here = ray.get_runtime_context().get_node_id()
@@ -338,10 +287,11 @@ class Cluster:
         self.groups.clear()
         self._hosts.clear()
 
-    def _member(self, name: str, host: Any, about_ref: Any) -> Member:
+    def _member(self, name: str, placement: Placement, started: tuple[Any, Any]) -> Member:
         """Waits until an actor has started, and checks its code."""
+        host, ref = started
         try:
-            about = ray.get(about_ref, timeout=START_SECONDS)
+            about = ray.get(ref, timeout=START_SECONDS)
         except ray.exceptions.GetTimeoutError:
             raise ActorDied(
                 f"{name} did not start in {START_SECONDS} s. If ray.runtime_env sets py_executable, it must run "
@@ -357,51 +307,51 @@ class Cluster:
         if (difference := identity.difference(self.code, about["identity"], name)) is not None:
             raise ConfigError(difference)
         sentinel = host.watch.options(concurrency_group="watch").remote()
-        return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
+        return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]), placement)
 
-    def wait_for(self, wanted: Callable[[], list[Any]], some: bool = False, calls: Sequence[Beside] = ()) -> None:
-        """Waits until what ``wanted`` returns is ready, or some of it is, and watches all actors meanwhile.
+    def wait_for(self, done: Callable[[], bool], calls: Sequence[Call | Background] = ()) -> None:
+        """Waits until ``done`` returns True, and watches all actors meanwhile.
+
+        The driver's first thread restarts engines and raises the errors of all actors; others only wait.
 
         Args:
-            wanted: returns references and streams; others after an engine was restarted.
-            some: whether one of them is enough.
-            calls: calls of other threads that must have ended too.
+            done: whether to end.
+            calls: the calls that decide it.
         """
-        if (own := getattr(Beside.current, "call", None)) is not None:
+        own = getattr(Background.current, "call", None)
+        if own is not None:
             own.paused.set()
-            # The driver's first thread watches the actors and restarts engines, and its errors come first.
-            while True:
-                refs = wanted()
-                awaited = self._with_ends(refs, some)
-                ray.wait(awaited, num_returns=1 if some else len(awaited), fetch_local=False)
-                if some or (refs == wanted() and not any(group.failed(refs) for group in self.groups.values())):
-                    return
-                self._pause()
         while True:
-            refs = self._with_ends(wanted(), some)
-            ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
-            running = any(call.thread.is_alive() for call in calls)
-            if self._settle():
+            # Before ``done``, so that what ends from now on wakes the wait below.
+            refs = [ref for call in calls if isinstance(call, Call) for ref in call.awaited]
+            if own is None:
+                refs += [end for group in self.groups.values() for end in group.open]
+            ended = done()
+            if own is None and self._deal_with_errors():
                 continue
-            if (len(ready) == len(refs) or (some and ready)) and not running:
+            if ended:
                 return
-            ray_private.require_alive()
-            sentinels = {member.sentinel: member for member in self.members.values()}
-            ends = [end for group in self.groups.values() for end in group.ends]
-            awaited = list(dict.fromkeys([*sentinels, *ends, *(ref for ref in refs if ref not in ready)]))
-            seconds = min(self._watch.interval, THREAD_SECONDS) if running else self._watch.interval
-            ready, _ = ray.wait(awaited, timeout=seconds, fetch_local=False)
-            if ready and ready[0] in sentinels:
-                self.lost(sentinels[ready[0]])
-            try:
-                self._watch.look(self.groups.values())
-            except ActorHangs as error:
-                self.lost(error.member, error)
+            if own is None:
+                self._watch_actors(refs, polls=any(isinstance(call, Background) for call in calls))
+            elif self._stopped:
+                raise ActorDied("the run has ended")
+            elif refs:
+                ray.wait(list(dict.fromkeys(refs)), timeout=THREAD_SECONDS, fetch_local=False)
+            else:
+                time.sleep(THREAD_SECONDS)
 
-    def _with_ends(self, refs: list[Any], some: bool) -> list[Any]:
-        """Returns references, and the ends of their calls where all are waited for."""
-        ends = [] if some else [end for group in self.groups.values() for end in group.ends_of(refs)]
-        return list(dict.fromkeys([*refs, *ends]))
+    def _watch_actors(self, refs: Sequence[Any], *, polls: bool) -> None:
+        """Waits until a call has ended, an actor has died or it is time to look at the progress of all."""
+        ray_private.require_alive()
+        sentinels = {member.sentinel: member for member in self.members.values()}
+        seconds = min(self._watch.interval, THREAD_SECONDS) if polls else self._watch.interval
+        ready, _ = ray.wait(list(dict.fromkeys([*sentinels, *refs])), timeout=seconds, fetch_local=False)
+        if ready and ready[0] in sentinels:
+            self.lost(sentinels[ready[0]])
+        try:
+            self._watch.look(self.groups.values())
+        except ActorHangs as error:
+            self.lost(error.member, error)
 
     def lost(self, member: Member, error: Exception | None = None) -> None:
         """Restarts a member that has died, failed or hangs.
@@ -417,19 +367,22 @@ class Cluster:
             error = death_of(member)
         elif isinstance(error, ray.exceptions.RayTaskError):
             error = unwrapped_error(error, member.name)
-        restarts = next(group.restarts for group in self.groups.values() if member in group.members)
-        if restarts is None:
+        restart = next(group.restart for group in self.groups.values() if member in group.members)
+        if restart is None:
             raise error
-        restarts.restart(member, error)
+        restart(member, error)
 
-    def _settle(self) -> bool:
+    def _deal_with_errors(self) -> bool:
         """Raises the error that came first, if any call has failed; returns whether an engine was restarted."""
         errors: dict[Member, Exception] = {}
         deadline, restarted = None, False
         while True:
             for group in self.groups.values():
-                for member, error in group.settle().items():
-                    if group.restarts and curable(error):
+                group.settle()
+                while group.errors:
+                    # A restart deals with the others meanwhile.
+                    error = group.errors.pop(member := next(iter(group.errors)))
+                    if group.restart and curable(error):
                         self.lost(member, error)
                         restarted = True
                     else:
@@ -442,16 +395,17 @@ class Cluster:
             own = {member: error for member, error in errors.items() if not of_others(error)}
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
-                for group in self.groups.values() if not own else ():
-                    failed = {member: cause_of(errors[member]) for member in group.members if member in errors}
-                    if failed and (absent := self._watch.absent(group, failed)) is not None:
-                        raise absent from next(iter(failed.values()))
-                # The same error may come later from other ranks, and calls that use what the failed one made fail.
-                for group in self.groups.values():
-                    group.forget_errors()
-                member = next(m for m in self.members.values() if m in (own or errors))
-                raise unwrapped_error(errors[member], member.name)
+                break
             time.sleep(0.1)
+        for group in self.groups.values() if not own else ():
+            failed = {member: cause_of(errors[member]) for member in group.members if member in errors}
+            if failed and (absent := self._watch.absent(group, failed)) is not None:
+                raise absent from next(iter(failed.values()))
+        # The same error may come later from other ranks, and calls that use what the failed one made fail.
+        for call in (call for group in self.groups.values() for call in group.calls):
+            call.quiet = True
+        member = next(m for m in self.members.values() if m in (own or errors))
+        raise unwrapped_error(errors[member], member.name)
 
     def _fetch(self, ref: Any) -> Any:
         try:

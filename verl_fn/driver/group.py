@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_fn.backends.protocol import PublicationFailed, StaleWeightsError
+from verl_fn.backends.protocol import PublicationFailed, Reference, StaleWeightsError
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.errors import UserError
@@ -21,6 +23,14 @@ from .ranks import ActorDied
 
 LOG_TAIL_LINES = 20
 NODE_SECONDS, START_SECONDS = 20, 300
+
+
+@attrs.frozen
+class Placement:
+    """The place of an actor: a bundle of the run's placement group, and its share of a GPU there."""
+
+    bundle: int
+    gpus: float = 0.0
 
 
 @attrs.frozen(eq=False)
@@ -34,6 +44,7 @@ class Member:
         pid: of its process.
         node: the id of its machine.
         logs: the files that hold its output.
+        placement: where it runs.
     """
 
     name: str
@@ -42,158 +53,175 @@ class Member:
     pid: int
     node: str
     logs: tuple[str, ...]
+    placement: Placement
 
 
 @attrs.define(eq=False)
-class Call:
-    """A call to the first members of a group, which are known by their numbers.
+class Call(Reference[Any]):
+    """A call to the first members of a group, which are known by their numbers; ``Cluster.get`` returns its result.
 
     Attributes:
+        group: the group.
         method: of ``Host``.
         arguments: of each member.
+        result: makes the result of the members' results.
+        wanted: the numbers of the members whose results it takes.
         draws: whether engines answer requests with it.
-        beside: whether it runs beside the calls of requests, not after them.
-        results: a reference to the result of each member.
-        ends: for members that have not ended it, a reference that is ready when they have.
+        publishes: whether it runs beside the calls of requests, not after them.
+        results: for each member, a reference to its result, or the stream of its results.
+        open: for members that have not ended it, a reference that is ready when they have.
         again: the members that are to be called again, since they failed and are restarted.
         failed: the members whose error a restart does not cure.
         quiet: whether its errors are not to be raised.
     """
 
+    group: Group
     method: str
     arguments: Sequence[tuple[Any, ...]]
+    result: Callable[..., Any]
+    wanted: range
     draws: bool = False
-    beside: bool = False
+    publishes: bool = False
     results: dict[int, Any] = attrs.field(factory=dict)
-    ends: dict[int, Any] = attrs.field(factory=dict)
+    open: dict[int, Any] = attrs.field(factory=dict)
     again: set[int] = attrs.field(factory=set)
     failed: set[int] = attrs.field(factory=set)
     quiet: bool = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether the members whose results are wanted have ended it; one that is restarted has not."""
+        self.group.settle()
+        return not any(number in self.open or number in self.again for number in self.wanted)
+
+    @property
+    def awaited(self) -> list[Any]:
+        """References and streams of which one is ready when there is news of the call."""
+        streams = self.results.values() if self.method == "stream" else ()
+        return [*(stream for stream in streams if not stream.is_finished()), *self.open.values()]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all members have ended it without an error."""
+        return all(self.done(number) for number in range(len(self.arguments)))
+
     def done(self, number: int) -> bool:
         """Returns whether a member has ended the call without an error."""
-        if number in self.again | self.failed:
-            return False
-        return number not in self.ends or (is_ready(self.ends[number]) and error_of(self.ends[number]) is None)
-
-
-class Restarts(Protocol):
-    """Restarts members of a group."""
-
-    reasons: list[str]
-
-    def restart(self, member: Member, error: Exception) -> None:
-        """Starts another process in the place of a member, or raises the error."""
-        ...
+        self.group.settle()
+        return not any(number in members for members in (self.open, self.again, self.failed))
 
 
 class Group:
     """The ranks that hold one set of components, or engines that share work; threads may call them.
 
-    ``run`` calls all members with the same arguments and in the same order, and returns the result of the first.
-    ``scatter`` gives each member its own arguments, and returns the call with every member's result.
-    ``stream`` does the same with results that come one by one.
-
     Attributes:
-        restarts: restarts members that fail; None if these end the run.
-        answered: the names of engines that have answered requests since they were restarted.
+        restart: starts another process in the place of a member that failed, or raises the error; None if a member
+            that fails ends the run.
+        restarts: how often each member was restarted since it last answered requests, by its number.
+        calls: the calls that have not ended.
+        errors: the first error of each member that nobody has dealt with yet.
+        dropped: the numbers of values that members are to drop before their next call.
+        made: the calls that made the components.
     """
 
     def __init__(self, name: str, members: tuple[Member, ...]) -> None:
         self.name = name
         self.members = members
-        self.restarts: Restarts | None = None
-        self.answered: set[str] = set()
+        self.restart: Callable[[Member, Exception], None] | None = None
+        self.restarts: Counter[int] = Counter()
         self.calls: list[Call] = []
+        self.errors: dict[Member, Exception] = {}
         self.dropped: list[int] = []
+        self.made: list[tuple[Any, ...]] = []
         self.one_thread = threading.RLock()
 
-    def run(self, method: str, *args: Any) -> Any:
-        """Calls a method of ``Host`` and returns a reference to its result."""
-        return self.scatter(method, [args] * len(self.members)).results[0]
+    def run(self, method: str, *args: Any) -> Call:
+        """Calls a method of ``Host`` on all members with the same arguments; the result is that of the first."""
+        return self.scatter(method, [args] * len(self.members), operator.itemgetter(0), first=True)
+
+    def make(self, method: str, *args: Any) -> None:
+        """Makes a call as ``run`` does, which a member that is restarted makes again."""
+        self.run(method, *args)
+        self.made.append((method, *args))
 
     def scatter(
-        self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False, beside: bool = False
+        self,
+        method: str,
+        parts: Sequence[tuple[Any, ...]],
+        result: Callable[[list[Any]], Any] = list,
+        *,
+        first: bool = False,
+        draws: bool = False,
+        publishes: bool = False,
     ) -> Call:
-        """Calls a method of ``Host`` on the first members, each with its own arguments; see ``Call``."""
+        """Calls a method of ``Host`` on the first members, each with its own arguments; see ``Call``.
+
+        If only the result of the ``first`` member is wanted, the call's result does not wait for the others.
+        """
         with self.one_thread:
-            self._send_drops()
-            call = Call(method, parts, draws, beside)
+            # As a call of its own, since a call whose arguments failed never reaches the actor.
+            if drops := self.dropped[:]:
+                del self.dropped[: len(drops)]
+                for member in self.members:
+                    member.host.drop.remote(drops)
+            call = Call(self, method, parts, result, range(1 if first else len(parts)), draws, publishes)
             for number in range(len(parts)):
                 self._send(call, number)
             self.calls.append(call)
             return call
 
-    def stream(self, parts: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Calls ``Host.stream`` on members, by their numbers, each with its own arguments; returns their generators.
-
-        These calls are not made again, since a stream that is drawn again may have another order.
-        """
-        with self.one_thread:
-            self._send_drops()
-            streams = {
-                i: self.members[i].host.stream.options(num_returns="streaming").remote(*args)
-                for i, args in parts.items()
-            }
-            ends = {i: stream.completed() for i, stream in streams.items()}
-            self.calls.append(Call("stream", (), draws=True, ends=ends))
-            return streams
-
     def _send(self, call: Call, number: int) -> None:
-        host = self.members[number].host
-        run = host.run.options(num_returns=2, concurrency_group="publish" if call.beside else None)
-        call.results[number], call.ends[number] = run.remote(call.method, *call.arguments[number])
+        host, args = self.members[number].host, call.arguments[number]
+        if call.method == "stream":
+            stream = host.stream.options(num_returns="streaming").remote(*args)
+            call.results[number], call.open[number] = stream, stream.completed()
+        else:
+            run = host.run.options(num_returns=2, concurrency_group="publish" if call.publishes else None)
+            call.results[number], call.open[number] = run.remote(call.method, *args)
 
     @property
-    def ends(self) -> list[Any]:
-        """References that are ready when all calls have ended."""
-        return [end for call in self.calls for end in list(call.ends.values())]
-
-    def ends_of(self, results: Iterable[Any]) -> list[Any]:
-        """Returns the ends of the calls that give these results.
-
-        A result may fail a moment before the end of its call, and the ends show which members have failed.
-        """
-        tasks = {result.task_id() for result in results}
-        ends = [end for call in self.calls if call.results for end in list(call.ends.values())]
-        return [end for end in ends if end.task_id() in tasks]
+    def open(self) -> list[Any]:
+        """References of which each is ready when a member has ended a call."""
+        with self.one_thread:
+            return [end for call in self.calls for end in call.open.values()]
 
     @property
     def idle(self) -> bool:
         """Whether all calls have ended."""
-        return all(is_ready(end) for end in self.ends) and not any(call.again for call in self.calls)
+        self.settle()
+        return not self.calls
 
-    def settle(self) -> dict[Member, Exception]:
-        """Removes calls that have ended, and returns the first error of each member that is not quiet."""
-        errors: dict[Member, Exception] = {}
+    def settle(self) -> None:
+        """Notes which calls have ended, and the first error of each member."""
         with self.one_thread:
-            for call in self.calls:
-                for number, end in [(number, end) for number, end in call.ends.items() if is_ready(end)]:
-                    self._ended(call, number, error_of(end), errors)
-            self.calls = [call for call in self.calls if call.ends or call.again]
-        return errors
+            ends = self.open
+            ready = set(ray.wait(ends, num_returns=len(ends), timeout=0, fetch_local=False)[0]) if ends else ()
+            for call in self.calls if ready else ():
+                for number, end in list(call.open.items()):
+                    if end in ready:
+                        self._ended(call, number, error_of(end))
+            self.calls = [call for call in self.calls if call.open or call.again]
 
-    def _ended(self, call: Call, number: int, error: Exception | None, errors: dict[Member, Exception]) -> None:
-        member = self.members[number]
-        del call.ends[number]
-        if error is None:
-            self.answered |= {member.name} if call.draws else set()
-        elif self.restarts and curable(error):
-            call.again |= {number} if call.results else set()
-            errors.setdefault(member, error)
-        else:
-            call.failed.add(number)
-            if not call.quiet:
-                errors.setdefault(member, error)
+    def _ended(self, call: Call, number: int, error: Exception | None) -> None:
+        if error is not None:
+            curably = self.restart is not None and curable(error)
+            (call.again if curably else call.failed).add(number)
+            if curably or not call.quiet:
+                self.errors.setdefault(self.members[number], error)
+        elif call.draws:
+            self.restarts[number] = 0
+        # Last, since another thread that sees the call in neither place would take it for ended.
+        del call.open[number]
 
     def lose(self, member: Member) -> int:
         """Takes the open calls of a member that has ended from it, to be made ``again``; returns its number."""
         number = self.members.index(member)
         with self.one_thread:
+            self.settle()
             for call in self.calls:
-                if number in call.ends and not call.done(number):
-                    call.again |= {number} if call.results else set()
-                    del call.ends[number]
+                if number in call.open:
+                    call.again.add(number)
+                    del call.open[number]
         return number
 
     def again(self, number: int) -> None:
@@ -203,34 +231,6 @@ class Group:
                 if number in call.again:
                     self._send(call, number)
                     call.again.remove(number)
-
-    def failed(self, results: Iterable[Any]) -> bool:
-        """Returns whether one of these results is to come from a member that failed and is restarted."""
-        wanted = set(results)
-        with self.one_thread:
-            for call in self.calls if self.restarts else ():
-                if wanted & set(call.results.values()):
-                    ended = [error_of(end) for end in call.ends.values() if is_ready(end)]
-                    if call.again or any(error is not None and curable(error) for error in ended):
-                        return True
-        return False
-
-    def forget_errors(self) -> None:
-        """Makes the calls that have not ended quiet."""
-        for call in self.calls:
-            call.quiet = True
-
-    def _send_drops(self) -> None:
-        # As a call of their own, since a call whose arguments failed never reaches the actor.
-        if drops := self.dropped[:]:
-            del self.dropped[: len(drops)]
-            for member in self.members:
-                member.host.drop.remote(drops)
-
-
-def is_ready(ref: Any) -> bool:
-    """Returns whether a reference is ready."""
-    return bool(ray.wait([ref], timeout=0, fetch_local=False)[0])
 
 
 def error_of(end: Any) -> Exception | None:

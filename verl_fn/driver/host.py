@@ -23,7 +23,7 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 from verl_fn.state import Request, Sample
 
 from . import identity
-from .parcels import opened, packed
+from .serialization import opened, packed
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ class Component:
 
 
 @attrs.frozen
-class Pulse:
+class Heartbeat:
     """The progress of a rank.
 
     Attributes:
@@ -90,19 +90,10 @@ class Host:
         self._outlets: dict[tuple[str, int], Outlet] = {}
 
     def about(self, code: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns the id, node, log files and code of this process.
-
-        Args:
-            code: references to the user's own objects.
-        """
+        """Returns the id, node, log files and code of this process; ``code`` refers to the user's own objects."""
         import ray
 
-        logs = []
-        for fd in (1, 2):
-            try:
-                logs.append(os.readlink(f"/proc/self/fd/{fd}"))
-            except OSError:
-                continue
+        logs = [os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2)]
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity(code)}
 
@@ -177,19 +168,8 @@ class Host:
         self.values[keep] = result
         return None
 
-    def named(self, component: str, value: Stored) -> dict[str, Any] | None:
-        """Returns whole tensors by canonical name, on the CPU; all ranks gather them together."""
-        tensors = dict(self.components[component].named(self._open(value)))
-        return {name: t.cpu() for name, t in tensors.items()} if self._first else None
-
     def listen(self, component: str, address: str, secret: bytes) -> tuple[str, int]:
-        """Returns the host and port to which weights for a rollout engine of this process are sent.
-
-        Args:
-            component: the engine.
-            address: the address of this machine to listen on.
-            secret: the key of the senders.
-        """
+        """Returns the host and port to which weights for a rollout engine are sent, by senders with the secret."""
         if self._inlet is None:
             engine = self.components[component]
             self._inlet = Inlet(address, secret, _device_of(engine), getattr(engine, "dtype", torch.float32))
@@ -229,7 +209,7 @@ class Host:
         """Waits for ever, so that this call ends only with the process, and the driver notices that."""
         threading.Event().wait()
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Returns the progress of this rank, also while a call runs."""
         from . import ranks
 
@@ -237,7 +217,7 @@ class Host:
         lines = traceback.walk_stack(frame) if frame else ()
         at = hash(tuple((f.f_code.co_filename, line) for f, line in lines))
         steps = getattr(self._drawing, "steps", None)
-        return Pulse(bool(self._threads), self._calls, ranks.collectives(), at, steps)
+        return Heartbeat(bool(self._threads), self._calls, ranks.collectives(), at, steps)
 
     def stack(self) -> traceback.StackSummary:
         """Returns the stack of the running call without Ray's lines, outermost first; empty where none runs."""
@@ -259,7 +239,7 @@ class Host:
 
     @contextlib.contextmanager
     def _draws(self, component: str) -> Iterator[None]:
-        """Marks an engine as one that draws, whose steps ``pulse`` counts."""
+        """Marks an engine as one that draws, whose steps ``heartbeat`` counts."""
         self._drawing = self.components[component]
         try:
             yield

@@ -39,14 +39,9 @@ def identity(code: Sequence[str] = ()) -> dict[str, str]:
 
 
 def difference(driver: Mapping[str, str], other: Mapping[str, str], whose: str) -> str | None:
-    """Describes how the code of another process differs from the driver's; None where it is the same.
+    """Describes how the code of another process, named by ``whose``, differs from the driver's; None if it does not.
 
     The same sources may lie in another folder.
-
-    Args:
-        driver: the code of this process.
-        other: the code of the other process.
-        whose: names the other process.
 
     Example:
         >>> driver = identity()

@@ -33,15 +33,9 @@ class ActorHangs(UserError, RuntimeError):
 
 
 def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: str, store: Any = None) -> None:
-    """Makes this process a rank of the default process group.
+    """Makes this process a rank of the default process group, whose store is at ``place``, a host and a port.
 
-    Args:
-        place: host and port of the store.
-        rank: the number of this process.
-        size: the number of all ranks.
-        timeout: ``ray.timeout``, in seconds.
-        device: ``cpu`` or ``cuda``.
-        store: the store, on the rank that opened it; others connect to it.
+    The rank that has opened the store gives it; others connect to it.
     """
     import torch.distributed as dist
 

@@ -26,7 +26,7 @@ from verl_fn.config.schema import RayConfig
 from verl_fn.errors import did_you_mean
 
 from . import build
-from .cluster import Cluster, Seat
+from .cluster import Cluster, Placement
 from .ranks import ActorDied, gpu_memory
 from .ray_private import private_ray
 from .remote import RemoteTrain
@@ -55,7 +55,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
         device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
-            seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
+            places, bundles = placements(list(groups), plan.ray.ranks, device, plan.rollout)
             check_room(bundles, plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
@@ -63,7 +63,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             driver = attrs.evolve(plan.driver, device=device)
             build.set_up_process(driver, plan.ray.ranks)
             limit = plan.rollout.max_restarts
-            cluster.start(seats, driver, plan.ray.ranks, plan.code)
+            cluster.start(places, driver, plan.ray.ranks, plan.code)
             # An actor may run in another folder than the driver, whose folder has the user's own code.
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
@@ -88,7 +88,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 processes=Processes(
                     _about(cluster, plan, device),
                     cluster.get(cluster.groups["trainer"].run("map", gpu_memory, None, device)),
-                    cluster.beside,
+                    cluster.submit,
                     cluster.restarts,
                 ),
             )
@@ -231,37 +231,40 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     return {"trainer": together} | {role.name: (role,) for role in apart}
 
 
-def seating(
+def placements(
     groups: Sequence[str], ranks: int, device: str, rollout: RolloutPlan
-) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
-    """Returns the seats of each group's actors, and the resources of the run's bundles.
+) -> tuple[dict[str, list[Placement]], list[dict[str, float]]]:
+    """Returns the placements of each group's actors, and the resources of the run's bundles.
 
     There is a bundle for each rank, and one for each engine that is placed apart from them.
+
+    Colocated engines take the ranks of ``trainer`` in turns.
 
     Args:
         groups: the names of the groups of training ranks, ``trainer`` first.
         ranks: how many ranks each of them has.
         device: ``cpu`` or ``cuda``.
-        rollout: says how many rollout engines there are and where; colocated ones take the ranks of ``trainer`` in
-            turns.
+        rollout: the plan of the rollout engines.
     """
     gpu = device == "cuda"
-    seats: dict[str, list[Seat]] = {}
+    places: dict[str, list[Placement]] = {}
     bundles: list[dict[str, float]] = []
     sizes = dict.fromkeys(groups, (ranks, 1))
     if rollout.placement == "apart":
         sizes["rollout"] = rollout.engines, rollout.tensor_parallel_size
     for name, (size, gpus) in sizes.items():
-        seats[name] = [Seat(len(bundles) + rank, gpus * float(gpu)) for rank in range(size)]
+        places[name] = [Placement(len(bundles) + rank, gpus * float(gpu)) for rank in range(size)]
         bundles += [{"CPU": ROOM, "GPU": gpus} if gpu else {"CPU": ROOM}] * size
     if rollout.placement == "colocated":
-        places = Counter(engine % ranks for engine in range(rollout.engines))
-        for rank in places if gpu else ():
-            seats["trainer"][rank] = Seat(rank, TRAINER_SHARE)
-        seats["rollout"] = [
-            Seat(engine % ranks, gpu * ROLLOUT_SHARE / places[engine % ranks]) for engine in range(rollout.engines)
+        on_rank = [engine % ranks for engine in range(rollout.engines)]
+        shares = Counter(on_rank)
+        for rank in shares if gpu else ():
+            places["trainer"][rank] = Placement(rank, TRAINER_SHARE)
+        places["rollout"] = [
+            Placement(engine % ranks, gpu * ROLLOUT_SHARE / shares[engine % ranks])
+            for engine in range(rollout.engines)
         ]
-    return seats, bundles
+    return places, bundles
 
 
 def check_before_start(plan: Plan) -> None:
@@ -277,17 +280,12 @@ def check_before_start(plan: Plan) -> None:
         check_address(plan.ray.address, reach=False)
     # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
     elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
-        _, bundles = seating(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
+        _, bundles = placements(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
         check_room(bundles, plan, [{"GPU": gpus}])
 
 
 def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises an error for bundles that a cluster can never provide.
-
-    Args:
-        bundles: the bundles of ``seating``.
-        plan: the plan.
-        nodes: the resources of the cluster's nodes.
+    """Raises an error for bundles that a cluster with these nodes can never provide.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.
@@ -303,14 +301,11 @@ def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequen
             f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and the cluster has {gpus:g}; "
             f"lower {lower}, or set driver.device=cpu"
         )
+    largest, lacks = max(node.get("GPU", 0) for node in nodes), ""
     if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
-        raise ConfigError(
-            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} processes, and the "
-            f"cluster has {len(nodes)}; take SPREAD, or lower ray.ranks"
-        )
-    largest = max(node.get("GPU", 0) for node in nodes)
+        lacks = f"a node for each of {len(bundles)} processes, and the cluster has {len(nodes)}"
     if table.placement == "STRICT_PACK" and asked > largest:
-        raise ConfigError(
-            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take "
-            "PACK, or lower ray.ranks"
-        )
+        lacks = f"{asked:g} GPUs on one node, and the largest has {largest:g}"
+    if lacks:
+        weaker = table.placement.removeprefix("STRICT_")
+        raise ConfigError(f"ray.placement = {table.placement} wants {lacks}; take {weaker}, or lower ray.ranks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,7 +175,7 @@ class RemoteTrain:
 
     def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[dict[str, Tensor]]:
         """Returns a reference to whole tensors by name, on the CPU: to compare or export them, not to publish."""
-        named: Ref[dict[str, Tensor]] = self.group.run("named", self.component, self._opened(value))
+        named: Ref[dict[str, Tensor]] = self.map(_named, self, value)
         return named
 
     def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
@@ -216,6 +216,12 @@ class RemoteTrain:
                 f"{self.group.name}: save the state that it belongs to, and restore it there"
             )
         return stored
+
+
+def _named(backend: Any, value: Any) -> dict[str, Tensor]:
+    """Returns whole tensors by name, on the CPU; all ranks gather them together."""
+    tensors = backend.named(value)
+    return {name: t.cpu() for name, t in (tensors.items() if isinstance(tensors, Mapping) else tensors)}
 
 
 @attrs.frozen(eq=False)

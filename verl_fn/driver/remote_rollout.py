@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Capabilities, Ref, WeightSource
 from verl_fn.state import Request, Sample
 
-from .cluster import Cluster, Together
+from .cluster import Cluster
 from .group import START_SECONDS, Call, Group, Member, curable, unwrapped_error
 from .host import Component
 from .remote import RemoteWeights
@@ -29,25 +28,20 @@ PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
 
 
 @attrs.define(eq=False)
-class _Publication:
-    """A publication, as long as an engine may need its weights again.
+class _Past:
+    """A call that has changed the state of engines, as long as an engine that is restarted needs it again.
 
     Attributes:
-        version: of the weights.
-        weights: their handle or value; None once they are gone, and where no engine is restarted: a handle that is
-            kept makes the next update copy the parameters.
-        call: by which engines get the weights.
-        copied: whether ``weights`` are a copy of those that the trainer has replaced.
+        call: the call.
+        version: of the weights that it publishes; None if it publishes none.
+        weights: their handle, if ranks send them; None once the ranks have dropped them.
+        copied: whether ``weights`` is a copy of weights that the trainer has replaced.
     """
 
-    version: int
-    weights: Any
     call: Call
+    version: int | None = None
+    weights: RemoteWeights | None = None
     copied: bool = False
-
-    def done(self) -> bool:
-        """Returns whether all engines have the weights."""
-        return all(self.call.done(engine) for engine in self.call.results)
 
 
 class RemoteRollout:
@@ -58,9 +52,6 @@ class RemoteRollout:
         group: the engines.
         component: the name of the engine in each of them.
         max_restarts: how often an engine that fails is restarted without an answer in between.
-
-    Attributes:
-        reasons: why engines were restarted, since the driver asked last.
     """
 
     def __init__(self, cluster: Cluster, group: Group, component: str, max_restarts: int = 0) -> None:
@@ -69,21 +60,22 @@ class RemoteRollout:
             group.run("map", operator.attrgetter("capabilities"), None, Component(component))
         )
         self._version: int | None = None
-        self._publishing: _Publication | None = None
-        self._addresses: list[tuple[str, int]] = []
-        # What engines that are restarted need again.
-        self._publications: list[_Publication] = []
-        # Their level of sleep, and the parts that are awake.
-        self._level, self._awake = 0, set(PARTS)
-        self.reasons, self._limit, self._counts = list[str](), max_restarts, Counter[str]()
+        self._publishing: _Past | None = None
+        # Where each engine waits for weights.
+        listen = [self._listening(number) for number in range(len(group.members))]
+        self._addresses: list[tuple[str, int]] = cluster.get(group.scatter("listen", listen))
+        # In order. Empty if engines are not restarted: a handle that is kept makes the next update copy parameters.
+        self._past: list[_Past] = []
+        self._awake = set(PARTS)
+        self._limit = max_restarts
         if max_restarts:
-            group.restarts = self
+            group.restart = self.restart
             cluster.before_update.append(self._keep_weights)
 
     @property
     def version(self) -> int | None:
         """The version of the engines' weights; None while another is being published."""
-        if self._publishing is not None and self._publishing.done():
+        if self._publishing is not None and self._publishing.call.succeeded:
             self._version, self._publishing = self._publishing.version, None
         return self._version
 
@@ -93,40 +85,30 @@ class RemoteRollout:
         The ranks that send run no other call meanwhile, so no update can donate the weights that they send. Engines
         with ``versions_per_token`` receive beside their calls, others after them.
         """
-        self._version, idle = None, self._group.idle
-        self._forget_older()
+        self._version, remote = None, weights if isinstance(weights, RemoteWeights) else None
+        self._forget_older(also_held=self._group.idle)
         beside = self.capabilities.versions_per_token
-        if isinstance(weights, RemoteWeights) and not self._addresses:
-            groups = self._group, weights.backend.group
-            listen = [self._listening(engine, *groups) for engine in range(len(self._group.members))]
-            self._addresses = self._cluster.get(_all(self._group.scatter("listen", listen)))
         # Another thread restarts an engine before or after this, and after it knows what to send again.
         with self._group.one_thread:
-            if isinstance(weights, RemoteWeights):
-                weights.backend.send(weights, version, self._addresses)
-                call = self._scatter("receive", version, beside=beside)
+            if remote is not None:
+                remote.backend.send(remote, version, self._addresses)
+                call = self._scatter("receive", version, publishes=beside)
             else:
-                call = self._scatter("invoke", "publish", (), {}, version, weights, beside=beside)
-            self._publishing = _Publication(version, weights if self._group.restarts else None, call)
-            if self._group.restarts:
-                if idle:
-                    self._publications.clear()
-                self._publications.append(self._publishing)
-        return _all(call)
+                call = self._scatter("invoke", "publish", (), {}, version, weights, publishes=beside)
+            self._publishing = _Past(call, version, remote if self._group.restart else None)
+            self._remember(self._publishing)
+        return call
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         """Returns a reference to the samples; each engine answers its share of the requests."""
         calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
-        call = self._group.scatter("invoke", calls, draws=True)
-        if len(calls) == 1:
-            return Together(call, lambda samples: samples)
-        return Together(call, functools.partial(in_order, [request.id for request in requests]))
+        order = functools.partial(in_order, [request.id for request in requests]) if len(calls) > 1 else _only
+        return self._group.scatter("invoke", calls, order, draws=True)
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Returns an iterator over the samples, in the order in which they end on any engine."""
-        return self._cluster.stream(
-            self._group, [(self._component, version, share) for share in self._shares(requests)]
-        )
+        parts = [(self._component, version, share) for share in self._shares(requests)]
+        return self._cluster.stream(self._group.scatter("stream", parts, draws=True))
 
     def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
         """Returns the requests of each engine; without any, one engine reports what is wrong with that."""
@@ -136,31 +118,41 @@ class RemoteRollout:
 
     def sleep(self, level: int = 2) -> Any:
         """See ``RolloutBackend``."""
-        self._level, self._awake = level, set()
+        self._awake = set()
         if level > 1:
             self._version = self._publishing = None
-            self._publications.clear()
-        return _all(self._scatter("invoke", "sleep", (), {}, level))
+            self._past.clear()
+        return self._remember(_Past(self._scatter("invoke", "sleep", (), {}, level)))
 
     def wake(self, tags: Sequence[str] = ()) -> Any:
         """See ``RolloutBackend``."""
+        call = self._remember(_Past(self._scatter("invoke", "wake", (), {}, tuple(tags))))
         self._awake |= set(tags) or PARTS
-        self._level *= self._awake != PARTS
-        return _all(self._scatter("invoke", "wake", (), {}, tuple(tags)))
+        if self._awake == PARTS:
+            self._past = [one for one in self._past if one.version is not None]
+        return call
 
-    def _scatter(self, method: str, *args: Any, beside: bool = False) -> Call:
+    def _remember(self, one: _Past) -> Call:
+        if self._group.restart is not None:
+            self._past.append(one)
+        return one.call
+
+    def _scatter(self, method: str, *args: Any, publishes: bool = False) -> Call:
         """Calls a method of ``Host`` on every engine; see ``Group.scatter``."""
-        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), beside=beside)
+        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), publishes=publishes)
 
-    def _listening(self, engine: int, *groups: Group) -> tuple[Any, ...]:
-        """Returns the arguments of ``Host.listen`` for an engine to which a rank of these groups sends."""
-        address = self._cluster.address(self._group.members[engine], *groups)
-        return self._component, address, self._cluster.secret
+    def _listening(self, number: int) -> tuple[Any, ...]:
+        """Returns the arguments of ``Host.listen`` for an engine."""
+        return self._component, self._cluster.address(self._group.members[number]), self._cluster.secret
 
-    def _forget_older(self) -> None:
-        """Drops publications that no engine needs again, since all hold a later one."""
-        held = [one for one in self._publications if one.done()]
-        self._publications = [one for one in self._publications if one not in held[:-1]]
+    def _forget_older(self, *, also_held: bool = False) -> None:
+        """Drops publications that no engine needs again, since all hold a later one.
+
+        Args:
+            also_held: drop the last one too that all engines hold, since another one takes its place.
+        """
+        held = [one for one in self._past if one.version is not None and one.call.succeeded]
+        self._past = [one for one in self._past if one not in (held if also_held else held[:-1])]
 
     def _keep_weights(self, component: str) -> None:
         """Before an update replaces weights, copies those that an engine needs if it is restarted; drops others.
@@ -168,8 +160,8 @@ class RemoteRollout:
         While requests are open, an engine may need weights that are older than the trainer's.
         """
         self._forget_older()
-        for one in self._publications:
-            if not isinstance(one.weights, RemoteWeights) or one.weights.backend.component != component:
+        for one in self._past:
+            if one.weights is None or one.weights.backend.component != component:
                 continue
             if self._group.idle:
                 one.weights = None
@@ -184,7 +176,7 @@ class RemoteRollout:
         Raises:
             Exception: ``error``, if it was restarted as often as allowed.
         """
-        self._count(member.name, error)
+        self._count(member, error)
         ray.kill(member.host)
         ray.wait([member.sentinel], timeout=START_SECONDS)
         # Calls of other threads wait, so that none comes to the new engine before its weights.
@@ -194,78 +186,70 @@ class RemoteRollout:
     def _replace(self, member: Member) -> None:
         number = self._group.lose(member)
         new = self._cluster.replace(self._group, number)
-        made = self._cluster.made[self._group.name]
-        results = self._made(new, [*made, *self._listening_calls(number)])
-        if results is None or self._made(new, self._restored(number, results[len(made) :])) is None:
+        results = self._made(new, [*self._group.made, ("listen", *self._listening(number))])
+        if results is None:
+            return
+        self._addresses[number] = results[-1]
+        if self._made(new, self._restored(number)) is None:
             return
         self._group.again(number)
-        for one in self._publications:
-            if isinstance(one.weights, RemoteWeights) and not one.call.done(number):
-                one.weights.backend.send(one.weights, one.version, [self._addresses[number]])
+        for one in self._past:
+            if one.weights is not None and not one.call.done(number):
+                self._send_again(one, number)
 
-    def _count(self, name: str, error: Exception) -> None:
+    def _restored(self, number: int) -> list[tuple[Any, ...]]:
+        """Returns the calls by which a new engine gets back to where the old one was; ranks send it its weights."""
+        past = [one for one in self._past if one.call.done(number)]
+        held, last = ([one for one in some if one.version is not None][-1:] for some in (past, self._past))
+        calls: list[tuple[Any, ...]] = []
+        for one in past:
+            if one.call.method == "receive" and one in held:
+                if one.weights is None:
+                    # Nobody has them, so whoever draws next publishes others.
+                    if held == last:
+                        self._version = self._publishing = None
+                    continue
+                self._send_again(one, number)
+            if one.version is None or one in held:
+                calls.append((one.call.method, *one.call.arguments[number]))
+        return calls
+
+    def _send_again(self, one: _Past, number: int) -> None:
+        assert one.weights is not None and one.version is not None
+        one.weights.backend.send(one.weights, one.version, [self._addresses[number]])
+
+    def _count(self, member: Member, error: Exception) -> None:
         """Raises the error if it does not allow another restart."""
-        if name in self._group.answered:
-            self._group.answered.remove(name)
-            self._counts[name] = 0
-        if self._counts[name] >= self._limit:
+        name, number = member.name, self._group.members.index(member)
+        if self._group.restarts[number] >= self._limit:
             error.add_note(
                 f"it was restarted {self._limit} times (rollout.max_restarts) and answered nothing in between"
             )
             raise error
-        self._counts[name] += 1
+        self._group.restarts[number] += 1
         # Ray's own text of a worker's error begins with a traceback.
         cause = getattr(error, "cause", error)
         first, *_ = str(cause).splitlines() or [""]
         said = first if first.startswith(name) else f"{name} failed: {type(cause).__name__}: {first}"
-        self.reasons.append(f"{said}; it was restarted, {self._counts[name]} of {self._limit} times in a row")
+        count = f"{self._group.restarts[number]} of {self._limit} times in a row"
+        self._cluster.reasons.append(f"{said}; it was restarted, {count}")
 
     def _made(self, member: Member, calls: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """Makes calls in a new process and returns their results; None if it ended and another one was started."""
-        made = [member.host.run.options(num_returns=2).remote(*call) for call in calls]
-        ends = [end for _, end in made]
-        self._cluster.wait_for(lambda: ends if member in self._group.members else [])
+        alone = Group(member.name, (member,))
+        made = [alone.run(*call) for call in calls]
+        self._cluster.wait_for(lambda: alone.idle or member not in self._group.members, made)
         try:
-            return [ray.get(result) for result, _ in made] if member in self._group.members else None
+            return [ray.get(call.results[0]) for call in made] if member in self._group.members else None
         except ray.exceptions.RayError as error:
             if not curable(error):
                 raise unwrapped_error(error, member.name) from None
             self._cluster.lost(member, error)
             return None
 
-    def _listening_calls(self, engine: int) -> list[tuple[Any, ...]]:
-        """Returns the calls by which an engine that was started again listens for weights."""
-        if not self._addresses:
-            return []
-        groups = (one.weights.backend.group for one in self._publications if isinstance(one.weights, RemoteWeights))
-        return [("listen", *self._listening(engine, self._group, *groups))]
 
-    def _restored(self, engine: int, address: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
-        """Sends an engine the weights that it held, and returns the calls by which it gets back to where it was."""
-        if address:
-            self._addresses[engine] = address[0]
-        calls: list[tuple[Any, ...]] = []
-        for one in [one for one in self._publications if one.call.done(engine)][-1:]:
-            if isinstance(one.weights, RemoteWeights):
-                one.weights.backend.send(one.weights, one.version, [self._addresses[engine]])
-                calls.append(("receive", self._component, one.version))
-            elif one.weights is not None:
-                calls.append(("invoke", self._component, "publish", (), {}, one.version, one.weights))
-            elif one is self._publications[-1]:
-                # Whoever draws next publishes weights first, since the version is unknown.
-                self._version = self._publishing = None
-        if self._level:
-            sleep: tuple[Any, ...] = ("invoke", self._component, "sleep", (), {}, self._level)
-            wake: tuple[Any, ...] = ("invoke", self._component, "wake", (), {}, tuple(sorted(self._awake)))
-            states = [sleep, wake] if self._awake else [sleep]
-            # What came while the weights were awake needs them so.
-            calls = [*states, *calls] if "weights" in self._awake else [*calls, *states]
-        return calls
-
-
-def _all(call: Call) -> Together:
-    """Returns a reference to the results of all engines."""
-    return Together(call, lambda *results: list(results))
+def _only(parts: Sequence[list[Sample]]) -> list[Sample]:
+    return parts[0]
 
 
 def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
@@ -291,7 +275,7 @@ def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
     return [share for share in divided if share]
 
 
-def in_order(ids: Sequence[int], *parts: Iterable[Sample]) -> list[Sample]:
+def in_order(ids: Sequence[int], parts: Iterable[Iterable[Sample]]) -> list[Sample]:
     """Returns the samples of all engines in the order of the requests with these ids.
 
     The samples of a request keep their order.

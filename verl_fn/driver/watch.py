@@ -18,7 +18,7 @@ import ray
 import torch
 
 from .group import Group, Member
-from .host import Pulse
+from .host import Heartbeat
 from .ranks import ActorHangs
 
 ANSWER_SECONDS = 5.0
@@ -37,8 +37,8 @@ class Watch:
         self.interval = min(timeout / 4, 10.0)
         self._next = 0.0
         self._asked: dict[Member, tuple[Any, float]] = {}
-        self._pulses: dict[Member, Pulse] = {}
-        self._since: dict[tuple[Member, ...], tuple[list[Pulse], float]] = {}
+        self._heartbeats: dict[Member, Heartbeat] = {}
+        self._since: dict[tuple[Member, ...], tuple[list[Heartbeat], float]] = {}
 
     def look(self, groups: Iterable[Group]) -> None:
         """Reads the answers that came and asks again, if it is time.
@@ -52,13 +52,13 @@ class Watch:
         self._next = now + self.interval
         for group in groups:
             # Engines don't wait for each other, so each may hang by itself.
-            units = [group.members] if group.restarts is None else [(m,) for m in group.members]
+            units = [group.members] if group.restart is None else [(m,) for m in group.members]
             for members in units:
                 silent = any(self._waited(member, now) > self._timeout for member in members)
                 for member in members:
                     if member not in self._asked:
-                        self._asked[member] = (ask(member, "pulse"), now)
-                still = self._stands_still(members, now, engine=group.restarts is not None)
+                        self._asked[member] = (ask(member, "heartbeat"), now)
+                still = self._stands_still(members, now, engine=group.restart is not None)
                 if (silent or still) and (error := self._hanging(group, members)) is not None:
                     raise error
 
@@ -72,22 +72,22 @@ class Watch:
         del self._asked[member]
         # A member that has died answers with Ray's error; its sentinel has the reason.
         with contextlib.suppress(ray.exceptions.RayError):
-            self._pulses[member] = ray.get(ref)
+            self._heartbeats[member] = ray.get(ref)
         return 0.0
 
     def _stands_still(self, members: tuple[Member, ...], now: float, *, engine: bool) -> bool:
         """Returns whether ranks make no progress together, or an engine makes no step while it draws."""
-        pulses = [self._pulses[member] for member in members if member in self._pulses]
+        heartbeats = [self._heartbeats[member] for member in members if member in self._heartbeats]
         if engine:
             # The line where a step waits for its GPU is nearly always the same.
-            pulses = [attrs.evolve(pulse, place=0) for pulse in pulses]
+            heartbeats = [attrs.evolve(heartbeat, place=0) for heartbeat in heartbeats]
         elif len(members) == 1:
             return False
         before, since = self._since.get(members, ([], now))
-        waited_for = [pulse.steps is not None if engine else pulse.busy for pulse in pulses]
-        if pulses != before or not any(waited_for):
+        waited_for = [heartbeat.steps is not None if engine else heartbeat.busy for heartbeat in heartbeats]
+        if heartbeats != before or not any(waited_for):
             since = now
-        self._since[members] = (pulses, since)
+        self._since[members] = (heartbeats, since)
         return now - since > self._timeout
 
     def _hanging(self, group: Group, members: tuple[Member, ...] = ()) -> ActorHangs | None:
@@ -100,9 +100,9 @@ class Watch:
         if stacks is None:
             return None
         answering = [member for member, stack in stacks.items() if stack is not None]
-        acting = [m for m in answering if self._pulses[m].busy and not waits(stacks[m])] or answering
+        acting = [m for m in answering if self._heartbeats[m].busy and not waits(stacks[m])] or answering
         differing = [member for member in stacks if member not in answering] or sorted(
-            acting, key=lambda member: self._pulses[member].collectives
+            acting, key=lambda member: self._heartbeats[member].collectives
         )
         return ActorHangs(
             f"{differing[0].name} (pid {differing[0].pid}) hangs: {group.name} made no progress for ray.timeout = "
@@ -116,7 +116,7 @@ class Watch:
 
         Such a rank runs the same call and is in no collective.
         """
-        running = {group.members[number] for call in group.calls for number in call.ends}
+        running = {group.members[number] for call in group.calls for number in call.open}
         stacks = stacks_of([member for member in group.members if member in running and member not in failed])
         missing = [m for m, stack in (stacks or {}).items() if stack is None or (stack and not waits(stack))]
         if stacks is None or not missing:

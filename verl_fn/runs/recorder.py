@@ -84,7 +84,7 @@ def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> W
             steps have theirs by then.
     """
     recorder = _Recorder(w, problems, ahead=True)
-    drawn = w.processes.beside(lambda: recorder.draw(sample))
+    drawn = w.processes.submit(lambda: recorder.draw(sample))
     return Waiting(*(recorder.first or (recorder.problems, recorder.asked)), drawn)
 
 

@@ -4,8 +4,8 @@ import pytest
 import ray
 import torch
 
-from verl_fn.driver import parcels
-from verl_fn.driver.parcels import Distant, Samples, opened, packed
+from verl_fn.driver import serialization
+from verl_fn.driver.serialization import Distant, Samples, opened, packed
 from verl_fn.state import TokenOutputs, pack, tree, unpack, version_of
 from verl_fn.testing import tiny_batch
 
@@ -14,7 +14,7 @@ ROUTES = torch.arange(60, dtype=torch.uint8).reshape(10, 3, 2)
 
 @pytest.fixture(autouse=True)
 def every_tensor_travels_as_an_array(ray_cluster, monkeypatch):
-    monkeypatch.setattr(parcels, "SMALL_BYTES", 1)
+    monkeypatch.setattr(serialization, "SMALL_BYTES", 1)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ the driver holds a ``Distant`` tensor in their place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -28,13 +28,7 @@ DISTANT = "routed_experts"
 
 @attrs.frozen(eq=False)
 class Array:
-    """A tensor as it travels.
-
-    Attributes:
-        stored: its bytes; Ray does not copy them.
-        dtype: the tensor's dtype.
-        shape: the tensor's shape.
-    """
+    """A tensor as it travels: its bytes, which Ray does not copy, its dtype and its shape."""
 
     stored: np.ndarray[Any, Any]
     dtype: torch.dtype
@@ -62,19 +56,15 @@ class Samples:
 
 @attrs.frozen(eq=False)
 class Leaf:
-    """A tensor of a value in the object store.
-
-    Attributes:
-        ref: the reference to the value.
-        number: the tensor's number among the leaves of the value as it travels.
-    """
+    """A tensor in the object store, by the reference to a value and its number among the leaves that travel."""
 
     ref: Any
     number: int
 
     def tensor(self) -> Tensor:
         """Returns the tensor in the memory of the object store."""
-        leaves, _ = pytree.tree_flatten(_inside(ray.get(self.ref)))
+        value = ray.get(self.ref)
+        leaves = pytree.tree_leaves(value.batch if isinstance(value, Samples) else value)
         tensor: Tensor = leaves[self.number].tensor()
         return tensor
 
@@ -100,15 +90,7 @@ class Distant(Tensor):
         dtype: torch.dtype,
         width: tuple[int, ...],
     ) -> Distant:
-        """Makes rows of these tensors.
-
-        Args:
-            stored: as the attribute.
-            sizes: as the attribute.
-            numbers: as the attribute.
-            dtype: of the tensors.
-            width: the shape of a row.
-        """
+        """Makes rows of tensors with this dtype, of which each row has the shape ``width``."""
         one: Distant = Tensor._make_wrapper_subclass(cls, (len(numbers), *width), dtype=dtype)
         one.stored, one.sizes, one.numbers = stored, sizes, numbers
         return one
@@ -171,12 +153,11 @@ def packed(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
         return Samples(packed(pack(value)))
 
-    return pytree.tree_map(_as_it_travels, value)
+    def array(leaf: Any) -> Any:
+        small = not isinstance(leaf, Tensor) or isinstance(leaf, Distant) or leaf.nbytes < SMALL_BYTES
+        return leaf if small else Array.of(leaf)
 
-
-def _as_it_travels(leaf: Any) -> Any:
-    fits = not isinstance(leaf, Tensor) or isinstance(leaf, Distant) or leaf.nbytes < SMALL_BYTES
-    return leaf if fits else Array.of(leaf)
+    return pytree.tree_map(array, value)
 
 
 def opened(value: Any, *, shared: bool = False, ref: Any = None) -> Any:
@@ -189,20 +170,14 @@ def opened(value: Any, *, shared: bool = False, ref: Any = None) -> Any:
     """
     if isinstance(value, Samples):
         return unpack(opened(value.batch, shared=shared, ref=ref))
-    pairs, structure = pytree.tree_flatten_with_path(value)
-    return pytree.tree_unflatten(list(_leaves(pairs, shared, ref)), structure)
 
-
-def _leaves(pairs: Iterable[tuple[Any, Any]], shared: bool, ref: Any) -> Iterable[Any]:
-    for number, (path, leaf) in enumerate(pairs):
+    def tensor(number: int, path: Any, leaf: Any) -> Any:
         if isinstance(leaf, Array) and ref is not None and DISTANT in pytree.keystr(path):
             size = leaf.shape[0]
-            yield Distant((Leaf(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
-        elif isinstance(leaf, Array):
-            yield leaf.tensor() if shared else leaf.tensor().clone()
-        else:
-            yield leaf.whole() if isinstance(leaf, Distant) else leaf
+            return Distant((Leaf(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
+        if isinstance(leaf, Array):
+            return leaf.tensor() if shared else leaf.tensor().clone()
+        return leaf.whole() if isinstance(leaf, Distant) else leaf
 
-
-def _inside(value: Any) -> Any:
-    return value.batch if isinstance(value, Samples) else value
+    pairs, structure = pytree.tree_flatten_with_path(value)
+    return pytree.tree_unflatten([tensor(number, *pair) for number, pair in enumerate(pairs)], structure)
