@@ -154,7 +154,7 @@ def against_raw(shape: str, prompts: int, rounds: int) -> dict[str, Any]:
 
 def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device: str, name: str) -> dict[str, Any]:
     """Tokens a second of each number of engines, in turns; every engine has as many prompts."""
-    from verl_fn.driver import build
+    from verl_fn import build
     from verl_fn.driver.cluster import Cluster, Placement
     from verl_fn.driver.group import Group
     from verl_fn.driver.ray import ROOM, connected

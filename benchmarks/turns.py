@@ -27,6 +27,7 @@ from typing import Any, cast
 import attrs
 import torch
 
+from verl_fn import build
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Through
@@ -34,7 +35,6 @@ from verl_fn.backends.serving import Growing
 from verl_fn.config import load
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import EnvConfig
-from verl_fn.driver import build
 from verl_fn.environments.engine import Conversing
 from verl_fn.state import Key, Request, Sample, Sampling
 from verl_fn.steps import frozen

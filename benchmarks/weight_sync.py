@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from verl_fn import build
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.skeleton import dtype_of
@@ -27,7 +28,6 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import DriverConfig, RayConfig
-from verl_fn.driver import build
 from verl_fn.state import Key
 from verl_fn.steps import frozen
 

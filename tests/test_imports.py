@@ -95,7 +95,7 @@ def loaded(code: str, names: set[str]) -> set[str]:
             {"transformers", "torch._dynamo", *HEAVY},
         ),
         (
-            "import verl_fn.driver.build, verl_fn.driver.host",
+            "import verl_fn.build, verl_fn.driver.host",
             {"transformers", "torch._dynamo", "pyarrow", *(HEAVY - {"ray"})},
         ),
     ],

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn import build
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
 from verl_fn.config.schema import CriticOptimConfig, OptimConfig, ValConfig
-from verl_fn.driver import build
 from verl_fn.state import Sampling
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear
 

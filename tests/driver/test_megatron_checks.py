@@ -5,11 +5,11 @@ import importlib.util
 import pytest
 from run_configs import tiny_run
 
+from verl_fn import build
 from verl_fn.backends import megatron as backend
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.megatron.importing import about
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.driver import build
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checks import check_ranks
 

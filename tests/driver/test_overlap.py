@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file
 from warm_python import GROUP
 
+from verl_fn import build
 from verl_fn.config import load, make_plan
-from verl_fn.driver import build
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics
 from verl_fn.runs.loop import train

@@ -9,13 +9,14 @@ import attrs
 import pytest
 import ray
 
+from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import build, cluster, serialization
+from verl_fn.driver import cluster, serialization
 from verl_fn.driver.local import local_workers
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.runs.logs import TIMED, read_metrics

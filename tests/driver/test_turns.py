@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
+from verl_fn import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import build
 from verl_fn.driver.remote_rollout import RemoteRollout
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
+from verl_fn import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import build
 from verl_fn.driver.ray import ray_workers
 from verl_fn.runs import RunError
 from verl_fn.runs.journal import read_samples

@@ -11,11 +11,11 @@ import tomli_w
 import torch
 from run_configs import TINY
 
+from verl_fn import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan, structure
 from verl_fn.config.load import flat
-from verl_fn.driver import build
 from verl_fn.from_verl import read_settings, translate
 
 # Settings of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh.

@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 
+from verl_fn import build
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
-from verl_fn.driver import build
 from verl_fn.rewards.reward import Reward, RewardError, response_texts, texts_of
 from verl_fn.rewards.rules import by_rules
 from verl_fn.state import Batch

@@ -8,6 +8,7 @@ import torch
 from run_configs import TINY, tiny_run
 from safetensors.torch import load_file, save_file
 
+from verl_fn import build
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import WIDTHS, new_model
@@ -16,7 +17,6 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.vllm.arguments import check_heads
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.driver import build
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run

@@ -56,10 +56,10 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     for line in hints:
         show(f"note: {line}")
     if args.check:
-        from verl_fn.driver import ranks
+        from verl_fn import build
         from verl_fn.runs.check_run import check_run
 
-        if args.gpu_memory and not args.gpus and ranks.device(plan.driver) == "cpu":
+        if args.gpu_memory and not args.gpus and build.device(plan.driver) == "cpu":
             raise UsageError("--gpu-memory plans for GPUs, and this machine has none: add --gpus, their number")
         say(check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None, args.gpus))
         return 0

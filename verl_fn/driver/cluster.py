@@ -15,12 +15,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
+from verl_fn import build
 from verl_fn.backends.protocol import Reference
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
 from verl_fn.state import Batch, version_of
 
-from . import build, identity, processes, ray_private
+from . import identity, processes, ray_private
 from .group import (
     NODE_SECONDS,
     START_SECONDS,

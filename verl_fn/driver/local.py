@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from verl_fn import build
 from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.config.plan import Plan
 
-from . import build
-from .ranks import device, gpu_memory
+from .ranks import gpu_memory
 from .torchrun import process_group
 
 
@@ -17,7 +17,7 @@ from .torchrun import process_group
 def local_workers(plan: Plan) -> Iterator[Workers]:
     """Makes the parts of a plan in this process; under torchrun, every process makes backends of its own."""
     with process_group(plan) as ranks:
-        where = device(plan.driver)
+        where = build.device(plan.driver)
         if ranks is None:
             build.set_up_process(plan.driver, 1)
             trainers = {name: build.trainer(role, plan.driver, where) for name, role in plan.roles.items()}

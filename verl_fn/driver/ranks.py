@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 from verl_fn.config.plan import Plan
-from verl_fn.config.schema import DriverConfig
 from verl_fn.errors import UserError
 
 # The driver reports a hang after ray.timeout. Collectives must time out later than that, or the ranks that wait would
@@ -72,15 +71,6 @@ def torchrun_size() -> int:
 def torchrun_rank() -> int:
     """Returns the rank of this process under torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
-
-
-def device(driver: DriverConfig) -> str:
-    """Returns the device that ``driver.device`` asks for."""
-    import torch
-
-    if driver.device != "auto":
-        return driver.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpu_memory(device: str) -> int | None:

@@ -17,6 +17,7 @@ import ray
 import ray.runtime_env
 import torch
 
+from verl_fn import build
 from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
@@ -25,7 +26,6 @@ from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
 from verl_fn.errors import did_you_mean
 
-from . import build
 from .cluster import Cluster, Placement
 from .ranks import ActorDied, gpu_memory
 from .ray_private import private_ray

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from verl_fn import build
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
 from verl_fn.state import Batch
 
-from . import build
-from .ranks import ActorDied, ActorHangs, backends, device, torchrun_rank, torchrun_size
+from .ranks import ActorDied, ActorHangs, backends, torchrun_rank, torchrun_size
 
 # The first process may read data or wait for a download for hours before it makes a call.
 _PATIENCE = timedelta(days=30)
@@ -94,7 +94,7 @@ def _join(plan: Plan, size: int) -> None:
 
     from verl_fn.backends.agreement import use_loopback
 
-    kind = device(plan.driver)
+    kind = build.device(plan.driver)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=plan.ray.timeout)

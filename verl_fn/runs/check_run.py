@@ -8,12 +8,13 @@ from pathlib import Path
 import attrs
 import torch
 
+from verl_fn import build
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
 from verl_fn.config import ConfigError, Plan, RolePlan
-from verl_fn.driver import build, ranks
+from verl_fn.driver import ranks
 
 from .checks import (
     RowLengths,
@@ -83,7 +84,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
     lines = [*_run_lines(plan, longest)]
-    if ranks.device(plan.driver) == "cuda":
+    if build.device(plan.driver) == "cuda":
         gpu = gpu or ranks.gpu_memory("cuda")
         lines += _memory(plan, gpu, gpus, longest)
         try:
@@ -148,7 +149,7 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
     yield f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens"
     yield f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}"
     processes = "process" if size == 1 else "processes"
-    yield f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training {processes}"
+    yield f"driver      {plan.driver.kind}, {build.device(plan.driver)}, {size} training {processes}"
     yield f"folder      {t.dir}"
     if lag := plan.driver.max_lag:
         steps = "1 step" if lag == 1 else f"{lag} steps"
@@ -200,7 +201,7 @@ def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
 
 def _engines(plan: Plan) -> str:
     r = plan.rollout
-    dtype = compute_dtype(r.dtype, r.folder, ranks.device(plan.driver))
+    dtype = compute_dtype(r.dtype, r.folder, build.device(plan.driver))
     engine = f"{r.name}, {dtype}, {r.slots} rows at once"
     if plan.driver.kind == "local":
         return engine
@@ -209,7 +210,7 @@ def _engines(plan: Plan) -> str:
 
 
 def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
-    dtype = compute_dtype(role.dtype, role.folder, ranks.device(plan.driver))
+    dtype = compute_dtype(role.dtype, role.folder, build.device(plan.driver))
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
     trained = sizes.trained if role.trained else 0
     layout = role.strategy
@@ -233,7 +234,7 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"
     yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"
-    counted = role_memory(role, plan, size, ranks.device(plan.driver)).own
+    counted = role_memory(role, plan, size, build.device(plan.driver)).own
     parts = [f"{p.name.removeprefix(f'{role.name} ')} {p.nbytes / GIB:.3f}" for p in counted if p.nbytes]
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {', '.join(parts)}; micro-batches of at most {role.max_tokens:,} tokens{place}"

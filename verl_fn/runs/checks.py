@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import torch
 
+from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.backends.hf.config import compute_dtype
@@ -33,7 +34,7 @@ from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 from verl_fn.data.traits import TOOLS, Traits, traits_of
-from verl_fn.driver import build, ranks
+from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
@@ -563,7 +564,7 @@ def _elsewhere(plan: Plan, reference: str) -> bool:
 def _check_vllm(plan: Plan) -> None:
     from verl_fn.backends.vllm.arguments import check_heads, check_names, check_version, engine_arguments
 
-    r, device = plan.rollout, ranks.device(plan.driver)
+    r, device = plan.rollout, build.device(plan.driver)
     check_version()
     check_names(
         engine_arguments(

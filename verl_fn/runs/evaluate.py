@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from verl_fn import build
 from verl_fn.algorithms import Clock, Report, Workers
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
 from verl_fn.data.tasks import Problem, text_of
-from verl_fn.driver import build
 from verl_fn.rewards.reward import joined, problems_of, response_texts
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 

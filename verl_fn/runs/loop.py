@@ -11,6 +11,7 @@ from types import FrameType
 
 import attrs
 
+from verl_fn import build
 from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
@@ -106,7 +107,7 @@ def _headline(plan: Plan) -> str:
         processes = "process" if plan.ray.ranks == 1 else "processes"
         return f"{run}, starting Ray actors with {plan.ray.ranks} training {processes}"
     size = ranks.torchrun_size()
-    return f"{run}, local driver, {ranks.device(plan.driver)}" + (f", {size} processes" if size > 1 else "")
+    return f"{run}, local driver, {build.device(plan.driver)}" + (f", {size} processes" if size > 1 else "")
 
 
 def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:

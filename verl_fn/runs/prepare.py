@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn import atomic
+from verl_fn import atomic, build
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
@@ -22,7 +22,6 @@ from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.data.traits import joined, traits_of
-from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder

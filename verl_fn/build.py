@@ -28,8 +28,6 @@ from verl_fn.steps import (
     matrices,
 )
 
-from .ranks import device
-
 if TYPE_CHECKING:
     from verl_fn.backends.megatron.layout import Sizes
     from verl_fn.rewards import Reward
@@ -37,6 +35,15 @@ if TYPE_CHECKING:
 
 # Beside a GPU the host has little to compute, and processes with a thread a core each only wait for each other.
 THREADS_BESIDE_GPU = 2
+
+
+def device(driver: DriverConfig) -> str:
+    """Returns the device that ``driver.device`` asks for."""
+    import torch
+
+    if driver.device != "auto":
+        return driver.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
