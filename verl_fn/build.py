@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
+from verl_fn.algorithms.workers import Processes
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
@@ -44,6 +45,25 @@ def device(driver: DriverConfig) -> str:
     if driver.device != "auto":
         return driver.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu_memory(device: str) -> int | None:
+    """Returns the bytes of this process's GPU; None on a CPU, and for a plan for a GPU that is not here.
+
+    Example:
+        >>> gpu_memory("cpu") is None
+        True
+    """
+    import torch
+
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def processes(plan: Plan, device: str) -> Processes:
+    """Describes the processes of a run that trains in this process."""
+    return Processes(", ".join(libraries(plan.roles.values())), gpu_memory(device))
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:

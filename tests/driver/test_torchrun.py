@@ -12,9 +12,9 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.driver.remote import RemoteTrain
-from verl_fn.driver.torchrun import Torchrun
 from verl_fn.state import Batch, DonatedError, Key, TrainState, tree
 from verl_fn.steps import adamw, cross_entropy
+from verl_fn.torchrun import Torchrun
 
 ROOT = Path(__file__).parents[2]
 

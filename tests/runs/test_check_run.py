@@ -248,7 +248,7 @@ def test_a_run_that_continues_needs_no_weights_in_its_model_folder(tiny, tmp_pat
 
 def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("verl_fn.driver.ranks.gpu_memory", lambda device: None)
+    monkeypatch.setattr("verl_fn.build.gpu_memory", lambda device: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
     more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
     with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8"):

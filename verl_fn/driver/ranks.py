@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from verl_fn import build
 from verl_fn.config.plan import Plan
 from verl_fn.errors import UserError
 
@@ -48,6 +51,30 @@ def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: s
     )
 
 
+@contextlib.contextmanager
+def process_group(plan: Plan, size: int) -> Iterator[None]:
+    """Opens a process group of ``size`` processes that torchrun has started, or of this one, for the body."""
+    import torch
+    import torch.distributed as dist
+
+    from verl_fn.backends.agreement import use_loopback
+
+    if dist.is_initialized():
+        yield
+        return
+    kind = build.device(plan.driver)
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        use_loopback("127.0.0.1")
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    dist.init_process_group(backends(kind), timeout=timedelta(seconds=plan.ray.timeout), **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def backends(device: str) -> str:
     """Returns the backends of the process group: NCCL for tensors on GPUs, gloo for tensors on the CPU."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -71,20 +98,6 @@ def torchrun_size() -> int:
 def torchrun_rank() -> int:
     """Returns the rank of this process under torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
-
-
-def gpu_memory(device: str) -> int | None:
-    """Returns the bytes of this process's GPU; None on a CPU, and for a plan for a GPU that is not here.
-
-    Example:
-        >>> gpu_memory("cpu") is None
-        True
-    """
-    import torch
-
-    if device != "cuda" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def training_ranks(plan: Plan) -> int:

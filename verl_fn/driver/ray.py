@@ -27,7 +27,7 @@ from verl_fn.config.schema import RayConfig
 from verl_fn.errors import did_you_mean
 
 from .cluster import Cluster, Placement
-from .ranks import ActorDied, gpu_memory
+from .ranks import ActorDied
 from .ray_private import private_ray
 from .remote import RemoteTrain
 from .remote_rollout import RemoteRollout
@@ -87,7 +87,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 get=cluster.get,
                 processes=Processes(
                     _about(cluster, plan, device),
-                    cluster.get(cluster.groups["trainer"].run("map", gpu_memory, None, device)),
+                    cluster.get(cluster.groups["trainer"].run("map", build.gpu_memory, None, device)),
                     cluster.submit,
                     cluster.restarts,
                 ),

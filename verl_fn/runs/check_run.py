@@ -85,7 +85,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
         say(f"note: {folder} has no weights: they are not checked")
     lines = [*_run_lines(plan, longest)]
     if build.device(plan.driver) == "cuda":
-        gpu = gpu or ranks.gpu_memory("cuda")
+        gpu = gpu or build.gpu_memory("cuda")
         lines += _memory(plan, gpu, gpus, longest)
         try:
             check_memory(plan, ranks.training_ranks(plan), gpu)

@@ -16,8 +16,8 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.driver.torchrun import process_group
 from verl_fn.state import Params
+from verl_fn.torchrun import leading
 
 from . import RunError
 from .checkpoints import restore, step_of
@@ -60,7 +60,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
     check_has_training(plan)
     check_run_folder(Path(plan.trainer.dir))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(plan))
+        stack.enter_context(leading(plan))
         plan = plan.dated(run_date(plan))
         run = Run(plan, say)
         if not run.writable and (ended := _ended(plan, run, say)) is not None:

@@ -22,6 +22,7 @@ from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.data.traits import joined, traits_of
+from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
@@ -161,7 +162,7 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
-    """Returns the workers of a run: in this process or in Ray actors, as ``driver.kind`` asks.
+    """Returns the workers of a run: in Ray actors if ``driver.kind`` asks for them, else in this process or torchrun's.
 
     Raises:
         ConfigError: the device does not exist.
@@ -171,6 +172,10 @@ def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
         from verl_fn.driver.ray import ray_workers
 
         return ray_workers(plan)
+    if torchrun_size() > 1:
+        from verl_fn.torchrun import torchrun_workers
+
+        return torchrun_workers(plan)
     from verl_fn.driver.local import local_workers
 
     return local_workers(plan)

@@ -16,12 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 from verl_fn import build
+from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
+from verl_fn.driver import ranks
+from verl_fn.driver.ranks import ActorDied, ActorHangs, torchrun_rank, torchrun_size
 from verl_fn.state import Batch
-
-from .ranks import ActorDied, ActorHangs, backends, torchrun_rank, torchrun_size
 
 # The first process may read data or wait for a download for hours before it makes a call.
 _PATIENCE = timedelta(days=30)
@@ -31,47 +32,43 @@ _ranks: Torchrun | None = None
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan) -> Iterator[Torchrun | None]:
-    """Opens the process group that training in this process needs, and closes it at the end.
+def torchrun_workers(plan: Plan) -> Iterator[Workers]:
+    """Makes the parts of a plan in each of torchrun's processes, for the first one to use."""
+    with leading(plan) as led:
+        assert led is not None, "there is only one process"
+        where = build.device(plan.driver)
+        trainers, rollout = led.parts(plan, where)
+        yield Workers(trainers, rollout, **build.at_driver(plan), processes=build.processes(plan, where))
 
-    Under torchrun all its processes form the group, and only the first one enters the body; the others follow it and
-    exit. Otherwise ``fsdp`` and ``megatron`` need a group with this process only, and ``local`` needs none.
+
+@contextlib.contextmanager
+def leading(plan: Plan) -> Iterator[Torchrun | None]:
+    """Lets torchrun's first process lead the others: only it enters the body, and they follow its calls and exit.
 
     Yields:
-        What makes calls on all of torchrun's processes; None without torchrun.
+        What makes calls in all of torchrun's processes; None without torchrun.
 
     Raises:
         ConfigError: torchrun started several processes for a plan that cannot use them.
-        SystemExit: on all of torchrun's processes but the first, when the first one has left the body.
+        SystemExit: in all of torchrun's processes but the first, when the first one has left the body.
     """
     global _ranks
-    size = torchrun_size()
-    if size > 1:
-        _check_plan(plan, size)
-    elif plan.driver.kind == "ray" or all(role.strategy == "local" for role in plan.roles.values()):
-        yield None
-        return
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    if torchrun_size() == 1 or _ranks is not None:
         yield _ranks
         return
-    _join(plan, size)
-    try:
-        if size == 1:
-            yield None
-            return
-        ranks = Torchrun(dist.new_group(backend="gloo", timeout=_PATIENCE))
+    _check_plan(plan, torchrun_size())
+    with ranks.process_group(plan, torchrun_size()):
+        import torch.distributed as dist
+
+        led = Torchrun(dist.new_group(backend="gloo", timeout=_PATIENCE))
         if torchrun_rank() > 0:
-            raise SystemExit(ranks.follow())
-        _ranks = ranks
+            raise SystemExit(led.follow())
+        _ranks = led
         try:
-            yield ranks
+            yield led
         finally:
-            ranks.end()
+            led.end()
             _ranks = None
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_plan(plan: Plan, size: int) -> None:
@@ -87,23 +84,6 @@ def _check_plan(plan: Plan, size: int) -> None:
         )
 
 
-def _join(plan: Plan, size: int) -> None:
-    """Makes this process a rank of torchrun's process group, or of a group of its own."""
-    import torch
-    import torch.distributed as dist
-
-    from verl_fn.backends.agreement import use_loopback
-
-    kind = build.device(plan.driver)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=plan.ray.timeout)
-    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        use_loopback("127.0.0.1")
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-    dist.init_process_group(backends(kind), timeout=timeout, **alone)
-
-
 class Torchrun:
     """Torchrun's processes as a group of ranks: each has a ``Host``, and makes the calls of the first process.
 
@@ -117,7 +97,7 @@ class Torchrun:
     before_update = ()
 
     def __init__(self, calls: Any) -> None:
-        from .host import Host
+        from verl_fn.driver.host import Host
 
         self.host, self._calls = Host(), calls
         self.dropped: list[int] = []
@@ -126,7 +106,7 @@ class Torchrun:
 
     def parts(self, plan: Plan, where: str) -> tuple[dict[str, TrainBackend], RolloutBackend]:
         """Makes the backends of a plan in every process; returns the training backends by role, and the engine."""
-        from .remote import RemoteTrain
+        from verl_fn.driver.remote import RemoteTrain
 
         self.run("map", build.set_up_process, None, plan.driver, torchrun_size())
         for role in plan.roles.values():
@@ -231,7 +211,7 @@ class _Engine(Through):
         self._ranks = ranks
 
     def publish(self, version: int, weights: Any) -> Any:
-        from .host import Component
+        from verl_fn.driver.host import Component
 
         trainer, params = Component(weights.backend.component), weights.params.open()
         return self._ranks.run("map", _publish, None, Component(ENGINE), trainer, params, version)
