@@ -155,8 +155,8 @@ def against_raw(shape: str, prompts: int, rounds: int) -> dict[str, Any]:
 def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device: str, name: str) -> dict[str, Any]:
     """Tokens a second of each number of engines, in turns; every engine has as many prompts."""
     from verl_fn import build
-    from verl_fn.driver.cluster import Cluster, Placement
-    from verl_fn.driver.group import Group
+    from verl_fn.driver.cluster import Cluster
+    from verl_fn.driver.group import Group, Placement
     from verl_fn.driver.ray import ROOM, connected
     from verl_fn.driver.remote import RemoteTrain
     from verl_fn.driver.remote_rollout import RemoteRollout
@@ -174,7 +174,6 @@ def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device:
             places = {
                 "trainer": [Placement(0, 0.2 * gpu)],
                 "rollout": [Placement(i, 0.8 * gpu) for i in range(count)],
-                "data": [Placement(0)],
             }
             cluster.start(places, DriverConfig(device=device), 1)
             cluster.build(("trainer", "actor", trainer, folder, device))

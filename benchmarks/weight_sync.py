@@ -151,7 +151,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
 
 def _placements(ranks: int, device: str, apart: bool) -> dict[str, list[Any]]:
     """Where the training ranks and the engine are; a colocated engine shares the first rank's GPU."""
-    from verl_fn.driver.cluster import Placement
+    from verl_fn.driver.group import Placement
     from verl_fn.driver.ray import ROLLOUT_SHARE, TRAINER_SHARE
 
     gpu = float(device == "cuda")

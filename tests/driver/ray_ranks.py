@@ -3,8 +3,8 @@
 import attrs
 
 from verl_fn.config.schema import DriverConfig
-from verl_fn.driver.cluster import Cluster, Placement
-from verl_fn.driver.group import Group
+from verl_fn.driver.cluster import Cluster
+from verl_fn.driver.group import Group, Placement
 from verl_fn.driver.ray import ROOM
 from verl_fn.driver.remote import RemoteTrain
 from verl_fn.driver.remote_rollout import RemoteRollout

@@ -26,7 +26,8 @@ from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
 from verl_fn.errors import did_you_mean
 
-from .cluster import Cluster, Placement
+from .cluster import Cluster
+from .group import Placement
 from .ranks import ActorDied
 from .ray_private import private_ray
 from .remote import RemoteTrain

@@ -162,7 +162,7 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
-    """Returns the workers of a run: in Ray actors if ``driver.kind`` asks for them, else in this process or torchrun's.
+    """Returns the workers of a run: in Ray actors if ``driver.kind`` asks for them, else in this process.
 
     Raises:
         ConfigError: the device does not exist.
