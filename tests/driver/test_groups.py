@@ -305,7 +305,7 @@ def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
             return self.ended
 
     monkeypatch.setattr(two.cluster, "wait_for", lambda *args, **options: None)
-    call = SimpleNamespace(results={0: Stream()}, ended=True)
+    call = SimpleNamespace(results={0: Stream()}, done=lambda: True)
     assert list(two.cluster.stream(call)) == samples
 
 

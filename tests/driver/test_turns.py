@@ -112,7 +112,7 @@ def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     """It makes the calls again that changed its state, in their order, without the ones that others have undone."""
 
     def scatter(method, arguments, **_):
-        return SimpleNamespace(method=method, arguments=arguments, succeeded=True, done=lambda number: True)
+        return SimpleNamespace(method=method, arguments=arguments, succeeded=True, succeeded_on=lambda number: True)
 
     calls = {"run": lambda *_: None, "scatter": scatter, "idle": False, "one_thread": nullcontext()}
     group = SimpleNamespace(members=[1], **calls)

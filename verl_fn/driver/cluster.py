@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from concurrent.futures import Future, wait
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -16,7 +17,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
 from verl_fn import build
-from verl_fn.backends.protocol import Reference
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
 from verl_fn.state import Batch, version_of
@@ -46,37 +46,6 @@ THREAD_SECONDS = 0.02
 GRACE_SECONDS = 10
 
 
-class Background(Reference[Any]):
-    """A call that a thread of the driver makes. Its result is fetched like that of an actor's call.
-
-    Args:
-        fn: makes the call.
-    """
-
-    current: ClassVar[threading.local] = threading.local()
-
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self._fn = fn
-        self.result: Any = None
-        self.error: BaseException | None = None
-        # Set when the call has ended, or waits for actors.
-        self.paused = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return not self.thread.is_alive()
-
-    def _run(self) -> None:
-        Background.current.call = self
-        try:
-            self.result = self._fn()
-        except BaseException as error:
-            self.error = error
-        self.paused.set()
-
-
 class Cluster:
     """The actors of one run. ``get`` raises an error as soon as any actor fails, dies or hangs.
 
@@ -93,7 +62,9 @@ class Cluster:
         self._hosts: list[Any] = []
         # The batches in the object store, with the versions of their tensors.
         self._stored: weakref.WeakKeyDictionary[Batch, tuple[list[int], Any]] = weakref.WeakKeyDictionary()
-        self._background: list[Background] = []
+        # What threads of the driver do; each has an event that is set once it waits for actors.
+        self._futures: list[Future[Any]] = []
+        self._thread = threading.local()
         self.secret = os.urandom(16)
         self._code: Sequence[str] = ()
         self._stopped = False
@@ -188,16 +159,26 @@ class Cluster:
         reasons, self.reasons = self.reasons, []
         return reasons
 
-    def submit(self, fn: Callable[[], Any]) -> Background:
+    def submit(self, fn: Callable[[], Any]) -> Future[Any]:
         """Calls ``fn`` in a thread, and returns when it waits for actors for the first time, or has ended.
 
         So it has made all the calls that it makes without a result of others, and they come before later ones.
         """
-        call = Background(fn)
-        self._background = [one for one in self._background if not one.ended] + [call]
-        call.thread.start()
-        call.paused.wait()
-        return call
+        future: Future[Any] = Future()
+        paused = threading.Event()
+
+        def call() -> None:
+            self._thread.paused = paused
+            try:
+                future.set_result(fn())
+            except BaseException as error:
+                future.set_exception(error)
+            paused.set()
+
+        threading.Thread(target=call, daemon=True).start()
+        paused.wait()
+        self._futures = [one for one in self._futures if not one.done()] + [future]
+        return future
 
     def stored(self, batch: Batch) -> Any:
         """Returns a reference to a batch in the object store, where it is written once for all roles and ranks."""
@@ -216,20 +197,20 @@ class Cluster:
             ActorHangs: an actor makes no progress while others wait for it.
             Exception: a call to any actor failed; the error is the call's own.
         """
-        calls = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Call, Background))]
+        calls = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Call, Future))]
         if calls:
-            self.wait_for(lambda: all(call.ended for call in calls), calls)
+            self.wait_for(lambda: all(call.done() for call in calls), calls)
         return pytree.tree_map(self._value, value)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, Call):
-            refs = [leaf.results[number] for number in leaf.wanted]
-            return leaf.result([opened(self._fetch(ref), ref=ref) for ref in refs])
-        if not isinstance(leaf, Background):
+        if isinstance(leaf, Future):
+            return leaf.result()
+        if not isinstance(leaf, Call):
             return leaf
-        if leaf.error is not None:
-            raise leaf.error
-        return leaf.result
+        try:
+            return leaf.result([opened(ray.get(ref), ref=ref) for ref in map(leaf.results.get, leaf.wanted)])
+        except ray.exceptions.RayError as error:
+            raise unwrapped_error(error) from None
 
     def stream(self, call: Call) -> Iterator[Any]:
         """Yields each value of a call of ``Host.stream`` when it has arrived.
@@ -242,7 +223,7 @@ class Cluster:
             return [(number, stream) for number, stream in call.results.items() if stream.next_ready()]
 
         def finished() -> bool:
-            return call.ended and all(stream.is_finished() for stream in call.results.values())
+            return call.done() and all(stream.is_finished() for stream in call.results.values())
 
         while not finished():
             self.wait_for(lambda: bool(ready()) or finished(), [call])
@@ -261,7 +242,7 @@ class Cluster:
         except ray.exceptions.RayError as error:
             if call.group.restart is None or not curable(error):
                 raise unwrapped_error(error) from None
-            self.wait_for(lambda: call.ended or call.results[number] is not stream, [call])
+            self.wait_for(lambda: call.done() or call.results[number] is not stream, [call])
             return None
 
     def finish(self, *groups: Group) -> None:
@@ -278,8 +259,7 @@ class Cluster:
                 sentinels = list(dict.fromkeys(m.sentinel for m in members))
                 ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
             # Their calls fail now, and Ray must not end while threads use it.
-            for call in self._background:
-                call.thread.join(NODE_SECONDS)
+            wait(self._futures, NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
             here = ray.get_runtime_context().get_node_id()
             processes.end(lambda: [m.pid for m in members if m.node == here])
@@ -310,7 +290,7 @@ class Cluster:
         sentinel = host.watch.options(concurrency_group="watch").remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]), placement)
 
-    def wait_for(self, done: Callable[[], bool], calls: Sequence[Call | Background] = ()) -> None:
+    def wait_for(self, done: Callable[[], bool], calls: Sequence[Call | Future[Any]] = ()) -> None:
         """Waits until ``done`` returns True, and watches all actors meanwhile.
 
         The driver's first thread restarts engines and raises the errors of all actors; others only wait.
@@ -319,21 +299,20 @@ class Cluster:
             done: whether to end.
             calls: the calls that decide it.
         """
-        own = getattr(Background.current, "call", None)
-        if own is not None:
-            own.paused.set()
+        if side := hasattr(self._thread, "paused"):
+            self._thread.paused.set()
         while True:
             # Before ``done``, so that what ends from now on wakes the wait below.
             refs = [ref for call in calls if isinstance(call, Call) for ref in call.awaited]
-            if own is None:
+            if not side:
                 refs += [end for group in self.groups.values() for end in group.open]
             ended = done()
-            if own is None and self._deal_with_errors():
+            if not side and self._deal_with_errors():
                 continue
             if ended:
                 return
-            if own is None:
-                self._watch_actors(refs, polls=any(isinstance(call, Background) for call in calls))
+            if not side:
+                self._watch_actors(refs, polls=any(isinstance(call, Future) for call in calls))
             elif self._stopped:
                 raise ActorDied("the run has ended")
             elif refs:
@@ -407,9 +386,3 @@ class Cluster:
             call.quiet = True
         member = next(m for m in self.members.values() if m in (own or errors))
         raise unwrapped_error(errors[member], member.name)
-
-    def _fetch(self, ref: Any) -> Any:
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayError as error:
-            raise unwrapped_error(error) from None

@@ -88,9 +88,8 @@ class Call(Reference[Any]):
     failed: set[int] = attrs.field(factory=set)
     quiet: bool = False
 
-    @property
-    def ended(self) -> bool:
-        """Whether the members whose results are wanted have ended it; one that is restarted has not."""
+    def done(self) -> bool:
+        """Returns whether the members whose results are wanted have ended it; one that is restarted has not."""
         self.group.settle()
         return not any(number in self.open or number in self.again for number in self.wanted)
 
@@ -103,9 +102,9 @@ class Call(Reference[Any]):
     @property
     def succeeded(self) -> bool:
         """Whether all members have ended it without an error."""
-        return all(self.done(number) for number in range(len(self.arguments)))
+        return all(self.succeeded_on(number) for number in range(len(self.arguments)))
 
-    def done(self, number: int) -> bool:
+    def succeeded_on(self, number: int) -> bool:
         """Returns whether a member has ended the call without an error."""
         self.group.settle()
         return not any(number in members for members in (self.open, self.again, self.failed))

@@ -194,12 +194,12 @@ class RemoteRollout:
             return
         self._group.again(number)
         for one in self._past:
-            if one.weights is not None and not one.call.done(number):
+            if one.weights is not None and not one.call.succeeded_on(number):
                 self._send_again(one, number)
 
     def _restored(self, number: int) -> list[tuple[Any, ...]]:
         """Returns the calls by which a new engine gets back to where the old one was; ranks send it its weights."""
-        past = [one for one in self._past if one.call.done(number)]
+        past = [one for one in self._past if one.call.succeeded_on(number)]
         held, last = ([one for one in some if one.version is not None][-1:] for some in (past, self._past))
         calls: list[tuple[Any, ...]] = []
         for one in past:
