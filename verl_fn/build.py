@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from verl_fn.algorithms.workers import Processes
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
@@ -59,11 +58,6 @@ def gpu_memory(device: str) -> int | None:
     if device != "cuda" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def processes(plan: Plan, device: str) -> Processes:
-    """Describes the processes of a run that trains in this process."""
-    return Processes(", ".join(libraries(plan.roles.values())), gpu_memory(device))
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:

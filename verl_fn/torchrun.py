@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from verl_fn import build
-from verl_fn.algorithms.workers import Workers
+from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
@@ -38,7 +38,8 @@ def torchrun_workers(plan: Plan) -> Iterator[Workers]:
         assert led is not None, "there is only one process"
         where = build.device(plan.driver)
         trainers, rollout = led.parts(plan, where)
-        yield Workers(trainers, rollout, **build.at_driver(plan), processes=build.processes(plan, where))
+        processes = Processes(", ".join(build.libraries(plan.roles.values())), build.gpu_memory(where))
+        yield Workers(trainers, rollout, **build.at_driver(plan), processes=processes)
 
 
 @contextlib.contextmanager

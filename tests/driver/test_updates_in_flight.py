@@ -115,7 +115,7 @@ def test_an_engine_that_dies_goes_on_with_the_newest_weights(waiting, model):
             (waiting / name).touch()
         refs = w.rollout.generate(requests, version=0)
         w.get(w.rollout.publish(1, actor.weights(states[1].params)))
-        assert w.rollout.version == 1 and len(w.rollout._publications) == 2
+        assert w.rollout.version == 1 and len(w.rollout._past) == 2
         os.kill(w.rollout._group.members[0].pid, signal.SIGKILL)
         for name in ("batch_0", "hold"):
             (waiting / name).unlink()

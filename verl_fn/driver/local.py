@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from verl_fn import build
-from verl_fn.algorithms.workers import Workers
+from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.config.plan import Plan
 
 from .ranks import process_group
@@ -22,4 +22,5 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
         build.set_up_process(plan.driver, 1)
         trainers = {name: build.trainer(role, plan.driver, where) for name, role in plan.roles.items()}
         rollout = build.conversing(plan.rollout, where, plan.env)
-        yield Workers(trainers, rollout, **build.at_driver(plan), processes=build.processes(plan, where))
+        processes = Processes(", ".join(build.libraries(plan.roles.values())), build.gpu_memory(where))
+        yield Workers(trainers, rollout, **build.at_driver(plan), processes=processes)
