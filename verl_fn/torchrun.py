@@ -20,7 +20,7 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
-from verl_fn.driver import ranks
+from verl_fn.driver.local import process_group
 from verl_fn.driver.ranks import ActorDied, ActorHangs, torchrun_rank, torchrun_size
 from verl_fn.state import Batch
 
@@ -58,7 +58,7 @@ def leading(plan: Plan) -> Iterator[Torchrun | None]:
         yield _ranks
         return
     _check_plan(plan, torchrun_size())
-    with ranks.process_group(plan, torchrun_size()):
+    with process_group(plan, torchrun_size()):
         import torch.distributed as dist
 
         led = Torchrun(dist.new_group(backend="gloo", timeout=_PATIENCE))

@@ -49,8 +49,7 @@ GRACE_SECONDS = 10
 class Cluster:
     """The actors of one run. ``get`` raises an error as soon as any actor fails, dies or hangs.
 
-    Args:
-        timeout: seconds without progress after which an actor counts as hung.
+    An actor counts as hung after ``timeout`` seconds without progress.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -132,9 +131,7 @@ class Cluster:
     def build(self, *components: tuple[Any, ...]) -> None:
         """Makes components in every member of their groups, side by side: each takes seconds to import what it needs.
 
-        Args:
-            components: for each, the group's name, the component's name, and the function that makes it with its
-                arguments.
+        Each is a group's name, the component's name, and the function that makes it with its arguments.
         """
         for group, *args in components:
             self.groups[group].make("build", *args)
@@ -291,13 +288,9 @@ class Cluster:
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]), placement)
 
     def wait_for(self, done: Callable[[], bool], calls: Sequence[Call | Future[Any]] = ()) -> None:
-        """Waits until ``done`` returns True, and watches all actors meanwhile.
+        """Waits until ``done`` returns True, which these calls decide, and watches all actors meanwhile.
 
         The driver's first thread restarts engines and raises the errors of all actors; others only wait.
-
-        Args:
-            done: whether to end.
-            calls: the calls that decide it.
         """
         if side := hasattr(self._thread, "paused"):
             self._thread.paused.set()

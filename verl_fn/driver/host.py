@@ -28,26 +28,16 @@ from .serialization import opened, packed
 
 @attrs.frozen
 class Stored:
-    """Refers to a value that stays in its actor, or to a field of one.
-
-    Attributes:
-        id: the number of the value.
-        group: the name of the group whose ranks hold it.
-        field: the path of the field; None for the whole value.
-    """
+    """Refers to a value that stays on the ranks of a group, by its number, or to the field at a path of it."""
 
     id: int
     group: str
-    field: str | None = None
+    path: str = ""
 
 
 @attrs.frozen
 class Component:
-    """Refers to a component of an actor.
-
-    Attributes:
-        name: the component's name.
-    """
+    """Refers to a component of an actor by its name."""
 
     name: str
 
@@ -81,7 +71,7 @@ class Host:
         faulthandler.enable()
         self._drawing: Any = None
         self.components: dict[str, Any] = {}
-        self.values: dict[int, Any] = {}
+        self.values: dict[Any, Any] = {}
         self._first = True
         # Of the running calls, the oldest first: a publication may run beside a call that draws.
         self._threads: list[int] = []
@@ -98,11 +88,7 @@ class Host:
         return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity(code)}
 
     def run(self, method: str, *args: Any) -> tuple[Any, None]:
-        """Calls a method of this class.
-
-        Args:
-            method: its name.
-            args: its arguments as they travel.
+        """Calls a method of this class with arguments as they travel.
 
         Returns:
             The result, which is None on all ranks but the first, and another None to wait for the end of the call.
@@ -146,19 +132,15 @@ class Host:
     def invoke(
         self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        """Calls a component's method; results with a number in ``keep`` stay here, the others are returned."""
+        """Calls a component's method; results with a number in ``keep`` stay here, the one with None is returned."""
         with self._draws(component) if method == "generate" else contextlib.nullcontext():
             result = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
         if not keep:
             return result
-        results = result if len(keep) > 1 else (result,)
-        returned = []
-        for number, value in zip(keep, results, strict=True):
-            if number is None:
-                returned.append(value)
-            else:
-                self.values[number] = value
-        return returned[0] if returned else None
+        results = dict(zip(keep, result if len(keep) > 1 else (result,), strict=True))
+        returned = results.pop(None, None)
+        self.values.update(results)
+        return returned
 
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
         """Applies a function to values of this actor; its result stays under the number ``keep``, if there is one."""
@@ -258,7 +240,7 @@ class Host:
         if value.id not in self.values:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
         whole = self.values[value.id]
-        return whole if value.field is None else operator.attrgetter(value.field)(whole)
+        return operator.attrgetter(value.path)(whole) if value.path else whole
 
 
 def _device_of(component: Any) -> torch.device:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from verl_fn import build
 from verl_fn.config.plan import Plan
 from verl_fn.errors import UserError
 
@@ -49,30 +46,6 @@ def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: s
     dist.init_process_group(
         backends(device), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE * timeout + 60)
     )
-
-
-@contextlib.contextmanager
-def process_group(plan: Plan, size: int) -> Iterator[None]:
-    """Opens a process group of ``size`` processes that torchrun has started, or of this one, for the body."""
-    import torch
-    import torch.distributed as dist
-
-    from verl_fn.backends.agreement import use_loopback
-
-    if dist.is_initialized():
-        yield
-        return
-    kind = build.device(plan.driver)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        use_loopback("127.0.0.1")
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-    dist.init_process_group(backends(kind), timeout=timedelta(seconds=plan.ray.timeout), **alone)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def backends(device: str) -> str:

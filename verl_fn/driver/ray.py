@@ -191,9 +191,7 @@ def runtime_env(file: Path) -> dict[str, Any]:
 def check_address(address: str, *, reach: bool = True) -> None:
     """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
 
-    Args:
-        address: ``auto``, ``host:port``, or one with a scheme, which Ray resolves itself.
-        reach: try to connect.
+    Ray resolves ``auto`` and addresses with a scheme itself. Without ``reach``, only the form is checked.
 
     Raises:
         ConfigError: it is not an address, or no cluster answers.

@@ -81,7 +81,7 @@ class Remote(protocol.Remote[T]):
         """
         if self.value.fate is not None:
             raise DonatedError(self.value.fate)
-        return Stored(self.value.id, self.value.group, self.path or None)
+        return Stored(self.value.id, self.value.group, self.path)
 
     def snapshot(self) -> Any:
         """Raises an error that explains how to copy the value on its ranks.

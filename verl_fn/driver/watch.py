@@ -26,11 +26,7 @@ TORCH = str(Path(torch.__file__).parent)
 
 
 class Watch:
-    """Checks the progress of groups, a few times in ``timeout`` seconds.
-
-    Attributes:
-        interval: seconds between checks.
-    """
+    """Checks the progress of groups every ``interval`` seconds, a few times in ``timeout`` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -91,9 +87,9 @@ class Watch:
         return now - since > self._timeout
 
     def _hanging(self, group: Group, members: tuple[Member, ...] = ()) -> ActorHangs | None:
-        """Returns an error with every rank's stack, and the rank that differs; None where a rank has died.
+        """Returns an error with every rank's stack and the name of a suspect; None if a rank has died.
 
-        That is a rank that does not answer, or else one that is in no collective; of several, the one that has
+        The suspect is, in this order: a rank that does not answer, a rank outside any collective, the rank that has
         started the fewest collectives.
         """
         stacks = stacks_of(members or group.members)
