@@ -27,7 +27,7 @@ from warm_python import warm_python
 # lot, so they are two units, with a cluster each.
 SHARED = {
     "Ray": [
-        *("batches_benchmark", "clusters", "environments", "groups", "parcels", "private_ray", "ray_driver"),
+        *("batches_benchmark", "clusters", "environments", "groups", "private_ray", "ray_driver", "serialization"),
         *("weight_sync_benchmark",),
     ],
     "Ray, with faults": ["failures", "overlap", "restarts", "turns", "updates_in_flight"],
