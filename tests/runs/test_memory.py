@@ -16,7 +16,7 @@ from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, offloads, phases, share
-from verl_fn.runs.residency import resting
+from verl_fn.runs.residency import offloaded_roles
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VLLM = ["driver.kind=ray", "driver.device=cuda", "rollout.name=vllm", "rollout.dtype=bfloat16"]
@@ -155,8 +155,8 @@ def test_states_move_to_the_cpu_where_they_do_not_fit(folder):
 
 def test_roles_that_lie_on_the_cpu(folder):
     plan = plan_of(folder("1.5b"), "rollout.offload_trainer=true", "ray.separate=critic")
-    assert resting(plan, 140 * GIB) == {"actor"}
-    assert resting(plan, None) == frozenset()
+    assert offloaded_roles(plan, 140 * GIB) == {"actor"}
+    assert offloaded_roles(plan, None) == frozenset()
 
 
 def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_told(folder):

@@ -32,7 +32,7 @@ from .memory import check_memory, explained
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say, always_zero, cut_off, wide_gap, without_signal
 from .recorder import Drawn
-from .residency import on_one_gpu, resting
+from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
 from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
 from .steps import Pace, advance
@@ -133,7 +133,7 @@ class _Loop:
 
     def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say) -> None:
         self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
-        self.algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w.processes.gpu_memory))
+        self.algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
         self.pace = Pace.of(plan)
         self.evaluation: Report = {}

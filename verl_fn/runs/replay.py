@@ -22,7 +22,7 @@ from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
-from .residency import on_one_gpu, resting
+from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
 from .state import RunState, algorithm_of, initial_state, run_of
 from .steps import RANKS, ROWS_WAITING, Pace, advance
@@ -115,7 +115,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
     pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
     with workers(plan) as w:
-        algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w.processes.gpu_memory))
+        algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
         say(f"executing steps {state.step + 1} to {step} again, from {origin or 'the beginning'}")
         while True:

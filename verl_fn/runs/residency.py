@@ -23,7 +23,7 @@ from verl_fn.driver import ranks
 from .memory import offloads
 
 
-def resting(plan: Plan, gpu_memory: int | None) -> frozenset[str]:
+def offloaded_roles(plan: Plan, gpu_memory: int | None) -> frozenset[str]:
     """Returns the roles whose training states lie on the CPU between steps, and on the GPU in ``learn``.
 
     Args:
@@ -87,7 +87,7 @@ def on_one_gpu(algorithm: Algorithm[Any], plan: Plan, roles: frozenset[str], dev
     Args:
         algorithm: the algorithm.
         plan: says whether the engine sleeps.
-        roles: the roles whose states lie on the CPU; see ``resting``.
+        roles: the roles whose states lie on the CPU; see ``offloaded_roles``.
         device: where they learn.
     """
     if not plan.rollout.sleeps and not roles:

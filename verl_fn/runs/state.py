@@ -15,7 +15,7 @@ from verl_fn.config import Plan
 from verl_fn.state import Key, Node, node, tree
 
 from .recorder import Waiting
-from .residency import resting
+from .residency import offloaded_roles
 
 
 @node
@@ -114,10 +114,10 @@ def check_blank(plan: Plan) -> None:
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
     """Moves the states of roles that lie on the CPU between steps there."""
-    resting_roles = resting(plan, w.processes.gpu_memory)
+    between = offloaded_roles(plan, w.processes.gpu_memory)
     return {
         name: w.trainers[name].place(state, params="cpu", optimizer="cpu")
-        if plan.roles[name].offload or name in resting_roles
+        if plan.roles[name].offload or name in between
         else state
         for name, state in states.items()
     }
