@@ -40,8 +40,9 @@ from .ranks import ActorDied, ActorHangs
 from .serialization import opened, packed
 from .watch import Watch
 
-# How often the driver looks whether a thread of its own has ended.
-THREAD_SECONDS = 0.02
+# How often the driver looks whether a thread of its own has ended, and such a thread whether an engine was restarted
+# while others go on.
+THREAD_SECONDS, RESTART_SECONDS = 0.02, 1.0
 # How long an error of a collective waits for the error or the death of another rank that may have caused it.
 GRACE_SECONDS = 10
 
@@ -309,7 +310,7 @@ class Cluster:
             elif self._stopped:
                 raise ActorDied("the run has ended")
             elif refs:
-                ray.wait(list(dict.fromkeys(refs)), timeout=THREAD_SECONDS, fetch_local=False)
+                ray.wait(list(dict.fromkeys(refs)), timeout=RESTART_SECONDS, fetch_local=False)
             else:
                 time.sleep(THREAD_SECONDS)
 

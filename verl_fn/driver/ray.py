@@ -24,7 +24,6 @@ from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
-from verl_fn.errors import did_you_mean
 
 from .cluster import Cluster
 from .group import Placement
@@ -183,8 +182,7 @@ def runtime_env(file: Path) -> dict[str, Any]:
         raise ConfigError(f"ray.runtime_env: {file} must be a mapping, with keys such as env_vars or py_modules")
     known = {name for name in ray.runtime_env.RuntimeEnv.known_fields if not name.startswith("_")}
     if unknown := sorted(map(str, environment.keys() - known)):
-        hint = did_you_mean(unknown[0], known) or f"; it knows {sorted(known)}"
-        raise ConfigError(f"ray.runtime_env: {file} has {unknown[0]!r}, but Ray does not know it{hint}")
+        raise ConfigError(f"ray.runtime_env: {file} has {unknown[0]!r}, but Ray knows only {sorted(known)}")
     return environment
 
 
