@@ -7,14 +7,11 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import numpy as np
 
 from verl_fn.pool import playing
-from verl_fn.pool.worker import attempt, seed_numbers
 
 from .violation import require
 
@@ -70,17 +67,21 @@ def check_environment(
         >>> check_environment(Echo, [{"prompt": "2+3?", "answer": "5"}], ["5"])
     """
     make = partial(environment, **(arguments or {}))
-    rows = [_row(problem) for problem in problems]
+    rows = dict(enumerate(map(_row, problems)))
     require(bool(rows), "Signature", "there is no problem", "an empty list of problems")
     with _own_numbers():
-        alone = [_play(make, i, row, replies)[0] for i, row in enumerate(rows)]
-        for i, row in enumerate(rows):
-            _same("Repetition", i, replies, alone[i], _play(make, i, row, replies)[0], _SHARED)
-        for i, together in enumerate(_interleaved(make, rows, replies)):
-            _same("Independence", i, replies, alone[i], together, "a state that instances share")
+        alone = [_play(make, {i: row}, replies)[i] for i, row in rows.items()]
+        for i, row in rows.items():
+            _same("Repetition", i, replies, alone[i], _play(make, {i: row}, replies)[i], _SHARED)
+        others = {len(rows) + i: row for i, row in rows.items()}
+        together = _play(make, rows | others, replies)
+        for i in rows:
+            _same("Independence", i, replies, alone[i], together[i], "a state that instances share")
         for odd in ODD_REPLIES:
-            _play(make, 0, rows[0], [odd], "Replies", "a reply that is taken for well-formed")
-        _check_group(environment, make, rows, replies)
+            _play(make, {0: rows[0]}, [odd], "Replies", "a reply that is taken for well-formed")
+        if playing.group_scorer(environment) is not None:
+            first, second = (_group_scores(make, rows[0], replies) for _ in range(2))
+            require(first == second, "Group", f"scores {second} came after {first}", _SHARED)
 
 
 def _row(problem: Any) -> dict[str, Any]:
@@ -92,70 +93,54 @@ def _row(problem: Any) -> dict[str, Any]:
     }
 
 
-@attrs.define
-class _Conversation:
-    """A conversation in progress: its instance, and the answers so far."""
-
-    make: Callable[[], Any]
-    number: int
-    row: dict[str, Any]
-    law: str = "Signature"
-    cause: str = _OWN_ERROR
-    answers: list[Any] = attrs.field(factory=list)
-    instance: Any = None
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.answers) and playing.is_end(self.answers[-1])
-
-    def advance(self, replies: Sequence[str]) -> None:
-        """Makes the next call: ``reset``, or ``step`` with the next reply."""
-        turn = len(self.answers)
-        seed_numbers(self.number, turn)
-        given = SimpleNamespace(**copy.deepcopy(self.row))
-
-        def call() -> Any:
-            if turn:
-                return playing.checked(self.instance.step(replies[turn - 1]))
-            self.instance = self.make()
-            return playing.opening(self.instance, given)
-
-        answer = attempt(call)
-        said = f"reply {turn}, {replies[turn - 1]!r}," if turn else "reset"
-        require(not isinstance(answer, str), self.law, f"problem {self.number}: {said} {answer}", self.cause)
-        changed = turn == 0 and vars(given) != self.row
-        require(not changed, "Purity", f"problem {self.number} was changed by reset", "an update in place")
-        self.answers.append(answer)
-
-
 def _play(
     make: Callable[[], Any],
-    number: int,
-    row: dict[str, Any],
+    rows: Mapping[int, dict[str, Any]],
     replies: Sequence[str],
     law: str = "Signature",
     cause: str = _OWN_ERROR,
-) -> tuple[list[Any], Any]:
-    """Returns the answers of a whole conversation, and its closed instance."""
-    one = _Conversation(make, number, row, law, cause)
-    for _ in range(len(replies) + 1):
-        if not one.ended:
-            one.advance(replies)
-    playing.close(one.instance)
-    return one.answers, one.instance
+) -> dict[int, list[Any]]:
+    """Plays conversations as the process of a run does, turn by turn side by side, and closes their instances.
+
+    Returns:
+        The answers of each conversation, by its number.
+    """
+    sent: list[Any] = []
+    server = playing.Server(make, sent.append)
+    answers: dict[int, list[Any]] = {number: [] for number in rows}
+    for turn in range(len(replies) + 1):
+        for number, row in rows.items():
+            if turn and playing.is_end(answers[number][-1]):
+                continue
+            given = copy.deepcopy(row)
+            server.answer(0, number, number, given, replies[:turn])
+            _, answer = sent[-1]
+            said = f"reply {turn}, {replies[turn - 1]!r}," if turn else "reset"
+            require(not isinstance(answer, str), law, f"problem {number}: {said} {answer}", cause)
+            require(given == row, "Purity", f"problem {number} was changed by reset", "an update in place")
+            answers[number].append(answer)
+    server.forget()
+    return answers
 
 
-def _interleaved(make: Callable[[], Any], rows: Sequence[dict[str, Any]], replies: Sequence[str]) -> list[list[Any]]:
-    """Plays two conversations of each problem turn by turn, and returns the answers of the first ones."""
-    every = [_Conversation(make, i, row) for i, row in enumerate(rows)]
-    others = [_Conversation(make, len(rows) + i, row) for i, row in enumerate(rows)]
-    for _ in range(len(replies) + 1):
-        for one in (*every, *others):
-            if not one.ended:
-                one.advance(replies)
-    for one in (*every, *others):
-        playing.close(one.instance)
-    return [one.answers for one in every]
+def _group_scores(make: Callable[[], Any], row: dict[str, Any], replies: Sequence[str]) -> Any:
+    """Returns the scores of the conversations of a group that have ended."""
+    sent: list[Any] = []
+    server = playing.Server(make, sent.append)
+    jobs = []
+    for number in range(2):
+        for turn in range(len(replies) + 1):
+            server.answer(0, number, number, row, replies[:turn])
+            if playing.is_end(sent[-1][1]):
+                jobs.append((number, number, row, replies[:turn]))
+                break
+    if not jobs:
+        return None
+    server.score(0, 0, jobs)
+    _, outcome = sent[-1]
+    server.forget()
+    require(not isinstance(outcome, str), "Group", f"score_group {outcome}", "it takes a list of instances")
+    return outcome
 
 
 def _same(law: str, number: int, replies: Sequence[str], expected: Any, found: Any, cause: str) -> None:
@@ -167,32 +152,6 @@ def _same(law: str, number: int, replies: Sequence[str], expected: Any, found: A
             f"problem {number}: another instance answered {said} with {after!r:.200}, after {before!r:.200}",
             cause,
         )
-
-
-def _check_group(
-    environment: Any, make: Callable[[], Any], rows: Sequence[dict[str, Any]], replies: Sequence[str]
-) -> None:
-    score_group = playing.group_scorer(environment)
-    if score_group is None:
-        return
-    results = []
-    for _ in range(2):
-        group = [_Conversation(make, i, rows[0]) for i in range(2)]
-        for one in group:
-            while not one.ended and len(one.answers) <= len(replies):
-                one.advance(replies)
-        ended = [one.instance for one in group if one.ended]
-        seed_numbers(0, 0)
-        outcome = attempt(partial(_scores, score_group, ended))
-        require(not isinstance(outcome, str), "Group", f"score_group {outcome}", "it takes a list of instances")
-        results.append(outcome)
-        for one in group:
-            playing.close(one.instance)
-    require(results[0] == results[1], "Group", f"scores {results[1]} came after {results[0]}", _SHARED)
-
-
-def _scores(score_group: Callable[[list[Any]], Any], ended: list[Any]) -> dict[str, Any]:
-    return playing.scores(score_group(ended), len(ended)) if ended else {}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +16,6 @@ from verl_fn.state import (
     Metrics,
     Min,
     Moments,
-    Split,
     Sum,
     TokenOutputs,
     Weighted,
@@ -112,30 +110,65 @@ def _check_declared(loss: Loss, together: str | None) -> None:
     )
 
 
+@attrs.frozen(eq=False)
+class _Case:
+    """A loss under test, with the outputs that it declares.
+
+    Attributes:
+        loss: the loss under test.
+        batch: the batch that it gets.
+        outputs: the outputs of a model that it declares.
+        result: what ``evaluate`` returns for these.
+        tolerance: the largest relative difference of results that should be equal.
+        key: other keys give other batches.
+    """
+
+    loss: Loss
+    batch: Batch
+    outputs: TokenOutputs
+    result: dict[str, Any]
+    tolerance: float
+    key: Key
+
+    def require_same(
+        self,
+        law: str,
+        what: str,
+        actual: dict[str, Any],
+        cause: str = "a mean, a count or a maximum over the batch inside the loss; denominators belong in "
+        "loss_weight, which steps.aggregate writes over the whole update batch, and metrics need Weighted or Sum",
+    ) -> None:
+        """Requires that another result is the same within the tolerance."""
+        expected_numbers, numbers = (
+            {"total": one["total"], "metrics": metrics.to_floats(one["metrics"])} for one in (self.result, actual)
+        )
+        require_close(law, what, expected_numbers, numbers, cause, tolerance=self.tolerance, floor=1.0)
+        expected_gradient, gradient = ({"gradient": one["gradient"]} for one in (self.result, actual))
+        require_close(law, what, expected_gradient, gradient, cause, tolerance=self.tolerance)
+
+
 def _check_laws(loss: Loss, batch: Batch, zero_advantages: bool, tolerance: float, key: Key) -> None:
     outputs = tiny_outputs(batch, KNOWN_OUTPUTS, key)
     declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
-    whole = _pure(loss, outputs, declared, batch)
-    _require_finite(whole, "on an ordinary batch", "a division by the length of a row without response")
-    _splits(loss, declared, batch, whole, some_splits(batch, key, loss.together), tolerance)
-    _live(loss, batch, key)
-    _weights_apart(loss, declared, batch)
-    _holes(loss, declared, batch, whole, key, tolerance)
-    _prompts(loss, declared, batch, whole, key, tolerance)
-    if zero_advantages and _reads_advantages(loss, declared, batch):
-        _zero(loss, declared, batch)
-    _extremes(loss, declared, batch)
+    case = _Case(loss, batch, declared, _pure(loss, outputs, declared, batch), tolerance, key)
+    _require_finite(case.result, "on an ordinary batch", "a division by the length of a row without response")
+    _splits(case)
+    _live(case)
+    _weights_apart(case)
+    _holes(case)
+    _prompts(case)
+    if zero_advantages and _reads_advantages(case):
+        _zero(case)
+    _extremes(case)
     require_full_precision("the loss", lambda: evaluate(loss, declared, batch))
 
 
 def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
     """Returns what the loss gives for the outputs that it declares; more outputs must make no difference."""
-    more = repeatable(
-        "Purity", "the loss", lambda: _flat(evaluate(loss, outputs, batch)), outputs=outputs, batch=batch
-    )
+    more = repeatable("Purity", "the loss", lambda: evaluate(loss, outputs, batch), outputs=outputs, batch=batch)
     cause = "needs=[...] of the loss does not name all that it reads"
     try:
-        whole = _flat(evaluate(loss, declared, batch))
+        whole = evaluate(loss, declared, batch)
     except (AttributeError, KeyError) as error:
         raise LawViolation("Purity", f"the loss reads an output that it does not declare: {error}", cause) from error
     more["gradient"] = {name: more["gradient"][name] for name in whole["gradient"]}
@@ -149,35 +182,27 @@ def _require_finite(result: dict[str, Any], where: str, cause: str) -> None:
         require(bool(value.isfinite().all()), "Finite", f"the {what} is not finite {where}", cause)
 
 
-def _splits(
-    loss: Loss,
-    outputs: TokenOutputs,
-    batch: Batch,
-    whole: dict[str, Any],
-    splits: dict[str, Split],
-    tolerance: float,
-) -> None:
-    carried = carrying(batch, outputs)
-    for name, split in splits.items():
-        parts = [evaluate(loss, *apart(carried.take(rows), outputs)) for rows in split.rows]
-        _compare("Split invariance", f"one batch against {name}:", whole, _joined(split, parts), tolerance)
-
-
-def _joined(split: Split, parts: Sequence[tuple[dict[str, Any], Metrics]]) -> dict[str, Any]:
+def _splits(case: _Case) -> None:
     """Adds up the results of the parts as a backend does."""
-    gradient = split.join_outputs([TokenOutputs(result["gradient"]) for result, _ in parts]).by_name
-    total = torch.stack([result["total"] for result, _ in parts]).sum()
-    return _flat(({"total": total, "gradient": gradient}, metrics.merge(*(reported for _, reported in parts))))
+    carried = carrying(case.batch, case.outputs)
+    for name, split in some_splits(case.batch, case.key, case.loss.together).items():
+        parts = [evaluate(case.loss, *apart(carried.take(rows), case.outputs)) for rows in split.rows]
+        joined = {
+            "total": torch.stack([part["total"] for part in parts]).sum(),
+            "gradient": split.join_outputs([TokenOutputs(part["gradient"]) for part in parts]).by_name,
+            "metrics": metrics.merge(*(part["metrics"] for part in parts)),
+        }
+        case.require_same("Split invariance", f"one batch against {name}:", joined)
 
 
-def _live(loss: Loss, batch: Batch, key: Key) -> None:
+def _live(case: _Case) -> None:
     """Checks that each term has a gradient for some of a few random outputs."""
-    draws = [tiny_outputs(batch, loss.needs, key.fold_in(i)) for i in range(3)]
-    for number, term in enumerate(loss.terms):
+    draws = [tiny_outputs(case.batch, case.loss.needs, case.key.fold_in(i)) for i in range(3)]
+    for number, term in enumerate(case.loss.terms):
         if term.factor == 0.0:
             continue
         alone = Loss((attrs.evolve(term, factor=1.0),))
-        gradients = [evaluate(alone, outputs, batch)[0]["gradient"].values() for outputs in draws]
+        gradients = [evaluate(alone, outputs, case.batch)["gradient"].values() for outputs in draws]
         require(
             any(bool(g.any()) for of_draw in gradients for g in of_draw),
             "Signature",
@@ -186,14 +211,14 @@ def _live(loss: Loss, batch: Batch, key: Key) -> None:
         )
 
 
-def _weights_apart(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+def _weights_apart(case: _Case) -> None:
     """Checks that values stay the same with other weights, since a backend multiplies by the weights."""
-    other = batch
-    for name in (WEIGHTS[level] for level in loss.levels):
+    batch = other = case.batch
+    for name in (WEIGHTS[level] for level in case.loss.levels):
         weight = batch[name] * torch.linspace(1.5, 2.5, len(batch[name]))
         other = (other.with_rows if name in batch.per_row else other.with_tokens)(**{name: weight})
-    for term in loss.terms:
-        expected, actual = (_values(term, outputs, one) for one in (batch, other))
+    for term in case.loss.terms:
+        expected, actual = (_values(term, case.outputs, one) for one in (batch, other))
         cause = f"{WEIGHTS[term.level]} applied inside the loss; the backend applies it to the values"
         require_equal("Signature", f"with another {WEIGHTS[term.level]}, the value", expected, actual, cause)
 
@@ -205,35 +230,29 @@ def _values(term: Term, outputs: TokenOutputs, batch: Batch) -> Tensor:
     return torch.where(batch[WEIGHTS[term.level]] == 0, 0.0, values)
 
 
-def _holes(
-    loss: Loss, outputs: TokenOutputs, batch: Batch, whole: dict[str, Any], key: Key, tolerance: float
-) -> None:
-    for what, other in scrambled(batch, key).items():
-        _compare(
+def _holes(case: _Case) -> None:
+    for what, other in scrambled(case.batch, case.key).items():
+        case.require_same(
             "Zero",
             f"{what} where response_mask is 0: the loss",
-            whole,
-            _flat(evaluate(loss, outputs, other)),
-            tolerance,
+            evaluate(case.loss, case.outputs, other),
             "a mean or a metric that does not weigh with response_mask, or x * response_mask where x may not be "
             "finite; torch.where(mask, x, 0) drops it",
         )
 
 
-def _prompts(
-    loss: Loss, outputs: TokenOutputs, batch: Batch, whole: dict[str, Any], key: Key, tolerance: float
-) -> None:
-    names = [CARRIED + name for name in outputs.by_name]
-    longer, old = with_longer_prompts(carrying(batch, outputs), key, zeros=names)
-    result = _flat(evaluate(loss, *apart(longer, outputs)))
+def _prompts(case: _Case) -> None:
+    names = [CARRIED + name for name in case.outputs.by_name]
+    longer, old = with_longer_prompts(carrying(case.batch, case.outputs), case.key, zeros=names)
+    result = evaluate(case.loss, *apart(longer, case.outputs))
     result["gradient"] = {name: g if name in PER_ROW else g[old] for name, g in result["gradient"].items()}
     cause = "batch.lengths or positions also count the prompt; count response_mask"
-    _compare("Zero", "with longer prompts, the loss", whole, result, tolerance, cause)
+    case.require_same("Zero", "with longer prompts, the loss", result, cause)
 
 
-def _zero(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
-    still = batch.with_tokens(advantages=torch.zeros_like(batch["advantages"]))
-    for name, gradient in evaluate(loss, outputs, still)[0]["gradient"].items():
+def _zero(case: _Case) -> None:
+    still = case.batch.with_tokens(advantages=torch.zeros_like(case.batch["advantages"]))
+    for name, gradient in evaluate(case.loss, case.outputs, still)["gradient"].items():
         require(
             not bool(gradient.any()),
             "Zero",
@@ -242,51 +261,30 @@ def _zero(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
         )
 
 
-def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+def _extremes(case: _Case) -> None:
     """Log-probs of the model far above and far below all others."""
-    mask = batch["response_mask"]
+    batch, mask = case.batch, case.batch["response_mask"]
     others = [name for name in batch.per_token if "log_prob" in name]
-    for gap in (EXTREME, -EXTREME):
-        low, high = -0.1 * mask - abs(gap) * mask, -0.1 * mask
-        model, data = (high, low) if gap > 0 else (low, high)
-        known = {name: beside(model, t) if "logprobs" in name else t for name, t in outputs.by_name.items()}
+    high, low = -0.1 * mask, -(0.1 + EXTREME) * mask
+    for model, data, side in ((high, low, "above"), (low, high, "below")):
+        known = {name: beside(model, t) if "logprobs" in name else t for name, t in case.outputs.by_name.items()}
         given = {name: beside(data, batch[name]).clone() for name in others}
-        result, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**given))
-        side = "above" if gap > 0 else "below"
-        where = f"where the model's log-probs lie {abs(gap):.0f} nats {side} all others"
+        result = evaluate(case.loss, TokenOutputs(known), batch.with_tokens(**given))
+        where = f"where the model's log-probs lie {EXTREME:.0f} nats {side} all others"
         _require_finite(result, where, "exp() of a log-ratio that is not clamped")
 
 
-def _reads_advantages(loss: Loss, outputs: TokenOutputs, batch: Batch) -> bool:
+def _reads_advantages(case: _Case) -> bool:
     try:
-        for term in loss.terms:
-            term.fn(outputs, batch.without("advantages"))
+        for term in case.loss.terms:
+            term.fn(case.outputs, case.batch.without("advantages"))
     except KeyError:
         return True
     return False
 
 
-def _flat(result: tuple[dict[str, Any], Metrics]) -> dict[str, Any]:
-    return {**result[0], "metrics": metrics.to_floats(result[1])}
-
-
-def _compare(
-    law: str,
-    what: str,
-    expected: dict[str, Any],
-    actual: dict[str, Any],
-    tolerance: float,
-    cause: str = "a mean, a count or a maximum over the batch inside the loss; denominators belong in loss_weight, "
-    "which steps.aggregate writes over the whole update batch, and metrics need Weighted or Sum",
-) -> None:
-    expected_numbers, numbers = ({n: result[n] for n in ("total", "metrics")} for result in (expected, actual))
-    require_close(law, what, expected_numbers, numbers, cause, tolerance=tolerance, floor=1.0)
-    expected_gradient, gradient = ({"gradient": result["gradient"]} for result in (expected, actual))
-    require_close(law, what, expected_gradient, gradient, cause, tolerance=tolerance)
-
-
-def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str, Any], Metrics]:
-    """Returns the weighted sum with its gradient with respect to every output, and the metrics.
+def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> dict[str, Any]:
+    """Returns the weighted sum (``total``), its ``gradient`` with respect to every output, and the ``metrics``.
 
     The gradient is 0 where ``response_mask`` is 0, since the outputs of a backend are constants there.
 
@@ -307,7 +305,7 @@ def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str,
         name: g if name in PER_ROW else torch.where(beside(batch["response_mask"], g) == 0, 0.0, g)
         for name, g in zip(leaves, wrt, strict=True)
     }
-    return {"total": total.detach(), "gradient": gradient}, metrics.merge(*reported)
+    return {"total": total.detach(), "gradient": gradient, "metrics": metrics.merge(*reported)}
 
 
 def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -318,12 +316,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
     """
     returned = term.fn(outputs, batch)
     pair = isinstance(returned, tuple) and len(returned) == 2
-    require(
-        pair,
-        "Signature",
-        "the loss does not return a pair",
-        "losses without metrics",
-    )
+    require(pair, "Signature", "the loss does not return a pair", "losses without metrics")
     values, reported = returned
     count = batch.num_tokens if term.level == "token" else len(batch)
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

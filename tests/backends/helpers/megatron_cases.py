@@ -37,9 +37,8 @@ from verl_fn.steps import (
     stateless,
 )
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
-from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_states import check_persistence, check_restore
-from verl_fn.testing.backend_values import check_splits, check_updates
+from verl_fn.testing.backend_case import BackendCase, check_persistence, check_restore
+from verl_fn.testing.backends import check_splits, check_updates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED = ("head", "compute_dtype", "checkpointing", "lora")  # what Local takes too

@@ -10,9 +10,8 @@ from verl_fn.backends.fsdp import Fsdp
 from verl_fn.state import Grads, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, frozen, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, tiny_batch
-from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_states import check_persistence
-from verl_fn.testing.backend_values import check_updates
+from verl_fn.testing.backend_case import BackendCase, check_persistence
+from verl_fn.testing.backends import check_updates
 
 __all__ = ["laws", "run"]
 THEIRS = {"updates_by": "megatron"}

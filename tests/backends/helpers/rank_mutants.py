@@ -12,7 +12,7 @@ from verl_fn.state import Weighted
 from verl_fn.steps import bradley_terry
 from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
 from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_values import check_gradients, check_layouts
+from verl_fn.testing.backends import check_gradients, check_layouts
 
 
 class IgnoresParameters(Fsdp):

@@ -22,7 +22,7 @@ from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
 from verl_fn.testing.rollout_case import RolloutCase
-from verl_fn.testing.rollout_draws import check_routes
+from verl_fn.testing.rollouts import check_routes
 
 KEY = Key.from_seed(3)
 LORA = Lora(rank=3, alpha=6.0)

@@ -15,7 +15,7 @@ from verl_fn.benchmarks.families import tiny_config, tiny_folder
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 from verl_fn.testing.rollout_case import RolloutCase
-from verl_fn.testing.rollout_draws import check_routes
+from verl_fn.testing.rollouts import check_routes
 
 KEY = Key.from_seed(3)
 

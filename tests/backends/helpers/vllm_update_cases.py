@@ -26,8 +26,7 @@ from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
-from verl_fn.testing.publications import check_in_flight
-from verl_fn.testing.rollout_case import RolloutCase
+from verl_fn.testing.rollout_case import RolloutCase, check_in_flight
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.environments.conversation import Row
 from verl_fn.state import Sample, requests_for
 from verl_fn.testing.rollout_case import RolloutCase
-from verl_fn.testing.rollout_draws import check_routes
+from verl_fn.testing.rollouts import check_routes
 
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SAMPLING = Sampling(5, n=2)
