@@ -23,8 +23,9 @@ from verl_fn.backends.weight_sync import Weights
 from verl_fn.config import GRPO, RLOO
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
+from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.processes import End, EnvError, Failure, Opening
+from verl_fn.environments.processes import EnvError, Failure, Opening
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
@@ -89,7 +90,7 @@ def play(
 def test_a_conversation_by_hand():
     """The tokens of the messages have mask 0, and a special token that was drawn is in the row and in the reply."""
     odd = [*ids("c"), 1, *ids("d"), END]
-    results = script(**{"ab": user("ab"), "c<bos>d": user("ef"), "g": End(0.5, 1.0)})
+    results = script(**{"ab": user("ab"), "c<bos>d": user("ef"), "g": Done(0.5, 1.0)})
     (sample,), asked, _ = play(results, {"ab\n": odd, "ab\ncdef\n": [*ids("g"), END]})
     assert sample.prompt.tolist() == [1, *ids("ab\n")]
     assert sample.tokens.tolist() == [*odd, *ids("ef\n"), *ids("g"), END]
@@ -109,7 +110,7 @@ def test_a_reply_may_fill_the_room_that_is_left():
 
 
 def test_a_template_that_rewrites_replies_makes_rows():
-    results = script(ab=user("ab"), g=End(1.0, 1.0))
+    results = script(ab=user("ab"), g=Done(1.0, 1.0))
     samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, n=2, template=FORGETFUL)
     assert [(s.number, s.outcome.conversation) for s in samples] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [s.prompt.tolist() for s in samples[:2]] == [[1, *ids("ab\n")], [1, *ids("ab\n?\n")]]
@@ -135,7 +136,7 @@ def test_a_template_that_rewrites_replies_makes_rows():
 )
 def test_every_conversation_ends_for_a_reason_and_the_ledger_closes(reason, results, options):
     """The other conversation is ended by the environment."""
-    results = script(**({"ab": user("ab"), "ba": user("ba"), "g": End(1.0, 1.0)} | results))
+    results = script(**({"ab": user("ab"), "ba": user("ba"), "g": Done(1.0, 1.0)} | results))
     replies = {"ba\n": [*ids("g"), END]} | ({"ab\n": ids("cc")} if options.get("reply") else {})
     failed = reason.startswith("env")
     with (
@@ -174,7 +175,7 @@ def test_tokens_of_the_environment_have_a_version_also_while_a_publication_repla
     class Publishing(Through):
         version = None
 
-    results = script(ab=user("ab"), ba=Failure("env_crashed", "raised"), c=End(1.0, 1.0))
+    results = script(ab=user("ab"), ba=Failure("env_crashed", "raised"), c=Done(1.0, 1.0))
     with pytest.warns(UserWarning, match="1 of 2"):
         samples, _, _ = play(results, {"ab\n": [*ids("d"), END]}, ("ab", "ba"), through=Publishing)
     assert [sample.versions.unique().tolist() for sample in samples] == [[3], [3]]
@@ -214,7 +215,7 @@ def test_weights_that_would_wait_for_conversations_are_refused_unless_they_go_in
                 engines[0].publish(4, Weights.of({}))
             except EnvError as error:
                 refused.append(str(error))
-        return [End(1.0, 1.0) if job.replies else user("ab") for job in jobs]
+        return [Done(1.0, 1.0) if job.replies else user("ab") for job in jobs]
 
     class Flying(Through):
         capabilities = Capabilities(versions_per_token=in_flight)
@@ -228,13 +229,13 @@ def test_weights_that_would_wait_for_conversations_are_refused_unless_they_go_in
 
 
 def test_an_empty_reply_is_a_reply():
-    results = {"": End(0.25, 0.0), "ab": user("ab")}
+    results = {"": Done(0.25, 0.0), "ab": user("ab")}
     (sample,), _, _ = play(script(**results), {"ab\n": [END]})
     assert sample.tokens.tolist() == [END] and sample.outcome.score == 0.25
 
 
 def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
-    results = script(ab=user("ab"), g=End(1.0, 1.0))
+    results = script(ab=user("ab"), g=Done(1.0, 1.0))
     samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, template=FORGETFUL)
     texts = []
 
@@ -298,7 +299,7 @@ class OneByOne(MockRollout):
 
 
 def test_conversations_go_on_while_the_engine_draws_the_replies_of_others():
-    results = {"ab": user("ab"), "ba": user("ba"), "g": End(1.0, 1.0), "c": user("?")}
+    results = {"ab": user("ab"), "ba": user("ba"), "g": Done(1.0, 1.0), "c": user("?")}
     samples = []
     for kind in (MockRollout, OneByOne):
         engine = kind(lambda turn: [*ids("g" if len(turn.prompt) > 6 else "c"), END])
@@ -364,7 +365,7 @@ WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name + '\\n' }}{% en
 
 
 def test_the_template_shows_tools_to_the_model_in_every_turn():
-    results = script(ab=Opening(user("ab"), (TOOL,)), cd=user("ef"), g=End(1.0, 1.0))
+    results = script(ab=Opening(user("ab"), (TOOL,)), cd=user("ef"), g=Done(1.0, 1.0))
     replies = {"feed\nab\n": [*ids("cd"), END], "feed\nab\ncdef\n": [*ids("g"), END]}
     (sample,), asked, _ = play(results, replies, template=WITH_TOOLS)
     assert sample.prompt.tolist() == [*ids("feed\n"), 1, *ids("ab\n")] and sample.outcome.score == 1.0

@@ -10,7 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job, Opening
+from verl_fn.environments import Done
+from verl_fn.environments.processes import EnvError, EnvProcesses, Failure, Job, Opening
 
 FOLDER = Path(__file__).parent
 PROBLEM = {"prompt": "2+3?", "answer": "5", "id": 0, "data_source": "s", "extra_info": {}}
@@ -35,9 +36,9 @@ def replied(run, jobs, *replies):
 def test_an_instance_serves_its_conversation_to_the_end(run):
     jobs = begun(run, 3)
     jobs, results = replied(run, jobs, "a", "done", "c")
-    assert results[0][0]["content"].startswith("1 ") and results[1] == End(1.0, 1.0)
+    assert results[0][0]["content"].startswith("1 ") and results[1] == Done(1.0, 1.0)
     _, (first, third) = replied(run, [jobs[0], jobs[2]], "done", "x")
-    assert first == End(2.0, 1.0) and third[0]["content"].startswith("2 ")
+    assert first == Done(2.0, 1.0) and third[0]["content"].startswith("2 ")
 
 
 def test_what_fails_fails_alone_and_the_others_are_repeated(run):
@@ -107,7 +108,7 @@ def test_arguments_tools_and_the_end_of_an_instance(tmp_path):
     assert isinstance(opened, Opening) and [m["content"] for m in opened.messages] == ["2", "2+3?"]
     assert opened.tools[0]["function"]["name"] == "add"
     results = run([attrs.evolve(job, replies=(reply,)) for job, reply in zip(jobs, ("x", "fail"), strict=True)])
-    assert results[0] == End(2.0, 1.0) and results[1].reason == "env_crashed"
+    assert results[0] == Done(2.0, 1.0) and results[1].reason == "env_crashed"
     assert (tmp_path / "log").read_text() == "closed\n" * 2
     run([Job(0, 0, PROBLEM)])
     run([Job(0, 1, PROBLEM)])
@@ -161,7 +162,7 @@ def test_environments_run_in_an_interpreter_without_any_package_of_this_one(tmp_
     run = EnvProcesses("bare.py:Bare", folder=tmp_path, python=str(tmp_path / "own/bin/python"))
     (opened,) = run([Job(0, 0, PROBLEM)])
     assert opened == ({"role": "user", "content": f"{tmp_path / 'own'} "},)
-    assert run([Job(0, 0, PROBLEM, ("5",))]) == [End(1.0, 0.5)]
+    assert run([Job(0, 0, PROBLEM, ("5",))]) == [Done(1.0, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.data.tasks import Problem
+from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job, Scores, Scoring
+from verl_fn.environments.processes import EnvError, EnvProcesses, Failure, Job, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.steps import counts_of, ledger
@@ -38,7 +39,7 @@ def played(run, *groups):
     assert run.scores_groups
     every = [job for group in jobs for job in group]
     run([attrs.evolve(job, replies=()) for job in every])
-    assert set(run(every)) == {End(0.5, 0.0)}
+    assert set(run(every)) == {Done(0.5, 0.0)}
     return [Scoring(7, group) for group in jobs]
 
 
@@ -48,9 +49,9 @@ def test_a_group_is_scored_in_one_process_and_its_instances_are_closed_then(tmp_
     groups = played(run, ("3", "1", "2"), ("5", "8"), ("4",))
     assert not log.exists(), "no instance is closed before its group was scored"
     assert run(groups) == [
-        Scores((End(0.2, 1.0), End(0.0, 0.0), End(0.1, 0.0))),
-        Scores((End(0.0, 0.0), End(0.1, 1.0))),
-        Scores((End(0.0, 1.0),)),
+        Scores((Done(0.2, 1.0), Done(0.0, 0.0), Done(0.1, 0.0))),
+        Scores((Done(0.0, 0.0), Done(0.1, 1.0))),
+        Scores((Done(0.0, 1.0),)),
     ]
     lines = log.read_text().splitlines()
     assert lines.count("closed") == 6
@@ -69,7 +70,7 @@ def test_a_group_whose_process_has_ended_is_played_again_with_the_same_numbers(t
         return result, [line.split()[1:] for line in log.read_text().splitlines() if line != "closed"]
 
     whole, again = scored(tmp_path / "a", False), scored(tmp_path / "b", True)
-    assert whole == again and whole[0] == [Scores((End(0.1, 1.0), End(0.0, 0.0)))]
+    assert whole == again and whole[0] == [Scores((Done(0.1, 1.0), Done(0.0, 0.0)))]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_group_that_cannot_be_scored_fails_alone(tmp_path, reply, reason, prob
     groups = played(run := ranked(tmp_path / "log"), ("1", reply), ("3", "2"))
     failed, scored = run(groups)
     assert failed.reason == reason and problem in failed.problem
-    assert scored == Scores((End(0.1, 1.0), End(0.0, 0.0)))
+    assert scored == Scores((Done(0.1, 1.0), Done(0.0, 0.0)))
 
 
 def test_a_conversation_that_does_not_end_again_fails_its_group(tmp_path):
@@ -114,11 +115,11 @@ class Ranking:
         if len(job.replies) < 2:
             return user(job.problem["prompt"] if not job.replies else "?")
         fails = {"d": Failure("env_crashed", "raised"), "e": Failure("env_timed_out", "took longer")}
-        return fails.get(job.replies[-1], End(9.0, 1.0))
+        return fails.get(job.replies[-1], Done(9.0, 1.0))
 
     def _scores(self, scoring):
         self.calls.append([(job.number, job.group, job.replies[-1]) for job in scoring.jobs])
-        return self.scored or Scores(tuple(End(job.number / 10, 0.0) for job in scoring.jobs))
+        return self.scored or Scores(tuple(Done(job.number / 10, 0.0) for job in scoring.jobs))
 
 
 def talk(environment, last, kind=MockRollout, prompts=("ab", "ba")):

@@ -22,9 +22,9 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
-from verl_fn.environments import calls
+from verl_fn.environments import Done, calls
 from verl_fn.environments.problems import environment_data
-from verl_fn.environments.processes import End, EnvError, EnvProcesses, Job, Opening, Scores, Scoring
+from verl_fn.environments.processes import EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
 from verl_fn.environments.verifiers import plain, said
 from verl_fn.rewards.reward import texts_of
@@ -68,9 +68,9 @@ def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
     tool = {"role": "tool", "content": "3"}
     answers = ({**tool, "tool_call_id": "call_0_0"}, {**tool, "tool_call_id": "call_0_1"})
     assert run([called]) == [answers]
-    assert run([attrs.evolve(called, replies=(*called.replies, "3"))]) == [End(1.0, 1.0)]
+    assert run([attrs.evolve(called, replies=(*called.replies, "3"))]) == [Done(1.0, 1.0)]
     again = EnvProcesses("verifiers:adder", folder=FOLDER, arguments={})
-    assert again([attrs.evolve(called, replies=(*called.replies, "4"))]) == [End(0.0, 0.0)]
+    assert again([attrs.evolve(called, replies=(*called.replies, "4"))]) == [Done(0.0, 0.0)]
     run([attrs.evolve(job, number=1)])
     run([job])
     assert (tmp_path / "log").read_text() == "cleaned\n" * 2, "the rollout at its end, and the one that was left"
@@ -100,9 +100,9 @@ def test_a_rubric_scores_the_rollouts_of_a_group_together(arguments, tmp_path):
     run(jobs)
     jobs = [attrs.evolve(job, replies=(reply,)) for job, reply in zip(jobs, ("2", "3", "2", "fail"), strict=True)]
     *ended, failed = run(jobs)
-    assert ended == [End(0.0, 0.0)] * 3 and "the sandbox is gone" in failed.problem
+    assert ended == [Done(0.0, 0.0)] * 3 and "the sandbox is gone" in failed.problem
     assert (tmp_path / "log").read_text() == "cleaned\n" * 4, "the rubric cleans up after it has scored"
-    assert run([Scoring(1, tuple(jobs[:3]))]) == [Scores((End(0.5, 0.0), End(0.0, 0.0), End(0.5, 0.0)))]
+    assert run([Scoring(1, tuple(jobs[:3]))]) == [Scores((Done(0.5, 0.0), Done(0.0, 0.0), Done(0.5, 0.0)))]
     assert (tmp_path / "log").read_text() == "cleaned\n" * 4 + "rubric cleaned\n" * 3
 
 

@@ -11,9 +11,8 @@ import tomli_w
 
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report.curves import Chart, Curve, charts, smooth, window
 from verl_fn.report.page import SHOWN, ReportError, names, report
-from verl_fn.report.plots import COLORS, reward_curves, svg
+from verl_fn.report.plots import COLORS, Chart, Curve, charts, reward_curves, smooth, svg, window
 
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
 VOID = {"meta", "path", "rect", "use"}

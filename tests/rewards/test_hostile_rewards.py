@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_fn.data.tasks import Problem
-from verl_fn.pool.processes import Worker, environment
+from verl_fn.pool.pool import Worker, environment
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError
 

@@ -17,7 +17,7 @@ from verl_fn.cli import main
 from verl_fn.config import keys
 from verl_fn.errors import UserError
 from verl_fn.report import page
-from verl_fn.report.curves import charts, window
+from verl_fn.report.plots import charts, window
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import checkpoints, verify
 from verl_fn.runs.continuing import changes, find_origin, finished

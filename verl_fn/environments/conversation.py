@@ -20,7 +20,7 @@ from .processes import Call, Failure, Job, Result, Scores, Scoring
 
 
 @attrs.define(eq=False)
-class Row:
+class TokenRow:
     """A row of tokens that the model has seen as they are.
 
     Attributes:
@@ -90,7 +90,7 @@ class Conversation:
     messages: list[Message] = attrs.field(factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     replies: list[str] = attrs.field(factory=list)
-    rows: list[Row] = attrs.field(factory=list)
+    rows: list[TokenRow] = attrs.field(factory=list)
     limit: int = 0
     reason: EndReason | None = None
     score: float = 0.0

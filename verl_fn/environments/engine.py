@@ -17,8 +17,9 @@ from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Samp
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
-from .conversation import Conversation, Groups, Row, Turns
-from .processes import Call, End, EnvError, Failure, Opening, Result
+from . import Done
+from .conversation import Conversation, Groups, TokenRow, Turns
+from .processes import Call, EnvError, Failure, Opening, Result
 from .rendering import Renderer
 
 
@@ -236,13 +237,13 @@ class Conversing(Through):
         waiting = [one for one in drawing if one.reason is None]
         results = self._environments([one.job() for one in waiting])
         for one, result in zip(waiting, results, strict=True):
-            if isinstance(result, End):
+            if isinstance(result, Done):
                 one.reason, one.score, one.acc = "done", result.reward, result.acc
             elif isinstance(result, Failure):
                 one.reason = result.reason
                 failures.append(f"{one.label} first: the environment {result.problem}")
                 if not one.rows:
-                    one.rows.append(Row([self._end_tokens[0]]))
+                    one.rows.append(TokenRow([self._end_tokens[0]]))
                     one.rows[-1].write([self._end_tokens[0]], self._held())
             elif isinstance(result, Opening):
                 one.tools = result.tools
@@ -265,7 +266,7 @@ class Conversing(Through):
                 f"{self._limits.prompt}; raise data.max_prompt_length"
             )
         one.limit = len(prompt) + one.request.sampling.max_tokens
-        one.rows.append(Row(prompt))
+        one.rows.append(TokenRow(prompt))
 
     def _continue(self, one: Conversation, messages: Sequence[Any]) -> None:
         """Adds the environment's messages, unless a limit ends the conversation."""
@@ -285,7 +286,7 @@ class Conversing(Through):
         elif tokens is not None:
             row.write(tokens, self._held())
         else:
-            one.rows.append(Row(prompt or []))
+            one.rows.append(TokenRow(prompt or []))
 
 
 def _check_json(one: Conversation) -> None:

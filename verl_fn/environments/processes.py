@@ -13,9 +13,10 @@ import attrs
 
 from verl_fn.errors import UserError
 from verl_fn.pool.playing import GROUPS, PROBLEMS
-from verl_fn.pool.processes import Pool, Work
+from verl_fn.pool.pool import Pool, Work
 from verl_fn.state import EndReason
 
+from . import Done
 from .calls import HERMES
 
 OLDEST = (3, 11)
@@ -119,14 +120,6 @@ class Failure:
 
 
 @attrs.frozen
-class End:
-    """The end of a conversation, as ``Done``."""
-
-    reward: float
-    acc: float
-
-
-@attrs.frozen
 class Opening:
     """The first messages of a conversation in which the model can call tools.
 
@@ -143,11 +136,11 @@ class Opening:
 class Scores:
     """The scores of a group, one for each conversation that was scored."""
 
-    ends: tuple[End, ...]
+    ends: tuple[Done, ...]
 
 
 Call = Job | Scoring
-Result = tuple[Mapping[str, Any], ...] | Opening | End | Scores | Failure
+Result = tuple[Mapping[str, Any], ...] | Opening | Done | Scores | Failure
 """Messages, or the end of a conversation, or the scores of a group, or why there is none of these."""
 
 
@@ -163,7 +156,7 @@ class EnvProcesses:
         timeout: seconds that one call may take.
         num_workers: processes that share the conversations.
         folder: the folder that modules and files are looked up from, by default the current one.
-        variables: environment variables that the processes get besides ``pool.processes.ENVIRONMENT``.
+        variables: environment variables that the processes get besides ``pool.pool.ENVIRONMENT``.
         python: the interpreter of the processes; empty for this one. Another one needs no packages.
         arguments: keyword arguments of the class, as values of JSON.
         calls: the format in which the model calls tools, as ``call_format`` returns it; empty if it is not known.
@@ -265,9 +258,9 @@ def _result(outcome: Any) -> Result:
     """Returns the result of a job that has ended; ``pool.playing`` says what the process sends."""
     match outcome:
         case {"end": [reward, acc]}:
-            return End(reward, acc)
+            return Done(reward, acc)
         case {"ends": ends}:
-            return Scores(tuple(End(*end) for end in ends))
+            return Scores(tuple(Done(*end) for end in ends))
         case {"messages": messages, "tools": tools}:
             return Opening(tuple(messages), tuple(tools))
         case {"messages": messages}:

@@ -24,8 +24,8 @@ EXPECTED = f'it must return a number between -{LARGEST:g} and {LARGEST:g}, or a 
 CONCURRENT_ROWS = 256
 NO_METRICS = (str, list, tuple, Mapping, type(None))
 
-Row = Mapping[str, Any]
-Judged = tuple[float, float | None, str | None, dict[str, float | str]]
+Keywords = Mapping[str, Any]
+Scored = tuple[float, float | None, str | None, dict[str, float | str]]
 """Score, acc, pred and metrics of a row. In the metrics, the name of a type stands for an entry that is no number."""
 
 
@@ -62,7 +62,7 @@ def kind(function: Callable[..., Any]) -> str:
     return "async" if inspect.iscoroutinefunction(function) else "plain"
 
 
-def outcome_of(value: Any) -> Judged:
+def outcome_of(value: Any) -> Scored:
     """Returns score, acc, pred and metrics of what a function returned for one row.
 
     Raises:
@@ -150,7 +150,7 @@ class Server:
     def __init__(self, timeout: float, runner: asyncio.Runner, send: Callable[[list[Any]], None]) -> None:
         self._timeout, self._runner, self._send = timeout, runner, send
 
-    def answer(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
+    def answer(self, function: Callable[..., Any], rows: Sequence[tuple[Keywords, int]]) -> None:
         """Scores every row, each with a seed for its random numbers."""
         match kind(function):
             case "async":
@@ -163,10 +163,10 @@ class Server:
                     seed_numbers(seed)
                     self._send([i, worker.attempt(partial(self._one, function, row), [row["ground_truth"]])])
 
-    def _one(self, function: Callable[..., Any], row: Row) -> Judged:
+    def _one(self, function: Callable[..., Any], row: Keywords) -> Scored:
         return outcome_of(self._value(function(**row)))
 
-    def _batched(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
+    def _batched(self, function: Callable[..., Any], rows: Sequence[tuple[Keywords, int]]) -> None:
         self._send([0, None])
         seed_numbers(*(seed for _, seed in rows))
         lists = {many: [row[one] for row, _ in rows] for many, one in zip(BATCHED, KEYWORDS, strict=True)}
@@ -184,11 +184,11 @@ class Server:
         # A decorated coroutine function can look like a plain one.
         return self._runner.run(_finish(returned)) if inspect.isawaitable(returned) else returned
 
-    async def _together(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
+    async def _together(self, function: Callable[..., Any], rows: Sequence[tuple[Keywords, int]]) -> None:
         # Thousands of rows at once could run out of file descriptors, or overload a server that the function calls.
         places = asyncio.Semaphore(CONCURRENT_ROWS)
 
-        async def one(i: int, row: Row, seed: int) -> None:
+        async def one(i: int, row: Keywords, seed: int) -> None:
             async with places:
                 self._send([i, None])
                 # A coroutine may ignore its cancellation, so the trainer ends the process instead.

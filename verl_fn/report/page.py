@@ -12,6 +12,7 @@ import statistics
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from verl_fn.config import ConfigError, flat
 from verl_fn.config.load import default_table
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError
-from verl_fn.report import html, plots
-from verl_fn.report.curves import Chart, charts, window
+from verl_fn.report import plots
+from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
+from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
 _SUMMARY_COLUMNS = (
@@ -43,6 +45,7 @@ _SUMMARY_COLUMNS = (
 _CHARTS_IN_PNG = 6
 _TRAINING = ("prompt", "expected", "response")
 _ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
+MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
 
 
 class ReportError(UserError, ValueError):
@@ -164,7 +167,7 @@ def _check_shown(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
-    title = html.escaped(", ".join(run.label for run in runs))
+    title = _escaped(", ".join(run.label for run in runs))
     sections = (
         _summary(runs),
         curves,
@@ -183,7 +186,7 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
-{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}{html.colors()}</style>
+{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}{_colors()}</style>
 </head>
 <body>
 <h1>{title}</h1>
@@ -214,26 +217,26 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         held_out = [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
-            f'<th scope="row">{html.swatch(i)}{html.escaped(run.label)}</th>',
-            f"<td>{html.escaped(name)}{f' ({html.escaped(estimator)})' if estimator not in ('', name) else ''}</td>",
-            f"<td>{html.escaped(data)}</td>",
-            html.number_cell(f"{run.rows[-1]['step']:,}", f"of {config['trainer.total_training_steps']:,}"),
-            html.number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
-            html.number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
+            f'<th scope="row">{_swatch(i)}{_escaped(run.label)}</th>',
+            f"<td>{_escaped(name)}{f' ({_escaped(estimator)})' if estimator not in ('', name) else ''}</td>",
+            f"<td>{_escaped(data)}</td>",
+            _number_cell(f"{run.rows[-1]['step']:,}", f"of {config['trainer.total_training_steps']:,}"),
+            _number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
+            _number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
             _at_step(held_out[-1] if held_out else None, metric),
             _at_step(best, metric),
-            html.number_cell(_latest(run.rows, "critic/score/mean")),
+            _number_cell(_latest(run.rows, "critic/score/mean")),
         ]
         rows.append("".join(cells))
-    table = html.table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
+    table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n'
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:
     """Returns a cell with a value, its metric and its step, or with a dash."""
     if pair is None:
-        return html.number_cell(html.MISSING)
-    return html.number_cell(f"{pair[0]:.3f}", f"{metric}, step {pair[1]:,}")
+        return _number_cell(MISSING)
+    return _number_cell(f"{pair[0]:.3f}", f"{metric}, step {pair[1]:,}")
 
 
 def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[float, float], width: int) -> str:
@@ -241,7 +244,7 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
     cards = []
     for chart in drawn:
         notes = [
-            f"{f'{html.escaped(labels[i])}: ' if len(runs) > 1 else ''}{curve.gaps} "
+            f"{f'{_escaped(labels[i])}: ' if len(runs) > 1 else ''}{curve.gaps} "
             f"{'value is' if curve.gaps == 1 else 'values are'} not finite, shown as gaps"
             for i, curve in chart.curves.items()
             if curve.gaps
@@ -250,12 +253,12 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
         if chart.log:
             notes.insert(0, "log scale, geometric mean" if width > 1 else "log scale")
         drawing = plots.svg(chart, labels, steps, width)
-        cards.append(html.card(chart.title, chart.metric, drawing, "; ".join(notes)))
+        cards.append(_card(chart.title, chart.metric, drawing, "; ".join(notes)))
     phases = _phases(runs)
     if phases:
         bars = plots.bars(phases)
-        cards.append(html.card("Time by phase", "timing_s/*", bars, "median over the steps that have it"))
-    legend = "".join(f"<li>{html.swatch(i)}{html.escaped(label)}</li>" for i, label in enumerate(labels))
+        cards.append(_card("Time by phase", "timing_s/*", bars, "median over the steps that have it"))
+    legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
     lines = f" Faint lines are as logged; strong lines are means over {width} points." if width > 1 else ""
     return (
         f'<h2>Curves</h2>\n<ul class="legend">{legend}</ul>\n<p class="soft">Over training steps.{lines}</p>\n'
@@ -285,12 +288,12 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
     for key in prompts[:SHOWN]:
         answers = [run.answers[last[run.label]].get(key) for run in logged]
         expected = next(answer["answer"] for answer in answers if answer)
-        rows.append(f"<td>{html.block(key[1])}</td><td>{html.block(expected)}</td>" + "".join(map(_answer, answers)))
+        rows.append(f"<td>{_block(key[1])}</td><td>{_block(expected)}</td>" + "".join(map(_answer, answers)))
     when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
     changes = "".join(_change(run, last[run.label], prompts[:SHOWN]) for run in logged)
-    whose = "" if alone else html.escaped(", ".join(run.label for run in logged)) + ": "
-    table = html.table(["prompt", "expected", *columns], rows, "samples", "Held-out answers")
+    whose = "" if alone else _escaped(", ".join(run.label for run in logged)) + ": "
+    table = _table(["prompt", "expected", *columns], rows, "samples", "Held-out answers")
     return f'<p class="soft">{whose}{when if alone else when[0].lower() + when[1:]}{cut}.</p>\n{table}{changes}'
 
 
@@ -307,11 +310,11 @@ def _training(runs: Sequence[RunRecord]) -> str:
         if steps:
             answers = read_lines(steps[max(steps)])
             rows = [
-                f"<td>{html.block(one['prompt'])}</td><td>{html.block(one['answer'])}</td>{_answer(one)}"
+                f"<td>{_block(one['prompt'])}</td><td>{_block(one['answer'])}</td>{_answer(one)}"
                 for one in answers[:SHOWN]
             ]
             title = f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}"
-            tables.append(f"<p>{html.escaped(title)}</p>" + html.table(_TRAINING, rows, "samples", title))
+            tables.append(f"<p>{_escaped(title)}</p>" + _table(_TRAINING, rows, "samples", title))
     return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
 
 
@@ -322,7 +325,7 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
         return ""
     before, after = run.answers[first], run.answers[last]
     rows = [
-        f"<td>{html.block(key[1])}</td><td>{html.block(before[key]['answer'])}</td>"
+        f"<td>{_block(key[1])}</td><td>{_block(before[key]['answer'])}</td>"
         f"{_answer(before[key])}{_answer(after[key])}"
         for key in prompts
         if key in before and key in after
@@ -330,8 +333,8 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
     gained = sum(_is_right(after[key]) - _is_right(before[key]) for key in before if key in after)
     judged = any(answer.get("acc") is not None for answer in after.values())
     title = f"{run.label}: from step {first:,} to step {last:,}" + (f", {gained:+} right" if judged else "")
-    table = html.table(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
-    return f"<details><summary>{html.escaped(title)}</summary>\n{table}</details>\n"
+    table = _table(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
+    return f"<details><summary>{_escaped(title)}</summary>\n{table}</details>\n"
 
 
 def _metrics(runs: Sequence[RunRecord]) -> str:
@@ -342,11 +345,11 @@ def _metrics(runs: Sequence[RunRecord]) -> str:
         for metric in sorted({name for row in run.rows for name in row} - {"step"}):
             if values := [v for v in _values(run.rows, metric) if isinstance(v, (int, float))]:
                 shown = (values[0], values[-1], min(values), max(values))
-                cells = "".join(html.number_cell(f"{value:.4g}") for value in shown)
-                rows.append(f'<th scope="row"><code>{html.escaped(metric)}</code></th>{cells}')
+                cells = "".join(_number_cell(f"{value:.4g}") for value in shown)
+                rows.append(f'<th scope="row"><code>{_escaped(metric)}</code></th>{cells}')
         title = f"All metrics of {run.label}"
-        table = html.table(("metric", "first", "last", "lowest", "highest"), rows, "keys", title)
-        parts.append(f"<details><summary>{html.escaped(title)}</summary>\n{table}</details>\n")
+        table = _table(("metric", "first", "last", "lowest", "highest"), rows, "keys", title)
+        parts.append(f"<details><summary>{_escaped(title)}</summary>\n{table}</details>\n")
     return "".join(parts)
 
 
@@ -361,33 +364,33 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     rows = []
     for key in dict.fromkeys(key for column in columns for key in column):
         values = [
-            json.dumps(column[key], ensure_ascii=False, default=str) if key in column else html.MISSING
+            json.dumps(column[key], ensure_ascii=False, default=str) if key in column else MISSING
             for column in columns
         ]
         if len(set(values)) > 1:
-            cells = "".join(f"<td><code>{html.escaped(value)}</code></td>" for value in values)
-            rows.append(f'<th scope="row"><code>{html.escaped(key)}</code></th>{cells}')
-    body = html.table(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
+            cells = "".join(f"<td><code>{_escaped(value)}</code></td>" for value in values)
+            rows.append(f'<th scope="row"><code>{_escaped(key)}</code></th>{cells}')
+    body = _table(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
     return f"<h2>{title}</h2>\n{body}"
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:
     return "".join(
-        f"<details><summary>The whole config of {html.escaped(run.label)}</summary>\n"
-        f'<div class="scroll" tabindex="0"><pre>{html.escaped(run.toml)}</pre></div></details>\n'
+        f"<details><summary>The whole config of {_escaped(run.label)}</summary>\n"
+        f'<div class="scroll" tabindex="0"><pre>{_escaped(run.toml)}</pre></div></details>\n'
         for run in runs
     )
 
 
 def _footer(runs: Sequence[RunRecord], command: str) -> str:
     folders = "".join(
-        f"<p>{html.escaped(run.label)}: <code>{html.escaped(str(run.folder.resolve()))}</code>, "
-        f"last logged {html.date((run.folder / 'metrics.jsonl').stat().st_mtime)}</p>\n"
+        f"<p>{_escaped(run.label)}: <code>{_escaped(str(run.folder.resolve()))}</code>, "
+        f"last logged {_date((run.folder / 'metrics.jsonl').stat().st_mtime)}</p>\n"
         for run in runs
     )
     versions = f"verl_fn {__version__}, torch {version('torch')}, Python {platform.python_version()}"
-    made = f"Made {html.date(datetime.now(UTC).timestamp())} with {html.escaped(versions)}"
-    return f"<footer>\n<p><code>{html.escaped(command)}</code></p>\n<p>{made}</p>\n{folders}</footer>\n"
+    made = f"Made {_date(datetime.now(UTC).timestamp())} with {_escaped(versions)}"
+    return f"<footer>\n<p><code>{_escaped(command)}</code></p>\n<p>{made}</p>\n{folders}</footer>\n"
 
 
 def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, float]]:
@@ -403,7 +406,7 @@ def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, float]]:
 
 def _listed(runs: Sequence[RunRecord], numbers: Sequence[int]) -> str:
     """Returns the names of some runs, as HTML."""
-    names = [html.escaped(runs[i].label) for i in numbers]
+    names = [_escaped(runs[i].label) for i in numbers]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -413,12 +416,12 @@ def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
 
 def _median(rows: Sequence[Mapping[str, Any]], metric: str, form: str) -> str:
     values = _values(rows, metric)
-    return form.format(statistics.median(values)) if values else html.MISSING
+    return form.format(statistics.median(values)) if values else MISSING
 
 
 def _latest(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
     values = _values(rows, metric)
-    return f"{values[-1]:.3f}" if values else html.MISSING
+    return f"{values[-1]:.3f}" if values else MISSING
 
 
 def _is_right(answer: Mapping[str, Any]) -> bool:
@@ -427,19 +430,82 @@ def _is_right(answer: Mapping[str, Any]) -> bool:
 
 def _answer(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
-        return f"<td>{html.MISSING}</td>"
+        return f"<td>{MISSING}</td>"
     right = (
         '<span class="mark right">✓ right</span>' if _is_right(answer) else '<span class="mark wrong">✗ wrong</span>'
     )
     if answer.get("acc") is None:
         right = ""
-    reward = html.MISSING if answer.get("score") is None else f"{answer['score']:.3g}"
+    reward = MISSING if answer.get("score") is None else f"{answer['score']:.3g}"
     cut = "" if answer["finished"] else ", cut off"
     if said := answer.get("messages"):
-        cut = f", ended: {html.escaped(answer.get('ended', ''))}"
-        content = "".join(
-            f'<div class="soft">{html.escaped(m["role"])}</div>{html.block(content_of(m))}' for m in said
-        )
+        cut = f", ended: {_escaped(answer.get('ended', ''))}"
+        content = "".join(f'<div class="soft">{_escaped(m["role"])}</div>{_block(content_of(m))}' for m in said)
     else:
-        content = html.block(answer["response"])
+        content = _block(answer["response"])
     return f'<td>{content}{right} <span class="soft">reward {reward}{cut}</span></td>'
+
+
+def _escaped(value: str) -> str:
+    """Escapes a string so that it may stand in an element or in an attribute.
+
+    Example:
+        >>> _escaped("a < b")
+        'a &lt; b'
+    """
+    return escape(printable(str(value)))
+
+
+def _block(content: str) -> str:
+    """Returns a box with a prompt or a response."""
+    return f'<div class="text">{_escaped(content)}</div>' if content else '<div class="soft">(empty)</div>'
+
+
+def _number_cell(value: str, note: str = "") -> str:
+    """Returns a table cell with a number and a small note below it."""
+    return f'<td class="number">{value}{f"<small>{note}</small>" if note else ""}</td>'
+
+
+def _table(head: Iterable[str], rows: Iterable[str], kind: str, label: str) -> str:
+    """Returns a table in a box that scrolls on its own.
+
+    Args:
+        head: the names of the columns.
+        rows: the cells of each row, as HTML.
+        kind: the table's CSS class.
+        label: what the table shows, for screen readers.
+    """
+    columns = "".join(f'<th scope="col">{_escaped(name)}</th>' for name in head)
+    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{_escaped(label)}"><table class="{kind}">\n'
+        f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n"
+    )
+
+
+def _card(title: str, metric: str, drawing: str, note: str) -> str:
+    """Returns a figure with a title, the metric's name, a drawing and a caption."""
+    caption = f"<figcaption>{note}</figcaption>" if note else ""
+    return f'<figure class="card"><h3>{title}</h3><code>{_escaped(metric)}</code>{drawing}{caption}</figure>\n'
+
+
+def _swatch(run: int) -> str:
+    """Returns a short line in the colour of a run's number."""
+    return f'<span class="swatch {plots.line_class(run)}" aria-hidden="true"></span>'
+
+
+def _colors() -> str:
+    """Returns the CSS of the runs' colours for light and dark pages; the PNG uses the same list."""
+    light, dark = ("".join(f"--run{i}:{c[k]};" for i, c in enumerate(plots.COLORS)) for k in (0, 1))
+    runs = "".join(f".run{i}{{border-color:var(--run{i})}}" for i in range(len(plots.COLORS)))
+    return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}\n{runs}\n"
+
+
+def _date(timestamp: float) -> str:
+    """Formats a Unix time as a date and time in UTC.
+
+    Example:
+        >>> _date(0.0)
+        '1970-01-01 00:00 UTC'
+    """
+    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_fn.pool.processes import Pool, Work
-from verl_fn.pool.scoring import Judged, Row, late
+from verl_fn.pool.pool import Pool, Work
+from verl_fn.pool.scoring import Keywords, Scored, late
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
 
 GRACE_SECONDS = 1.0
@@ -39,7 +39,7 @@ class RewardFunctions:
         timeout: seconds that one call may take.
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
-        env: environment variables that the functions get besides ``pool.processes.ENVIRONMENT``.
+        env: environment variables that the functions get besides ``pool.pool.ENVIRONMENT``.
         arguments: further keyword arguments, values of JSON; each function gets the ones that it has parameters for.
 
     Raises:
@@ -84,7 +84,7 @@ class RewardFunctions:
         rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
         sent = list(zip(rows, seeds, strict=True))
-        results: list[list[Judged]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
+        results: list[list[Scored]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
         queues: dict[int, deque[Work]] = {}
         for function, kind in enumerate(self._kinds):
             shares = min(1 if kind == "batched" else self._num_workers, len(rows))
@@ -101,9 +101,9 @@ class RewardFunctions:
     def _work(
         self,
         function: int,
-        rows: Sequence[tuple[Row, int]],
+        rows: Sequence[tuple[Keywords, int]],
         answers: Sequence[Answer],
-        results: list[Judged],
+        results: list[Scored],
         part: slice,
     ) -> Work:
         """Returns the work of one process: one function for some rows, whose results are a part of all results."""
@@ -130,7 +130,7 @@ class RewardFunctions:
         seconds = self._timeout + GRACE_SECONDS * is_async
         return Work(range(len(answers)), seconds, lambda _: [function, list(rows)], end, fail)
 
-    def _combined(self, answer: Answer, results: Sequence[Judged]) -> dict[str, Any]:
+    def _combined(self, answer: Answer, results: Sequence[Scored]) -> dict[str, Any]:
         """Combines what the functions returned for an answer; each function's metrics carry its name."""
         score = sum(weight * result[0] for weight, result in zip(self._weights, results, strict=True))
         pred = next((result[2] for result in results if result[2] is not None), answer.text.strip())
@@ -146,7 +146,7 @@ class RewardFunctions:
         return combined
 
 
-def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answer]) -> None:
+def _check_kinds(function: str, judged: Sequence[Scored], answers: Sequence[Answer]) -> None:
     """Checks that what a function returned under a key is a number for all answers for which it has the key, or none.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answ
                 )
 
 
-def _row(answer: Answer) -> Row:
+def _row(answer: Answer) -> Keywords:
     """Returns what a function gets, as values of JSON.
 
     Raises:

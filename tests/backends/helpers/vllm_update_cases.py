@@ -20,8 +20,9 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import Vllm
 from verl_fn.backends.vllm.worker import beside_others
 from verl_fn.backends.weight_sync import IncompleteWeights
+from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.processes import End, EnvError, Scores, Scoring
+from verl_fn.environments.processes import EnvError, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
@@ -319,11 +320,11 @@ class Lengths:
         return [self._scores(job) if isinstance(job, Scoring) else self._answer(job) for job in jobs]
 
     def _answer(self, job):
-        return ({"role": "user", "content": "a"},) if len(job.replies) < 2 else End(9.0, 1.0)
+        return ({"role": "user", "content": "a"},) if len(job.replies) < 2 else Done(9.0, 1.0)
 
     def _scores(self, scoring):
         lengths = [len(job.replies[-1]) for job in scoring.jobs]
-        return Scores(tuple(End(float(sorted(lengths).index(length)), 0.0) for length in lengths))
+        return Scores(tuple(Done(float(sorted(lengths).index(length)), 0.0) for length in lengths))
 
 
 def groups_of_conversations():

@@ -9,7 +9,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
-from verl_fn.environments.conversation import Row
+from verl_fn.environments.conversation import TokenRow
 from verl_fn.state import Sample, requests_for
 from verl_fn.testing.rollout_case import RolloutCase
 from verl_fn.testing.rollouts import check_routes
@@ -69,7 +69,7 @@ def sample_of(prompt, tokens, start):
 
 
 def test_tokens_of_conversations_keep_the_experts_with_which_they_were_computed_first():
-    row = Row([5, 6])
+    row = TokenRow([5, 6])
     row.draw(sample_of([5, 6], [7, 2], 0))
     row.write([8, 9], 0)
     # The second call computes the row again, where rounding may decide otherwise.
@@ -77,4 +77,4 @@ def test_tokens_of_conversations_keep_the_experts_with_which_they_were_computed_
     assert row.routes().flatten().tolist() == [0, 1, 2, 23, 24, 25, 26, 26]
     row.write([8], 0)
     assert row.routes().flatten().tolist() == [0, 1, 2, 23, 24, 25, 26, 26, 26]
-    assert Row([5]).routes() is None
+    assert TokenRow([5]).routes() is None
