@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -193,7 +194,7 @@ class Base(abc.ABC):
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
         wanted = self._wanted(needs, forward=True)
-        with self._one_call():
+        with self._one_call(), self._with_buffers(params):
             return self._forward(params, batch.detached(), wanted)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
@@ -219,7 +220,7 @@ class Base(abc.ABC):
             )
         check_weights(loss, batch)
         wanted = self._wanted(loss.needs)
-        with self._one_call(gradients=True):
+        with self._one_call(gradients=True), self._with_buffers(state.params):
             return self._forward_backward(state, batch.detached(), loss, wanted)
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
@@ -275,6 +276,10 @@ class Base(abc.ABC):
 
     def _check(self, *values: Params | Grads) -> None:  # noqa: B027  # few backends have layouts
         """Raises a LayoutError for values of another layout."""
+
+    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
+        """Returns a context in which the model has these parameters' buffers."""
+        return contextlib.nullcontext()
 
     def _moved(self, t: Tensor, device: torch.device) -> Tensor:
         """Returns a tensor on another device."""

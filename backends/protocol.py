@@ -478,3 +478,5 @@ def whole_leaves(backend: TrainBackend, value: object) -> Iterator[tuple[str, ob
         named = cast(NamedTensors, backend.named(part))
         for name, t in named.items() if isinstance(named, Mapping) else named:
             yield f"{place}[{name!r}]", t
+        if isinstance(part, Params):
+            yield from ((f"{place}.buffers[{name!r}]", b) for name, b in part.buffers.items())

@@ -34,6 +34,7 @@ from verl_fn.backends.protocol import (
     check_sampling,
     serves,
 )
+from verl_fn.backends.weight_sync.source import PARTS
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
 
@@ -285,7 +286,9 @@ class Serving(ABC):
 def model_of(
     folder: str | Path, lora: Lora | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Skeleton, dict[str, torch.Size]]:
-    """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
+    """Returns the skeleton of a folder, and the shapes of the tensors that have to be published.
+
+    Buffers are published in parts; see ``weight_sync.in_parts``.
 
     Args:
         folder: the model folder.
@@ -299,7 +302,8 @@ def model_of(
     skeleton = model.skeleton
     # A rollout engine saves nothing.
     skeleton.files = {}
-    return skeleton, {name: t.shape for name, t in model.shapes.items()}
+    buffers = {name: torch.Size([PARTS, *b.shape]) for name, b in skeleton.constants.items()}
+    return skeleton, {name: t.shape for name, t in model.shapes.items()} | buffers
 
 
 def seeds_of(requests: Sequence[Request]) -> list[int]:

@@ -142,14 +142,13 @@ def read(
 
     Args:
         file: a safetensors file.
-        like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype. Tensors on the meta
-            device are read; the values of the others must be the same in the file.
+        like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype.
         rows: returns the first row to read and the one after the last, given the number of all rows.
         device: where the tensors go.
         cast: names of tensors that the file may hold as fp32 or bf16, whichever ``like`` has.
 
     Raises:
-        ValueError: the file has other names, shapes, dtypes or constants.
+        ValueError: the file has other names, shapes or dtypes.
     """
     tensors: dict[str, Tensor] = {}
     slices = Slices(file)
@@ -158,11 +157,7 @@ def read(
         bounds = rows(wanted.shape[0]) if wanted.dim() else (0, 0)
         # A copy, since the file's own memory is its mapping.
         part = slices.rows(name, *bounds)
-        t = part.to(device, wanted.dtype, copy=True, memory_format=torch.contiguous_format)
-        if wanted.is_meta:
-            tensors[name] = t
-        elif not torch.equal(t.cpu(), (wanted[slice(*bounds)] if wanted.dim() else wanted).cpu()):
-            raise ValueError(f"{file.name} holds another {name}, but this model does not change it")
+        tensors[name] = part.to(device, wanted.dtype, copy=True, memory_format=torch.contiguous_format)
     return tensors
 
 

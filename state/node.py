@@ -91,6 +91,11 @@ def static(**kwargs: Any) -> Any:
     return attrs.field(metadata={"static": True}, **kwargs)
 
 
+def child(**kwargs: Any) -> Any:
+    """Declares a field of a ``named`` class that is a node of its own, beside the leaves."""
+    return attrs.field(metadata={"child": True}, **kwargs)
+
+
 def mapping(*, converter: Callable[[Any], FrozenDict[Any, Any]] = frozen_dict, **kwargs: Any) -> Any:
     """Declares a field that holds a mapping by name, of which the node keeps a read-only copy."""
     return attrs.field(converter=converter, metadata={"mapping": True}, **kwargs)
@@ -182,9 +187,11 @@ class Named(Node, Mapping[str, torch.Tensor]):
         return f"{type(self).__name__}({len(self)} tensors, {total:,} elements)"
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static, mapping))
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static, child, mapping))
 def named(cls: C) -> C:
     """Makes ``cls`` a frozen attrs class and registers it as a pytree node whose children are its tensors, by name.
+
+    Other fields are part of its structure, except the ones that are declared with ``child``.
 
     Example:
         >>> @named
@@ -194,19 +201,23 @@ def named(cls: C) -> C:
         tensor([2., 2.])
     """
     frozen: C = attrs.frozen(eq=False, slots=True, repr=False, field_transformer=_with_frozen_leaves)(cls)
-    fixed = tuple(name for name in field_names(frozen) if name != "leaves")
+    children = _fields_where(frozen, "child", True)
+    fixed = tuple(name for name in _fields_where(frozen, "child", False) if name != "leaves")
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        return list(value.leaves.values()), (tuple(value.leaves), tuple(getattr(value, n) for n in fixed))
+        parts = [*value.leaves.values(), *(getattr(value, n) for n in children)]
+        return parts, (tuple(value.leaves), tuple(getattr(value, n) for n in fixed))
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        leaves, context = flatten(value)
-        return [(pytree.MappingKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
+        parts, context = flatten(value)
+        keys = [*map(pytree.MappingKey, context[0]), *map(pytree.GetAttrKey, children)]
+        return list(zip(keys, parts, strict=True)), context
 
-    def unflatten(leaves: Any, context: Any) -> Any:
-        names, statics = context
-        named_leaves = FrozenDict(zip(names, leaves, strict=True))
-        return rebuild(frozen, {"leaves": named_leaves} | dict(zip(fixed, statics, strict=True)))
+    def unflatten(parts: Any, context: Any) -> Any:
+        (names, statics), parts = context, list(parts)
+        leaves, rest = FrozenDict(zip(names, parts, strict=False)), parts[len(names) :]
+        others = dict(zip((*children, *fixed), (*rest, *statics), strict=True))
+        return rebuild(frozen, {"leaves": leaves} | others)
 
     _register(frozen, flatten, unflatten, flatten_with_keys)
     return frozen

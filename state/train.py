@@ -10,10 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from .key import Key
-from .node import Named, Node, named, node
+from .node import Named, Node, child, named, node
 
 # Of tensors with so many elements, the squares of each row of so many elements are added in fp32.
 LARGE, ROW = 2**15, 1024
+
+
+@named
+class Buffers(Named):
+    """Tensors that a model computes with and no gradient changes, such as experts' biases, by canonical name.
+
+    They are in fp32, and whole on every rank.
+    """
+
+    leaves: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 @named
@@ -26,6 +36,7 @@ class Params(Named):
     Attributes:
         leaves: the tensors by name.
         trainable: the names of the leaves that are trained, or None for all.
+        buffers: what the model computes with beside its parameters.
 
     Example:
         >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
@@ -35,6 +46,7 @@ class Params(Named):
 
     leaves: Mapping[str, Tensor]
     trainable: frozenset[str] | None = None
+    buffers: Buffers = child(factory=Buffers)
 
     def trained(self) -> list[str]:
         """Returns the names of the trained leaves, in order."""
@@ -57,7 +69,8 @@ class Params(Named):
         trained = set(self.trained())
         if len(trained) == len(self.leaves):
             raise ValueError("all of these parameters are trained, so they have no frozen base; it comes with LoRA")
-        return Params({name: t for name, t in self.leaves.items() if name not in trained}, frozenset())
+        leaves = {name: t for name, t in self.leaves.items() if name not in trained}
+        return Params(leaves, frozenset(), self.buffers)
 
 
 @named
@@ -65,13 +78,6 @@ class Slots(Named):
     """The optimizer's tensors of one kind, such as momentum: a mapping from the parameter's canonical name."""
 
     leaves: Mapping[str, Tensor]
-
-
-@named
-class Buffers(Named):
-    """Tensors that a model itself changes while it runs, such as expert biases, by canonical name."""
-
-    leaves: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 @named
@@ -111,7 +117,6 @@ class TrainState(Node):
         scheduler: the number of updates applied so far: the position in the learning-rate schedule.
         rng: the key of all randomness in training; the key of a step is ``rng.fold_in(step)``.
         step: the number of updates attempted so far. A skipped update counts here but not in ``scheduler``.
-        buffers: tensors that the model itself changes while it runs.
     """
 
     params: Params
@@ -119,7 +124,11 @@ class TrainState(Node):
     scheduler: int
     rng: Key
     step: int
-    buffers: Buffers = attrs.field(factory=Buffers)
+
+    @property
+    def buffers(self) -> Buffers:
+        """The model's buffers, which are a part of ``params``."""
+        return self.params.buffers
 
 
 def sum_of_squares(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:

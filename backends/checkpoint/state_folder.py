@@ -32,7 +32,7 @@ from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.tensor_file import Rows, Span
 from verl_fn.errors import UserError
-from verl_fn.state import tree
+from verl_fn.state import Buffers, tree
 from verl_fn.state.tree import Scalar, flatten, unflatten
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
@@ -110,7 +110,7 @@ def read_state(
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold; tensors on the meta device are read, others must be equal.
+        model: the tensors that the model's file must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
         rows: returns the rows of a tensor that this rank reads, given the number of all rows.
         device: where the tensors go.
@@ -162,7 +162,7 @@ def open_state(
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold; tensors that are not on the meta device must be equal.
+        model: the tensors that the model's file must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
         gather: returns the values of all ranks, by rank.
         frozen: names of parameters that are not trained; they may be read in another dtype than ``model`` has.
@@ -171,7 +171,6 @@ def open_state(
         CheckpointError: as ``read_state``.
     """
     folder, cpu, cast = Path(folder), torch.device("cpu"), _either(frozen)
-    constants = {name: t for name, t in model.items() if not t.is_meta}
 
     def none(count: int) -> tuple[int, int]:
         return 0, 0
@@ -182,15 +181,21 @@ def open_state(
             tensor_file.read(folder / MODEL, model, none, cpu, cast)
             tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu, cast)
             weights, others = (tensor_file.Slices(folder / name) for name in (MODEL, TENSORS))
-            for name, t in constants.items():
-                if not torch.equal(weights.rows(name, 0, len(t) if t.dim() else 0), t.cpu()):
-                    raise ValueError(f"{MODEL} holds another {name}, but this model does not change it")
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
         # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
         except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return Opened(weights.rows, others.rows, hollow)
+
+
+def read_buffers(folder: str | Path, like: Buffers) -> Buffers:
+    """Returns the buffers that ``save_state`` wrote, on the devices of ``like``; ``read_state`` checks the file."""
+    if not like:
+        return like
+    model = tensor_file.Slices(Path(folder) / MODEL)
+    rows = {name: model.rows(name, 0, len(b) if b.dim() else 0) for name, b in like.items()}
+    return Buffers({name: t.to(like[name].device, like[name].dtype, copy=True) for name, t in rows.items()})
 
 
 def check_finished(folder: str | Path) -> None:

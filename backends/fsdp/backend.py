@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from verl_fn.backends.row_sharing import (
     one_thread,
     share_out,
 )
-from verl_fn.backends.weight_sync import Weights, apart, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -134,12 +135,13 @@ class Fsdp(Base):
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
         skeleton.check_trained(params)
+        skeleton.check_buffers(params.buffers)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))
         merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
         weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
-            for tensors in ({**weights, **skeleton.constants}, rest)
+            for tensors in ({**weights, **params.buffers}, rest)
         )
 
         def describe(folder: Path) -> None:
@@ -158,13 +160,16 @@ class Fsdp(Base):
             skeleton.adapters.check(Path(folder))
         adapters, params = skeleton.adapters, self._blank
         rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        model = {**adapters.merged_like(params), **skeleton.constants}
+        buffers = {name: b.to("meta") for name, b in params.buffers.items()}
+        model = {**adapters.merged_like(params), **buffers}
         frozen = params.keys() - params.trained()
         weights, rest = checkpoint.read_state(
             folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered, frozen=frozen
         )
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
-        return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
+        joined = adapters.joined(params, weights, rest.params)
+        joined = attrs.evolve(joined, buffers=checkpoint.read_buffers(folder, params.buffers))
+        return with_specs(attrs.evolve(rest, params=joined), specs)
 
     def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
@@ -185,11 +190,17 @@ class Fsdp(Base):
         """
         self.layout.check(params)
         adapters, layout = self._built().adapters, self.layout
-        base, own = adapters.without(params), adapters.own(params)
-        specs, sent, cut = specs_of(adapters.merged_like(params)), layout.sent, layout.published
+        buffers = {name: layout.shard(t, self.device) for name, t in in_parts(params.buffers).items()}
+        base, own = adapters.without(params) | buffers, adapters.own(params)
+        specs, sent, cut = specs_of(adapters.merged_like(params) | buffers), layout.sent, layout.published
         unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
-        held = Weights(specs, lambda: adapters.merged(params, sent, whole), cut(specs), apart=unmerged)
-        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)
+
+        def read(rows: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+            yield from adapters.merged(params, rows, whole)
+            yield from ((name, rows(t)) for name, t in buffers.items())
+
+        held = Weights(specs, lambda: read(sent), cut(specs), apart=unmerged)
+        return Weights(specs, lambda: read(whole), held=held)
 
     # The two steps
 
@@ -262,7 +273,7 @@ class Fsdp(Base):
             model = self._hollow(folder, key)
         take = loading.read if pretrained else loading.draw
         shards = take(folder, self._recipe, key, model, self.layout, self.device)
-        return Params(shards, self._built().trainable)
+        return Params(shards, self._built().trainable, model.skeleton.new_buffers(self.device))
 
     def _slots(self, params: Params) -> Any:
         specs = {name: spec_of(t) for name, t in params.items()}
@@ -273,6 +284,9 @@ class Fsdp(Base):
     def _check(self, *values: Params | Grads) -> None:
         for value in values:
             self.layout.check(value)
+
+    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
+        return self._built().holding(params)
 
     def _moved(self, t: Tensor, device: torch.device) -> Tensor:
         return moved(t, device)
@@ -288,7 +302,7 @@ class Fsdp(Base):
                     "ulysses_sequence_parallel_size to 1"
                 )
             model.skeleton.move_buffers(self.device)
-            self._blank = Params(model.shapes, model.skeleton.trainable)
+            self._blank = Params(model.shapes, model.skeleton.trainable, model.skeleton.new_buffers(self.device))
             self._modules = self._sharded(model)
         else:
             # All states of a backend belong to one model, whichever folder was read last.

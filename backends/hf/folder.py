@@ -481,12 +481,12 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
         folder: a model folder.
 
     Raises:
-        ModelError: their configs or their constants differ.
+        ModelError: their configs differ, or buffers that no state holds, such as rotary frequencies.
     """
     check_same_config(skeleton, folder)
-    constants = dict(skeleton.named_buffers())
-    for name, b in other.named_buffers():
-        if not torch.equal(b.cpu(), constants[name].cpu()):
+    fixed, of_states = dict(skeleton.model.named_buffers()), skeleton.constants.keys()
+    for name, b in other.model.named_buffers():
+        if name not in of_states and not torch.equal(b.cpu(), fixed[name].cpu()):
             raise ModelError(f"{folder} holds another {name} than the model this backend was made for")
 
 

@@ -169,7 +169,7 @@ class Adapters:
     def unmerged(self, params: Params) -> Params:
         """Returns what the merged model cannot restore: the adapters, and the weights that they were added to."""
         names = {f"{layer}.weight" for layer in self.layers} | set(self.names())
-        return attrs.evolve(params, leaves={name: t for name, t in params.items() if name in names})
+        return Params({name: t for name, t in params.items() if name in names}, params.trainable)
 
     def joined(self, like: Params, merged: Mapping[str, Tensor], unmerged: Params) -> Params:
         """Returns parameters with the structure of ``like``, from the merged model and the unmerged leaves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_fn.backends.hf.attention import NAME, Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
-from verl_fn.state import Batch, Key, Params, SharedSetting
+from verl_fn.state import Batch, Buffers, Key, Params, SharedSetting
 from verl_fn.state.guards import expect_tokens
 
 if TYPE_CHECKING:
@@ -193,9 +193,53 @@ class Skeleton(nn.Module):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """The buffers that a model's file contains."""
+        """The folder's values of the buffers that a model's file contains."""
+        return {name: self.model.get_buffer(name) for name in self._constants}
+
+    @functools.cached_property
+    def _constants(self) -> list[str]:
         saved = self.model.state_dict(keep_vars=True)
-        return {name: b for name, b in self.model.named_buffers() if name in saved}
+        return [name for name, _ in self.model.named_buffers() if name in saved]
+
+    @contextlib.contextmanager
+    def holding(self, params: Params) -> Iterator[None]:
+        """Computes with the buffers of these parameters inside, in the place of the folder's.
+
+        Raises:
+            ValueError: they have other buffers than the model.
+        """
+        self.check_buffers(params.buffers)
+        own = self.constants
+        self._hold(params.buffers)
+        try:
+            yield
+        finally:
+            self._hold(own)
+
+    def _hold(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, b in buffers.items():
+            owner, _, last = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            held = module._buffers[last]
+            module._buffers[last] = b if held is None else b.to(held.device)
+
+    def new_buffers(self, device: torch.device | str) -> Buffers:
+        """Returns copies of the folder's buffers, for a state."""
+        return Buffers({name: b.detach().to(device, copy=True) for name, b in self.constants.items()})
+
+    def check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Raises an error for buffers that are not this model's.
+
+        Raises:
+            ValueError: their names or shapes are others.
+        """
+        wanted = {name: tuple(b.shape) for name, b in self.constants.items()}
+        given = {name: tuple(b.shape) for name, b in buffers.items()}
+        if differing := sorted(wanted.items() ^ given.items()):
+            raise ValueError(
+                f"params.buffers are not this model's: {len({name for name, _ in differing})} differ, such as "
+                f"{differing[0][0]}; keep the buffers that the backend made, as attrs.evolve(params, leaves=...) does"
+            )
 
     @property
     def padded(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +21,7 @@ from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights, apart, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -111,10 +113,11 @@ class Local(Base):
         """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
         skeleton = self._built()
         skeleton.check_trained(state.params)
+        skeleton.check_buffers(state.buffers)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))
         model, others = (
             {name: Span.whole(t) for name, t in tensors.items()}
-            for tensors in ({**skeleton.adapters.filed(state.params), **skeleton.constants}, rest)
+            for tensors in ({**skeleton.adapters.filed(state.params), **state.buffers}, rest)
         )
 
         def describe(folder: Path) -> None:
@@ -131,16 +134,20 @@ class Local(Base):
         adapters, params = skeleton.adapters, self._blank
         adapters.check(Path(folder))
         rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        model = {**adapters.merged_like(params), **skeleton.constants}
+        model = {**adapters.merged_like(params), **tree.map_tensors(_on_meta, params.buffers)}
         frozen = params.keys() - params.trained()
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device, frozen=frozen)
-        return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
+        joined = adapters.joined(params, weights, rest.params)
+        buffers = checkpoint.read_buffers(folder, params.buffers)
+        return attrs.evolve(rest, params=attrs.evolve(joined, buffers=buffers))
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         adapters = self._built().adapters
-        unmerged = apart(adapters.without(params), adapters.own(params))
-        return Weights(specs_of(adapters.merged_like(params)), lambda: adapters.merged(params), apart=unmerged)
+        buffers = in_parts(params.buffers)
+        unmerged = apart(adapters.without(params) | buffers, adapters.own(params))
+        specs = specs_of(adapters.merged_like(params) | buffers)
+        return Weights(specs, lambda: itertools.chain(adapters.merged(params), buffers.items()), apart=unmerged)
 
     # The two steps
 
@@ -208,7 +215,7 @@ class Local(Base):
         def fn(params: Params) -> tuple[Tensor, Metrics]:
             totals: list[Tensor] = []
             reported: list[Metrics] = []
-            with self._one_call(gradients=None), skeleton.transformable():
+            with self._one_call(gradients=None), skeleton.transformable(), skeleton.holding(params):
                 leaves = self._completed(params)
                 tensors = {name: t.to(self.device, self.dtype) for name, t in leaves.items()}
                 for staged in parts:
@@ -226,6 +233,9 @@ class Local(Base):
 
     # What stays inside
 
+    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
+        return self._built().holding(params)
+
     def _free_copies(self) -> None:
         self._cast.clear()
         self._cast_from.clear()
@@ -239,12 +249,14 @@ class Local(Base):
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)
             self._skeleton = skeleton
-            self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
+            blank = {name: t.to("meta") for name, t in params.items()}
+            self._blank = Params(blank, skeleton.trainable, skeleton.new_buffers(self.device))
         else:
             # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), skeleton, folder)
         # Copies, since tensors from a file may share a storage or be aligned such that kernels round differently.
-        return Params({name: t.to(self.device, copy=True) for name, t in params.items()}, skeleton.trainable)
+        leaves = {name: t.to(self.device, copy=True) for name, t in params.items()}
+        return Params(leaves, skeleton.trainable, skeleton.new_buffers(self.device))
 
     def _built(self) -> Skeleton:
         if self._skeleton is None:
@@ -294,6 +306,10 @@ def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
     """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
     tensor, version = seen
     return tensor() is t and version == version_of(t)
+
+
+def _on_meta(t: Tensor) -> Tensor:
+    return t.to("meta")
 
 
 def _leaf(t: Tensor) -> Tensor:

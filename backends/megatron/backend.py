@@ -10,6 +10,7 @@ Megatron's buffers hold a copy of them in the compute dtype, made anew where a c
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
 from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, one_thread, share_out
-from verl_fn.backends.weight_sync import Weights, specs_of
+from verl_fn.backends.weight_sync import Weights, in_parts, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -171,9 +172,10 @@ class Megatron(Base):
         """
         model = self._built()
         model.check(params)
-        shapes = model.canonical.shapes
+        shapes, buffers = model.canonical.shapes, in_parts(params.buffers)
         given = model.adapters.without(shapes) if params.trainable == frozenset() else shapes
-        return Weights(specs_of(model.adapters.merged_like(given)), lambda: model.merged(params))
+        specs = specs_of(model.adapters.merged_like(given) | buffers)
+        return Weights(specs, lambda: itertools.chain(model.merged(params), buffers.items()))
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch
@@ -265,7 +267,7 @@ class Megatron(Base):
                 if self.layout.rank == 0:
                     whole = build(folder, self.head, pretrained=pretrained, key=key, lora=self._how.lora)[1]
             leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
-        return Params(leaves, model.trainable)
+        return Params(leaves, model.trainable, other.skeleton.new_buffers(self.device))
 
     def _slots(self, params: Params) -> Any:
         optimizer = self._built().optimizer.init(params)
@@ -292,6 +294,7 @@ class Megatron(Base):
         """Fills Megatron's buffers with these parameters, and yields the model."""
         model = self._built()
         with self.layout.active(), model.holding(params):
+            model.hold_buffers(params.buffers)
             yield model
 
     def _run(

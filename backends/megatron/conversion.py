@@ -74,10 +74,10 @@ class Task:
 
 def tasks_of(
     bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical, adapters: Adapters
-) -> list[Task]:
-    """Returns the tasks of all parameters, in the same order on all ranks; all ranks call it together.
+) -> tuple[list[Task], list[Task]]:
+    """Returns the tasks of all parameters and of all buffers, in the same order on all ranks.
 
-    Buffers of Megatron's that are constants of the folder are filled.
+    All ranks call it together.
 
     Args:
         bridge: Megatron-Bridge's ``AutoBridge``.
@@ -96,7 +96,7 @@ def tasks_of(
     own.hf_pretrained = SimpleNamespace(config=config)
     hubs = [_hub(mapping) for mapping, _, _ in parts]
     by_rank = gathered([tuple(_names(hub)) for hub in hubs])
-    tasks = []
+    tasks, of_buffers = [], []
     for i, (mapping, module, param) in enumerate(parts):
         centres = any(cls.__name__ == _CENTRES for cls in type(mapping).__mro__)
         if centres and type(mapping).__name__ != _CENTRES:
@@ -107,13 +107,13 @@ def tasks_of(
             mapping, importing, shift = _moving(mapping, model), _moving(importing, model), -1.0
         task = Task("+".join(_names(hubs[i])), hubs[i], anywhere, mapping, importing, module, param, own, shift)
         if {canonical.place(name).name for name in anywhere} <= canonical.constants.keys():
-            _fill(task, canonical)
+            of_buffers.append(task)
         elif param is not None and not isinstance(param, nn.Parameter):
             raise ModelError(f"Megatron-Bridge holds {hubs[i]} as a buffer, and buffers have no gradient")
         else:
             tasks.append(task)
     _check_complete(model, tasks)
-    return sorted(tasks, key=lambda task: canonical.position(task.hub_anywhere))
+    return sorted(tasks, key=lambda task: canonical.position(task.hub_anywhere)), of_buffers
 
 
 def _moving(mapping: Any, model: Any) -> Any:
@@ -137,10 +137,10 @@ def _hub(mapping: Any) -> str | dict[str, str]:
 
 
 @torch.no_grad()
-def _fill(task: Task, canonical: Canonical) -> None:
-    """Copies constants of the folder to a buffer of Megatron's."""
+def fill(task: Task, canonical: Canonical, buffers: Mapping[str, Tensor]) -> None:
+    """Copies buffers by canonical name to a buffer of Megatron's."""
     if task.module is not None and task.param is not None:
-        whole = {name: canonical.constants[canonical.place(name).name] for name in _names(task.hub)}
+        whole = {name: buffers[canonical.place(name).name] for name in _names(task.hub)}
         given = {name: t.to(task.param.device, torch.float32) for name, t in whole.items()}
         task.param.copy_(_converted(task, given, task.param.shape))
 

@@ -30,7 +30,7 @@ from verl_fn.backends.megatron.model import Built, How, build
 from verl_fn.backends.megatron.names import Canonical, conversions_of
 from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
-from verl_fn.state import Key, Params
+from verl_fn.state import Buffers, Key, Params
 from verl_fn.steps import Frozen, Optimizer
 
 __all__ = ["Executor", "How"]
@@ -46,6 +46,7 @@ class Executor:
         built: Megatron's model.
         canonical: the canonical names.
         tasks: of all parameters.
+        of_buffers: the tasks of all buffers.
         parts: of all parameters, on all ranks.
         pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
@@ -60,6 +61,7 @@ class Executor:
     built: Built
     canonical: Canonical
     tasks: list[Task]
+    of_buffers: list[Task]
     parts: Parts
     pieces: dict[str, Piece]
     resident: Resident
@@ -91,7 +93,7 @@ class Executor:
             raise LayoutError(f"{folder}: some layers need padded rows, and ranks cannot share them; set cp to 1")
         canonical = Canonical(empty.shapes, conversions_of(empty.skeleton), empty.skeleton.constants)
         with layout.active():
-            tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
+            tasks, of_buffers = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
             with agreed():
                 take_epsilons(tasks, canonical, empty.skeleton.model, folder)
             by_param = (sharded_pieces if how.fsdp else pieces_of)(built.ddp, layout)
@@ -116,8 +118,9 @@ class Executor:
         resident.buffers.free_gradients()
         parts = conversion.parts_of(layout, tasks, pieces)
         return cls(
-            layout, empty, built, canonical, tasks, parts, pieces, resident, own_optimizer, zeros, routers, padded
-        )
+            layout, empty, built, canonical, tasks, of_buffers, parts, pieces, resident, own_optimizer, zeros,
+            routers, padded,
+        )  # fmt: skip
 
     @property
     def adapters(self) -> Adapters:
@@ -160,6 +163,21 @@ class Executor:
         """Holds these parameters in Megatron's buffers for one pass, with zeros for adapters that they lack."""
         leaves = params.leaves
         return self.resident.held({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    def hold_buffers(self, buffers: Buffers) -> None:
+        """Copies these buffers to Megatron's; they are small, so each call does.
+
+        Raises:
+            ValueError: they are not this model's.
+        """
+        self.hollow.skeleton.check_buffers(buffers)
+        for task in self.of_buffers:
+            conversion.fill(task, self.canonical, buffers)
+
+    def new_buffers(self) -> Buffers:
+        """Returns copies of the folder's buffers, for a state."""
+        device = next(piece.param.device for piece in self.pieces.values())
+        return self.hollow.skeleton.new_buffers(device)
 
     def zero_gradients(self) -> None:
         """Fills Megatron's buffer of gradients with zeros."""

@@ -49,6 +49,7 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
             number += 1
         return of_rank
 
+    skeleton.check_buffers(state.buffers)
     others, scalars = flatten(attrs.evolve(state, params=Params({}), optimizer=_hollow(state.optimizer)))
     rest = parts(iter(others.items()))
     for path, value in named_parts(state.optimizer):
@@ -58,7 +59,7 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
     if unmerged.leaves:
         kept = {leaf: t for leaf, t in state.params.items() if unmerged.keys() >= model.canonical.names(leaf)}
         rest |= parts((f".params[{name!r}]", t) for name, t in model.named(kept))
-    weights = parts(model.merged(state.params)) | parts(iter(skeleton.constants.items()))
+    weights = parts(model.merged(state.params)) | parts(iter(state.buffers.items()))
 
     def describe(folder: Path) -> None:
         checkpoint.describe_model(folder, skeleton, made_from)
@@ -88,9 +89,10 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
         adapters.check(folder)
     unmerged = adapters.unmerged(blank)
     rest = TrainState(unmerged, optimizer.init(blank), 0, Key.from_seed(0), 0)
+    like = model.new_buffers()
     opened = checkpoint.open_state(
         folder,
-        {**adapters.merged_like(blank), **skeleton.constants},
+        {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}},
         rest,
         gather=gathered,
         frozen=blank.keys() - blank.trained(),
@@ -113,7 +115,8 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
         return moments[pytree.keystr(path)] if isinstance(part, Named) else part
 
     optimizer = pytree.tree_map_with_path(fill, state.optimizer, is_leaf=lambda part: isinstance(part, Named))
-    params = Params(model.read(parameters, blank.keys()), model.trainable)
+    leaves = model.read(parameters, blank.keys())
+    params = Params(leaves, model.trainable, checkpoint.read_buffers(folder, like))
     return attrs.evolve(state, params=params, optimizer=optimizer)
 
 

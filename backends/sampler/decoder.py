@@ -16,6 +16,7 @@ from torch import Tensor
 from verl_fn.backends.hf.attention import Packing, packed_attention, softmax
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
+from verl_fn.backends.weight_sync import whole_of_parts
 from verl_fn.state import Batch, split_by_tokens
 
 NAME = "verl_fn_decode"
@@ -213,6 +214,7 @@ class GeneralDecoder:
         skeleton.move_buffers(device)
         self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._cache = Cache(0, 0)
 
     def begin(self) -> None:
@@ -228,7 +230,7 @@ class GeneralDecoder:
         rows[chunk.start : chunk.start + len(chunk.values)].copy_(chunk.values)
 
     def finish(self) -> None:
-        pass
+        self._buffers = {name: whole_of_parts(self._weights[name]) for name in self.skeleton.constants}
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.slots or length > self._cache.length:
@@ -265,7 +267,7 @@ class GeneralDecoder:
             hidden = outputs.last_hidden_state[0]
             return skeleton.logits(hidden if last is None else hidden[last])
 
-        return self.skeleton.run(self._weights, forward)
+        return self.skeleton.run(self._weights | self._buffers, forward)
 
 
 class RowDecoder(GeneralDecoder):
@@ -313,4 +315,4 @@ class RowDecoder(GeneralDecoder):
         def forward(skeleton: Skeleton) -> Tensor:
             return skeleton.logits(skeleton.hidden_states(*given)[last])
 
-        return self.skeleton.run(self._weights, forward)
+        return self.skeleton.run(self._weights | self._buffers, forward)

@@ -19,11 +19,42 @@ from .intake import Cut, checksum
 
 # Versions and checksums of tensors that are alive; the weights that adapters are added to rarely change in a run.
 _CHECKSUMS = WeakTensorKeyDictionary()
+# bf16 has 8 bits of the 24 that fp32 has.
+PARTS = 3
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """Returns the specifications of named tensors; for a sharded one, of the whole tensor."""
     return tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items())
+
+
+def in_parts(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns buffers as they are published: as three parts, whose sum has the bits of fp32 in any dtype of weights.
+
+    Engines get tensors in the dtype of their weights. An expert's bias decides between experts that are close, so it
+    is not rounded to bf16.
+
+    Example:
+        >>> import torch
+        >>> parts = in_parts({"bias": torch.tensor([0.1, 1 / 3])})["bias"]
+        >>> parts.shape, torch.equal(whole_of_parts(parts.bfloat16()), torch.tensor([0.1, 1 / 3]))
+        (torch.Size([3, 2]), True)
+    """
+
+    def parts(b: Tensor) -> Tensor:
+        rest, three = b.detach().float(), []
+        for _ in range(PARTS):
+            three.append(rest.bfloat16().float())
+            rest = rest - three[-1]
+        return torch.stack(three)
+
+    return {name: parts(b) for name, b in buffers.items()}
+
+
+def whole_of_parts(parts: Tensor) -> Tensor:
+    """Returns the buffer that was published in these parts, in fp32."""
+    first, second, third = parts.float()
+    return first + (second + third)
 
 
 @attrs.frozen(eq=False)

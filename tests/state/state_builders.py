@@ -14,6 +14,7 @@ def train_state(step: int = 7) -> TrainState:
         params=Params(
             {"embed.weight": torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), "head.weight": torch.full((2,), 0.5)},
             trainable=frozenset({"head.weight"}),
+            buffers=Buffers({"router.bias": torch.tensor([1.0, -1.0])}),
         ),
         optimizer={
             "count": 4,
@@ -23,7 +24,6 @@ def train_state(step: int = 7) -> TrainState:
         scheduler=5,
         rng=Key.from_seed(11),
         step=step,
-        buffers=Buffers({"router.bias": torch.tensor([1.0, -1.0])}),
     )
 
 

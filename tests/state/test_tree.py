@@ -24,6 +24,7 @@ def test_paths_read_as_a_person_would_write_them():
     assert list(tree.paths(train_state())) == [
         ".params['embed.weight']",
         ".params['head.weight']",
+        ".params.buffers['router.bias']",
         ".optimizer['count']",
         ".optimizer['averages'][0]['head.weight']",
         ".optimizer['averages'][1][0]",
@@ -32,7 +33,6 @@ def test_paths_read_as_a_person_would_write_them():
         ".scheduler",
         ".rng.bits",
         ".step",
-        ".buffers['router.bias']",
     ]
 
 

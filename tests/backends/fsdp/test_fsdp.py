@@ -10,6 +10,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import scaling
+from verl_fn.benchmarks.families import tiny_folder
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02
@@ -56,6 +57,13 @@ def test_families_on_two_ranks(two, tmp_path):
     for name, errors in worst.items():
         assert errors["loss"] <= 1e-5 and errors["grad_norm"] <= 1e-5 and errors["gradient"] <= 1e-4, (name, errors)
     assert "needs padded rows, which ranks cannot share; set ulysses_sequence_parallel_size to 1" in refusal
+
+
+def test_a_states_own_buffers_decide(two, tmp_path):
+    folder = tiny_folder("deepseek_v3", tmp_path / "model")
+    for facts, worst, different in two.run("buffer_checks.on_ranks", "fsdp", folder, {}, tmp_path / "saved"):
+        assert all(facts.values()), facts
+        assert worst <= 1e-5 and different > 1e-2
 
 
 def test_laws_on_one_rank(one, untied):

@@ -39,6 +39,7 @@ LAYOUTS = [
     ("qwen3_5_text", {"tp": 2}),
     ("qwen3_5_text", {"tp": 2, "sp": True}),
     ("gemma2", {"tp": 2, "sp": True}),
+    ("glm4_moe", {"tp": 2, "sp": True}),
 ]
 
 
@@ -74,6 +75,16 @@ def test_a_family_is_that_of_transformers(ranks, tmp_path, name):
 @pytest.mark.parametrize(("name", "options"), LAYOUTS, ids=str)
 def test_a_family_on_two_ranks_is_that_of_transformers(ranks, tmp_path, name, options):
     check(ranks, tmp_path, name, 2, options)
+
+
+@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+def test_a_states_own_buffers_decide(ranks, tmp_path, options):
+    """Biases of routers, which no gradient changes."""
+    folder = tiny_folder("glm4_moe", tmp_path / "model", **FOR_MEGATRON.get("glm4_moe", {}))
+    found = ranks(2).run("buffer_checks.on_ranks", "megatron", folder, options, tmp_path / "saved")
+    for facts, worst, different in found:
+        assert all(facts.values()), facts
+        assert worst <= 1e-5 and different > 1e-2
 
 
 def test_ranks_cannot_share_padded_rows(ranks, tmp_path):
