@@ -147,7 +147,14 @@ class Local(Base):
         buffers = in_parts(params.buffers)
         unmerged = apart(adapters.without(params) | buffers, adapters.own(params))
         specs = specs_of(adapters.merged_like(params) | buffers)
-        return Weights(specs, lambda: itertools.chain(adapters.merged(params), buffers.items()), apart=unmerged)
+        # Merged weights are made for each publication.
+        frozen = params.keys() - set(params.trained()) - {f"{layer}.weight" for layer in adapters.layers}
+        return Weights(
+            specs,
+            lambda: itertools.chain(adapters.merged(params), buffers.items()),
+            apart=unmerged,
+            frozen=frozenset(frozen),
+        )
 
     # The two steps
 

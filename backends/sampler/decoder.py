@@ -7,6 +7,7 @@ mask and do not sample. ``RowDecoder`` runs models with padded rows, and compute
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +38,12 @@ class Decoder(Protocol):
     vocab: int
     model: torch.nn.Module
 
-    def begin(self) -> None:
-        """Allocates places for all of ``shapes``; their contents are lost."""
+    def begin(self, frozen: Collection[str] = ()) -> None:
+        """Allocates places for all of ``shapes``; their contents are lost.
+
+        Args:
+            frozen: the names of tensors that nobody writes, so the decoder may compute with them without a copy.
+        """
         ...
 
     def write(self, chunk: Chunk) -> None:
@@ -215,19 +220,40 @@ class GeneralDecoder:
         self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        # The names of a state's own tensors that this publication may take, and of the ones that were taken.
+        self._frozen: frozenset[str] = frozenset()
+        self._taken: set[str] = set()
         self._cache = Cache(0, 0)
 
-    def begin(self) -> None:
-        if not self._weights:
-            empty = {
-                name: torch.empty(shape, dtype=self._dtype, device=self.device) for name, shape in self.shapes.items()
-            }
-            self._weights = empty
+    def begin(self, frozen: Collection[str] = ()) -> None:
+        self._frozen = frozenset(frozen)
+        # A tensor of a state is never written to, so what is copied needs a place of its own.
+        kept = {name: t for name, t in self._weights.items() if name not in self._taken}
+        self._taken = set()
+        self._weights = {
+            name: kept[name] if name in kept else torch.empty(shape, dtype=self._dtype, device=self.device)
+            for name, shape in self.shapes.items()
+            if name not in self._frozen
+        }
 
     def write(self, chunk: Chunk) -> None:
+        if chunk.name in self._frozen:
+            if self._fits(chunk):
+                self._weights[chunk.name] = chunk.values.view(self.shapes[chunk.name])
+                self._taken.add(chunk.name)
+                return
+            if chunk.name not in self._weights:
+                shape = self.shapes[chunk.name]
+                self._weights[chunk.name] = torch.empty(shape, dtype=self._dtype, device=self.device)
         place = self._weights[chunk.name]
         rows = place.view(1) if place.ndim == 0 else place
         rows[chunk.start : chunk.start + len(chunk.values)].copy_(chunk.values)
+
+    def _fits(self, chunk: Chunk) -> bool:
+        """Returns whether a chunk is a whole tensor with which this engine can compute."""
+        values = chunk.values
+        whole = values.numel() == self.shapes[chunk.name].numel()
+        return whole and values.dtype == self._dtype and values.device == self.device
 
     def finish(self) -> None:
         self._buffers = {name: whole_of_parts(self._weights[name]) for name in self.skeleton.constants}
@@ -253,7 +279,7 @@ class GeneralDecoder:
         self._cache = Cache(0, 0)
 
     def drop_weights(self) -> None:
-        self._weights = {}
+        self._weights, self._taken = {}, set()
 
     def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
         def forward(skeleton: Skeleton) -> Tensor:

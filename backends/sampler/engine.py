@@ -103,7 +103,7 @@ class Sampler(Serving):
             if not self.capabilities.versions_per_token:
                 self._calls += 1
             self.version = None
-            self.decoder.begin()
+            self.decoder.begin(getattr(source, "frozen", ()))
             receive(source, self.decoder.write, checked=self._checked)
             self.decoder.finish()
             self._published += 1

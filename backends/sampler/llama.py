@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -209,7 +209,7 @@ class LlamaDecoder:
         self._weights: LlamaWeights | None = None
         self._places: Places | None = None
 
-    def begin(self) -> None:
+    def begin(self, frozen: Collection[str] = ()) -> None:
         self._weights = None
         if not self._places:
             self._places = Places.of(self.config, self.shapes, self.dtype, self.device)

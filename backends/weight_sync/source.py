@@ -67,6 +67,8 @@ class Weights:
         cut: the rows that ``read`` returns; None where it returns whole tensors.
         held: the rows that this rank holds, to send without gathering; None if one rank sends all.
         apart: the same model with its adapters not merged; None for a model without adapters.
+        frozen: the names of tensors that are a state's own and that no update writes: an engine of this process can
+            compute with them without a copy.
 
     Example:
         >>> import torch
@@ -89,6 +91,7 @@ class Weights:
     cut: Cut | None = None
     held: Weights | None = None
     apart: Apart | None = None
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Weights:

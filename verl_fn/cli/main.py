@@ -208,6 +208,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "faults",
             "families",
             "first-step",
+            "frozen",
             "ppo-layouts",
             "throughput",
             "residency",
