@@ -7,7 +7,7 @@ is saved where this memory is freed. Tensors keep their storages, of which the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -27,13 +27,14 @@ class Buffers:
     gradients: list[tuple[Tensor, int]]
 
     @classmethod
-    def of(cls, ddp: Any) -> Buffers:
+    def of(cls, ddp: Any, owns: Callable[[Tensor], bool] = lambda p: True) -> Buffers:
         """Returns the storages of a model, whose memory is allocated.
 
         What Megatron-FSDP keeps gathered is not among them.
 
         Args:
             ddp: Megatron's ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
+            owns: whether the memory of a parameter is the model's, and not a state's.
         """
         if ddp.ddp_config.use_megatron_fsdp:
             groups = ddp.param_and_grad_buffer.parameter_groups
@@ -42,7 +43,9 @@ class Buffers:
             return cls(*(_storages(b.data for b in part if b is not None) for part in (weights, grads)))
         flat = (*ddp.buffers, *ddp.expert_parallel_buffers)
         # Frozen parameters are in no buffer.
-        return cls(_storages(p.data for p in ddp.module.parameters()), _storages(b.grad_data for b in flat))
+        return cls(
+            _storages(p.data for p in ddp.module.parameters() if owns(p)), _storages(b.grad_data for b in flat)
+        )
 
     @property
     def nbytes(self) -> int:

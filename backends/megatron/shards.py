@@ -59,6 +59,22 @@ class Piece:
         return self.param.requires_grad
 
     @property
+    def borrowed(self) -> bool:
+        """Whether the model can compute with a state's own tensor: it is frozen, and this rank owns all of it."""
+        return not self.trained and self.group.size() == 1 and not self.shift
+
+    def lend(self, leaf: Tensor | None) -> None:
+        """Makes the model compute with a leaf, or with nothing. A leaf of another dtype or device is copied.
+
+        Nobody writes to a frozen leaf, so no copy of it is needed.
+        """
+        held = self.param.data
+        if leaf is None:
+            self.param.data = held.new_zeros(()).expand(held.shape)
+        else:
+            self.param.data = leaf.detach().to(held.device, held.dtype).view(held.shape)
+
+    @property
     def of_expert(self) -> bool:
         """Whether ranks of expert parallelism hold different ones, and ranks of tensor parallelism all hold it."""
         return not getattr(self.param, "allreduce", True)
@@ -145,7 +161,11 @@ class Resident:
         self.pieces = pieces
         self.layout = layout
         self.tied = tied
-        self.buffers = Buffers.of(ddp)
+        for piece in pieces.values():
+            if piece.borrowed:
+                piece.lend(None)
+        borrowed = {id(piece.param) for piece in pieces.values() if piece.borrowed}
+        self.buffers = Buffers.of(ddp, lambda p: id(p) not in borrowed)
         self.loads = 0
         self._in_pass = False
         self._made_from: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
@@ -188,7 +208,9 @@ class Resident:
         with torch.no_grad():
             if frozen:
                 for name, piece in self.pieces.items():
-                    if not piece.trained:
+                    if piece.borrowed:
+                        piece.lend(leaves[name])
+                    elif not piece.trained:
                         piece.param.data.copy_(piece.whole(piece.shifted(leaves[name].to(piece.param.device))))
             if trained:
                 # Together: the GPU is idle, and a call for each parameter takes milliseconds.
@@ -216,6 +238,9 @@ class Resident:
             self.ddp.synchronize_param_gather()
         self._made_from = {}
         self.buffers.free()
+        for piece in self.pieces.values():
+            if piece.borrowed:
+                piece.lend(None)
 
     def forget(self) -> None:
         """Forgets which trained values the buffer holds, since something else overwrites them there."""
