@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
@@ -284,6 +285,30 @@ def narrow_base(folder, options):
     assert tree.equal(dict(one.weights(whole).read()), dict(backend.weights(params).read()))
     names = {"frozen": list(params.base), "trained": params.trained()}
     return {kind: {params[name].element_size() for name in of} for kind, of in names.items()}
+
+
+def lent(folder, options):
+    """Frozen elements that the model holds a copy of, with two states in turn, whose outputs are each its own.
+
+    Returns:
+        The number of elements that are copied and that are the state's own, and the number after memory was freed.
+    """
+    backend, batch, found = megatron(folder, {"lora": Lora(rank=4, alpha=8.0), **options}), tiny_batch(), []
+    states = [backend.init(KEY), backend.init(KEY.fold_in("other"))]
+    wanted = [backend.forward(state.params, batch).logprobs for state in states]
+    before = [snapshot(state.params) for state in states]
+    pieces = backend._built().pieces
+    for state, logprobs in zip(2 * states, 2 * wanted, strict=True):
+        assert torch.equal(backend.forward(state.params, batch).logprobs, logprobs)
+        own = {t.untyped_storage().data_ptr() for t in state.params.base.values()}
+        held = [pieces[name].param for name in state.params.base]
+        found.append([sum(p.numel() for p in held if (p.data_ptr() in own) == shared) for shared in (False, True)])
+    # States of another device or dtype are copied, and written to by nobody.
+    wide = attrs.evolve(states[0].params, leaves={n: t.double().float() for n, t in states[0].params.items()})
+    assert torch.equal(backend.forward(wide, batch).logprobs, wanted[0])
+    backend.free_buffers()
+    assert all(tree.equal(state.params, kept) for state, kept in zip(states, before, strict=True))
+    return found, sum(p.untyped_storage().nbytes() > 8 for p in held)
 
 
 def moves(folder, options, source, into):

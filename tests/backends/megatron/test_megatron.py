@@ -90,6 +90,25 @@ def test_frozen_elements_lie_in_the_compute_dtype(two, untied, options):
     assert found == [{"frozen": {2}, "trained": {4}}] * 2
 
 
+@pytest.mark.parametrize(
+    ("size", "options", "copied"),
+    [
+        (1, {}, False),
+        (1, {"compute_dtype": "bfloat16"}, False),
+        (2, {"pp": 2}, False),
+        (2, {"tp": 2}, None),
+        (2, {}, True),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_that_one_rank_owns_are_the_states(megatron_ranks, untied, size, options, copied):
+    """Ranks of tensor parallelism all hold norms, and ranks with rows of their own divide every parameter."""
+    for found, held in call(megatron_ranks(size), "lent", untied, options):
+        for copies, own in found:
+            assert (own > copies > 0) if copied is None else (copies == 0) != copied and (own == 0) == copied
+        assert held == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype):
     """Restored by tp = 2 and saved, and then by pp = 2: the files are those of one process, and so are PEFT's."""
