@@ -19,9 +19,8 @@ from torch import Tensor
 from verl_fn.backends.fsdp.torch_private import local_of
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.state import Params, TrainState
-from verl_fn.steps import adamw, chain, ppo_clip
-from verl_fn.testing import tiny_batch
+from verl_fn.state import Batch, Params, TrainState
+from verl_fn.steps import adamw, aggregate, chain, cross_entropy
 
 from . import measure
 
@@ -50,9 +49,9 @@ def measured(backend: Any, folder: Path) -> dict[str, int]:
         backend: the training backend.
         folder: its folder, for the engine of a backend of one process.
     """
-    batch = tiny_batch()
+    batch = aggregate(Batch.from_rows([[1, 4, 5, 2], [1, 6, 2]], {"response_mask": [[0, 0, 1, 1], [0, 1, 1]]}))
     state: TrainState = backend.load_pretrained()
-    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, ppo_clip())[0])
+    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, cross_entropy())[0])
     base = state.params.base
     backend.forward(base, batch)
     known = storages(base.leaves.values())
