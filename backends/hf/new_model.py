@@ -65,7 +65,7 @@ def new_model(
     num_hidden_layers: int = 2,
     num_attention_heads: int = 4,
     num_key_value_heads: int = 2,
-    max_position_embeddings: int = 256,
+    max_position_embeddings: int = 4096,
     tie_word_embeddings: bool = True,
     seed: int = 0,
     chat_template: bool = False,

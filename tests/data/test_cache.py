@@ -133,7 +133,8 @@ def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
         heard.append(said)
     assert heard[0] == heard[1] and few.count(0) == 0
     assert heard[0][:2] == [
-        "note: data.train_files: columns that are not used: more (20 rows)",
+        "note: data.train_files: columns that are not used: more (20 rows)"
+        "; a reward function gets what extra_info holds",
         "data.train_files: left out 3 of 20 prompts, longer than 8 tokens",
     ]
     assert "1 of 17 prompts are JSON" in heard[0][3] and "1 of 17 ground truths are empty" in heard[0][4]

@@ -140,6 +140,7 @@ def test_unused_columns_are_counted_in_all_rows_that_are_read(opened):
     opened["one"], said = Stored(made), []
     data = source(opened, "data.shuffle=false", say=said.append)
     note = "note: data.train_files, the first {} rows that were read: columns that are not used: {}"
+    note += "; a reward function gets what extra_info holds"
     assert said == [note.format(64, "seen (64 rows)")]
     data.train(KEY, 0, 100)
     assert len(said) == 1

@@ -68,8 +68,9 @@ def test_columns_that_nothing_uses_are_named_once_with_their_rows(write, learns,
     row = row | {"weight": 1.0, "images": None}
     file = write(tmp_path, *(row | {"prompt_id": name} for name in ("7", None, "8")))
     said = [line for line in notes(file, learns) if "columns" in line]
+    hint = "; a reward function gets what extra_info holds" if learns == "samples" else ""
     assert said == [
-        f"note: data.{key}_files: columns that are not used: prompt_id (2 rows), weight (3 rows)"
+        f"note: data.{key}_files: columns that are not used: prompt_id (2 rows), weight (3 rows){hint}"
         for key in ("val", "train")
     ]
 
@@ -80,8 +81,8 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
     fields = ({"ground_truth": "b", "style": "rule", "rubric": text} for text in ("be kind", None, "be brief"))
     file = write(tmp_path, *(row | {"reward_model": one} for one in fields))
     said = [line for line in notes(file, "samples") if "columns" in line]
-    assert said == [f"note: data.{key}_files: columns that are not used: reward_model.rubric (2 rows)"
-                    for key in ("val", "train")]  # fmt: skip
+    assert said == [f"note: data.{key}_files: columns that are not used: reward_model.rubric (2 rows); "
+                    "a reward function gets what extra_info holds" for key in ("val", "train")]  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITERS)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import tomli_w
 
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report.page import SHOWN, ReportError, names, report
-from verl_fn.report.plots import COLORS, Chart, Curve, charts, reward_curves, smooth, svg, window
+from verl_fn.report.page import SHOWN, ReportError, headline, names, report
+from verl_fn.report.plots import BUILT_IN, COLORS, Chart, Curve, charts, reward_curves, smooth, svg, window
 
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
 VOID = {"meta", "path", "rect", "use"}
@@ -111,7 +112,7 @@ def test_a_page_says_what_a_run_did(tmp_path):
     text, found = page(report([run], tmp_path / "new" / "page.html"))
     assert found.cells[9:18] == [
         "one", "ppo (gae)", "reverse", "6of 100", "2 s", "1,000", "0.500acc, step 6", "0.500acc, step 2",
-        "1.000",
+        "1.000best 1.000, step 6",
     ]  # fmt: skip
     assert found.titles == ["Held-out accuracy", "Training reward", "Entropy", "Tokens a second", "Time by phase"]
     assert "one: from step 0 to step 6, +1 right" in text
@@ -241,6 +242,25 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     drawing = svg(charts([rows])[2], ["a"], (0, 9), 1)
     line = next(d for d in re.findall(r'd="([^"]*)"', drawing) if d.count("L") >= 5)
     assert line.count("M") == 2 and drawing.count("<use") == 7
+
+
+def test_metrics_of_the_users_functions_have_charts_and_built_in_ones_do_not():
+    own = {"running/mean": 1.0, "actor/tanh_far": 0.5, "reward/level/mean": 2.0}
+    theirs = {"actor/lr": 1e-6, "timing_s/gen": 1.0, "rollout/rows_dropped/learn": 0.0, "reward/level/count": 3.0}
+    rows = [{"step": i} | own | theirs for i in range(3)]
+    assert [chart.metric for chart in charts([rows])] == sorted(own)
+    named = re.findall(r"`([a-z_-]+(?:/[A-Za-z0-9_@*]+)+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
+    spelled = {name.replace("*", "mean") for name in named if not name.startswith(("reward/NAME", "token_acc"))}
+    assert len(spelled) > 60 and all(BUILT_IN.fullmatch(name) for name in spelled)
+
+
+def test_a_line_about_a_run(tmp_path):
+    rows = [{"step": 0, "val-core/x/acc/mean@1": 0.5}, {"step": 1, "critic/score/mean": 0.25, "timing_s/step": 2.0}]
+    run = write(tmp_path / "a", [*rows, {"step": 2, "critic/score/mean": 0.125, "timing_s/step": 2.0}])
+    assert headline(run) == (
+        "a: step 2 of 100, held-out acc 0.500 (best 0.500, step 0), training reward 0.125 (best 0.250, step 1), "
+        "2 s/step"
+    )
 
 
 def test_evaluations_are_drawn_as_they_were_however_many():

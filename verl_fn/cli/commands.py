@@ -102,12 +102,14 @@ def _from_verl(words: Sequence[str]) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Writes a page about runs."""
-    from verl_fn.report.page import report
+    from verl_fn.report.page import headline, report
     from verl_fn.runs.logs import altered
 
     for sentence in (sentence for run in args.runs for sentence in altered(Path(run))):
         complain(f"note: {sentence}")
     page = report([Path(run) for run in args.runs], Path(args.out))
+    for run in args.runs:
+        say(headline(Path(run)))
     say(f"wrote {page} and {page.with_suffix('.png')}")
     return 0
 

@@ -185,14 +185,14 @@ def file_data(
         judged_only=learns_from != "answers",
     )
     held_out = encoded_files(table.val_files, of_held_out, table.convert)
-    _report_unused("data.val_files", held_out.unused, say)
+    _report_unused("data.val_files", held_out.unused, learns_from, say)
     if table.stream and table.train_files:
         return _streamed(table, encoder, held_out, learns_from, say)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
     of_each = [kind for file in table.train_files for kind in kinds([file])] if weights else kinds(table.train_files)
     found = encoded_files(table.train_files, attrs.evolve(encoder, kinds=of_each), table.convert)
-    _report_unused("data.train_files", found.unused, say)
+    _report_unused("data.train_files", found.unused, learns_from, say)
     training = short_enough("data.train_files", found, table, say, each=bool(weights))
     validation = short_enough("data.val_files", held_out, table, say)
     taught = end_tokens is not None and len(training.problems) > 0
@@ -220,14 +220,15 @@ def _streamed(
         problems = read_files(files, learns_from, prompt_key=table.prompt_key, convert=encoder.convert, unused=unused)
         rows += len(problems)
         if unused.keys() - told:
-            _report_unused(f"data.train_files, the first {rows} rows that were read", unused, say)
+            _report_unused(f"data.train_files, the first {rows} rows that were read", unused, learns_from, say)
             told.update(unused)
         return problems
 
     return streamed(table, encoder.tokenizer, read, validation, learns_from, encoder.end_tokens)
 
 
-def _report_unused(key: str, unused: Counter[str], say: Callable[[str], None]) -> None:
+def _report_unused(key: str, unused: Counter[str], learns_from: LearnsFrom, say: Callable[[str], None]) -> None:
     """Prints the columns that are not used, with the number of rows that have a value."""
     if columns := [f"{name} ({count} rows)" for name, count in sorted(unused.items()) if count]:
-        say(f"note: {key}: columns that are not used: {', '.join(columns)}")
+        hint = "; a reward function gets what extra_info holds" if learns_from == "samples" else ""
+        say(f"note: {key}: columns that are not used: {', '.join(columns)}{hint}")

@@ -74,7 +74,7 @@ class Renderer:
         if tools and tokens == self._tokens(messages, (), chat_template_kwargs, generation_prompt=True):
             raise EnvError(
                 "env.name: the environment has tools, and the chat template does not show them to the model; take a "
-                "template that renders `tools`"
+                "template that renders `tools`, as examples/products.py does"
             )
         return tokens
 

@@ -28,6 +28,7 @@ from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
+from verl_fn.runs.progress import duration
 from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
@@ -206,6 +207,27 @@ def _entry_name(entry: str) -> str:
     return Path(address).name + number_sign + part
 
 
+def headline(folder: Path) -> str:
+    """Returns a line about a run: its steps, its held-out value and its training reward."""
+    run = _read(folder, folder.resolve().name)
+    parts = [f"step {run.rows[-1]['step']:,} of {run.config['trainer.total_training_steps']:,}"]
+    metric, held_out = _held_out(run)
+    if held_out:
+        best, step = max(held_out, key=lambda pair: (pair[0], -pair[1]))
+        parts.append(f"held-out {metric} {held_out[-1][0]:.3f} (best {best:.3f}, step {step:,})")
+    last, best_reward = _last_and_best(run.rows, "critic/score/mean")
+    if best_reward:
+        parts.append(f"training reward {last} ({best_reward})")
+    parts.append(f"{_median(run.rows, 'timing_s/step', '{:.3g}')} s/step")
+    return f"{run.label}: {', '.join(parts)}"
+
+
+def _held_out(run: RunRecord) -> tuple[str, list[tuple[float, int]]]:
+    """Returns the held-out metric of a run, ``acc`` or ``reward``, and its values with their steps."""
+    metric = "acc" if any(held_out_value(row, "acc") is not None for row in run.rows) else "reward"
+    return metric, [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
+
+
 def _summary(runs: Sequence[RunRecord]) -> str:
     rows = []
     for i, run in enumerate(runs):
@@ -213,8 +235,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         name = config["algorithm.name"]
         estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
         data = ", ".join(_entry_name(file) for file in config["data.train_files"]) or config["data.task"]
-        metric = "acc" if any(held_out_value(row, "acc") is not None for row in run.rows) else "reward"
-        held_out = [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
+        metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
             f'<th scope="row">{_swatch(i)}{_escaped(run.label)}</th>',
@@ -225,7 +246,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
             _number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
             _at_step(held_out[-1] if held_out else None, metric),
             _at_step(best, metric),
-            _number_cell(_latest(run.rows, "critic/score/mean")),
+            _number_cell(*_last_and_best(run.rows, "critic/score/mean")),
         ]
         rows.append("".join(cells))
     table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
@@ -250,14 +271,17 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
             if curve.gaps
         ]
         notes += [f"{_listed(runs, same)} have the same curve" for same in chart.same if len(same) > 1]
+        if chart.metric.startswith("val-") and all(len(curve.steps) <= 2 for curve in chart.curves.values()):
+            notes.append("evaluated at the start and at the end; trainer.test_freq=N also does every N steps")
         if chart.log:
             notes.insert(0, "log scale, geometric mean" if width > 1 else "log scale")
         drawing = plots.svg(chart, labels, steps, width)
         cards.append(_card(chart.title, chart.metric, drawing, "; ".join(notes)))
     phases = _phases(runs)
     if phases:
-        bars = plots.bars(phases)
-        cards.append(_card("Time by phase", "timing_s/*", bars, "median over the steps that have it"))
+        total = sum(sum(_values(run.rows, name)) for run in runs for name in ("timing_s/step", "timing_s/testing"))
+        note = f"median over the steps that have it; all steps and evaluations took {duration(total)}"
+        cards.append(_card("Time by phase", "timing_s/*", plots.bars(phases), note))
     legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
     lines = f" Faint lines are as logged; strong lines are means over {width} points." if width > 1 else ""
     return (
@@ -419,9 +443,13 @@ def _median(rows: Sequence[Mapping[str, Any]], metric: str, form: str) -> str:
     return form.format(statistics.median(values)) if values else MISSING
 
 
-def _latest(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
-    values = _values(rows, metric)
-    return f"{values[-1]:.3f}" if values else MISSING
+def _last_and_best(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[str, str]:
+    """Returns the last value of a metric, and the highest one with its step."""
+    logged = [(row[metric], -row["step"]) for row in rows if row.get(metric) is not None]
+    if not logged:
+        return MISSING, ""
+    best, step = max(logged)
+    return f"{logged[-1][0]:.3f}", f"best {best:.3f}, step {-step:,}"
 
 
 def _is_right(answer: Mapping[str, Any]) -> bool:

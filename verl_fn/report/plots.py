@@ -63,6 +63,16 @@ CHARTS = (
     ("Tokens a second", "perf/throughput", "linear"),
 )
 
+# Names of the project's own metrics (docs/metrics.md); metrics of other names come from the user's functions.
+BUILT_IN = re.compile(
+    r"step|(?:critic|env|perf|prompt_length|rejection|response|response_length|reward_model|rewards|rollout"
+    r"|rollout_corr|timing_per_token_ms|timing_s|train|training|val|val-aux|val-core)/.+"
+    r"|actor/(?:entropy|entropy_loss|grad_norm|kl_cov_frac|kl_loss|loss|lr|pg_clipfrac|pg_clipfrac_lower|pg_loss"
+    r"|ppo_kl|reward_kl_penalty|reward_kl_penalty_coeff|update_skipped|top_entropy_frac)"
+    r"|distill/(?:forward_kl|loss|reverse_kl|teacher_mass)|dpo/loss|kto/reference_point"
+    r"|orpo/(?:log_odds_ratio|nll)|reward/(?:overlong|judge_unreadable)/mean|.+/count"
+)
+MOST_OWN = 24  # charts of the user's metrics; the page's table has all of them
 FEW_POINTS = 40  # curves with at most this many points on the width of a chart get dots and are not smoothed
 _LARGEST = 1e300  # larger values cannot be drawn and count as infinite
 _STRETCHES = 300  # a long curve is reduced to the extremes of so many stretches, about one a pixel
@@ -180,10 +190,11 @@ def curve(rows: Sequence[Mapping[str, Any]], metric: str) -> Curve:
 
 
 def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order."""
+    """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order, then the user's metrics."""
     logged = sorted({metric for rows in runs for row in rows for metric in row})
+    own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
     filled = []
-    for title, name, scale in CHARTS:
+    for title, name, scale in (*CHARTS, *(("Your metric", metric, "linear") for metric in own)):
         for metric in (m for m in logged if m == name or (name.endswith("/") and m.startswith(name))):
             curves = {i: c for i, rows in enumerate(runs) if len((c := curve(rows, metric)).steps)}
             reward = scale == "share" and "/acc/" not in metric

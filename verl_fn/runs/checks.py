@@ -95,7 +95,8 @@ def check_lengths(plan: Plan, rows: RowLengths) -> None:
         if positions is not None and rows.sampled > positions:
             raise ConfigError(
                 f"a row may have {rows.sampled} tokens (prompt and data.max_response_length), but {role.folder} has "
-                f"only {positions} positions; lower data.max_response_length or data.max_prompt_length"
+                f"only {positions} positions (max_position_embeddings of its config.json, which verl-fn new-model "
+                "can set); lower data.max_response_length or data.max_prompt_length"
             )
         if rows.together > role.max_tokens:
             _refuse_budget(role, rows)

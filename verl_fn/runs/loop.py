@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -247,6 +248,7 @@ class _Loop:
         return report
 
     def _evaluate(self, state: RunState) -> Report:
+        started = time.perf_counter()
         report, answers = validate(state, self.held_out, self.w, self.plan)
         check_goal(self.plan, report)
         if answers:
@@ -255,7 +257,7 @@ class _Loop:
             logged = first[: self.plan.trainer.log_val_generations]
             self.run.append(GENERATIONS, *({"step": state.step} | answer for answer in logged))
         self.evaluation = report
-        return report
+        return report | {"timing_s/testing": time.perf_counter() - started}
 
     def _save(self, state: RunState) -> None:
         """Saves a state that is not saved yet."""

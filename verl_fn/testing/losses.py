@@ -346,7 +346,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
             isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
             "Signature",
             f"the metric {name!r} is a {type(metric).__name__}; it does not add up over micro-batches",
-            "a number; take Weighted, Sum, Max, Min or Moments of verl_fn.state",
+            "a number; return token_mean(batch, values), or Weighted, Sum, Max, Min or Moments of verl_fn.state",
         )
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
         require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
