@@ -143,7 +143,7 @@ def test_stale_weights_are_an_error(made):
         ([[1], []], Sampling(1), {}, "prompt 1 is empty"),
         ([], Sampling(1), {}, "at least one"),
         ([[1], [4]], Sampling(1), {"ids": [3]}, "2 prompts with 1 ids"),
-        ([[1], [1] * 200], Sampling(57), {}, "prompt 1 has 200 tokens.*max_tokens=57.*256 positions"),
+        ([[1], [1] * 200], Sampling(3897), {}, "prompt 1 has 200 tokens.*max_tokens=3897.*4096 positions"),
         ([[1, 13]], Sampling(1), {}, "prompt 0 holds tokens outside the vocabulary of 13"),
         ([[-1]], Sampling(1), {}, "vocabulary"),
     ],
