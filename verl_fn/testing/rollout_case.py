@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import (
     BUCKET_BYTES,
     Chunk,
@@ -24,7 +25,7 @@ from verl_fn.backends.protocol import (
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Key, Params, Sample, pack, requests_for
 
-from .violation import LawViolation, itself, require, require_close, require_equal
+from .violation import LawViolation, require, require_close, require_equal
 
 
 @attrs.frozen(eq=False)
@@ -340,4 +341,4 @@ def _during(case: RolloutCase, version: int, act: Callable[[], None]) -> tuple[l
     stream: Iterator[Sample] = case.engine.stream(case.requests(None, case.sampling, case.key), version=version)
     begun = next(stream)
     act()
-    return [begun, *stream], case.get is itself
+    return [begun, *stream], case.get is get_here

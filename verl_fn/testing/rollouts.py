@@ -11,11 +11,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, UnsupportedSampling
 from verl_fn.state import Key, Params, Sample
 
 from .rollout_case import RolloutCase, check_broken, check_copied, check_first, check_in_flight, publish_first
-from .violation import LawViolation, itself, require, seeded, untouched
+from .violation import LawViolation, require, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
 DRAWS = 500
@@ -35,7 +36,7 @@ def check_rollout(
     environment: bool = False,
     tolerance: float = 1e-3,
     key: Key | None = None,
-    get: Callable[[Any], Any] = itself,
+    get: Callable[[Any], Any] = get_here,
 ) -> None:
     """Checks a rollout engine against its protocol.
 

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_fn.algorithms.workers import get_here
 from verl_fn.state import DonatedError, snapshot, tree
 
 T = TypeVar("T")
@@ -118,13 +120,8 @@ def require_close(
             raise LawViolation(law, f"{observation}, beyond the relative tolerance of {tolerance:.3g}", cause)
 
 
-def itself(value: Any) -> Any:
-    """Returns the value: a reader for values of this process, as these are not handles."""
-    return value
-
-
 @contextlib.contextmanager
-def untouched(law: str, what: str, read: Callable[[Any], Any] = itself, **values: Any) -> Iterator[None]:
+def untouched(law: str, what: str, read: Callable[[Any], Any] = get_here, **values: Any) -> Iterator[None]:
     """Requires that the block changes neither these values nor the global random generators.
 
     Args:
@@ -153,7 +150,7 @@ def untouched(law: str, what: str, read: Callable[[Any], Any] = itself, **values
         )
 
 
-def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], Any] = itself, **values: Any) -> T:
+def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], Any] = get_here, **values: Any) -> T:
     """Requires that two calls return bitwise equal results, under different global seeds, and returns the first one.
 
     Args:
@@ -200,8 +197,6 @@ def _generator_states() -> tuple[object, ...]:
 @contextlib.contextmanager
 def shared_folder() -> Iterator[str]:
     """Makes a temporary folder; all ranks of a distributed run get the same one."""
-    import torch.distributed as dist
-
     with tempfile.TemporaryDirectory() as folder:
         if dist.is_available() and dist.is_initialized():
             folders = [folder]
@@ -272,9 +267,5 @@ def require_full_precision(what: str, fn: Callable[[], object]) -> None:
     with _LowPrecision() as low:
         fn()
     for operation, dtype in low.operations.items():
-        require(
-            False,
-            "Precision",
-            f"{what} computes in {dtype} ({operation})",
-            "a cast to the compute dtype of the model; losses and estimators compute in float32 or float64",
-        )
+        cause = "a cast to the compute dtype of the model; losses and estimators compute in float32 or float64"
+        raise LawViolation("Precision", f"{what} computes in {dtype} ({operation})", cause)
