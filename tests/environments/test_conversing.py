@@ -26,7 +26,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.processes import EnvError, Failure, Opening
-from verl_fn.environments.rendering import Renderer
+from verl_fn.environments.rendering import Renderer, TemplateArguments
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.steps import counts_of, ledger
@@ -381,3 +381,13 @@ def test_the_template_shows_tools_to_the_model_in_every_turn():
 def test_first_messages_that_cannot_be_used_are_errors(messages, message):
     with pytest.raises(EnvError, match=message):
         play(script(ab=messages), {})
+
+
+def test_a_template_gets_the_arguments_of_the_problem_in_every_turn():
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("else '", "else ('x' if mark else '') + '")
+    renderer, asked = Renderer(tokenizer, [END]), list(user("a"))
+    said, marked = [*asked, {"role": "assistant", "content": "b"}], TemplateArguments(kwargs={"mark": True})
+    assert tokenizer.decode(renderer.opening(asked, marked)) == "<bos>ax\n"
+    assert tokenizer.decode(renderer.continuation(said, user("b"), marked)) == "bx\n"
+    assert tokenizer.decode(renderer.continuation(said, user("b"))) == "b\n"

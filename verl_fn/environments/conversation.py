@@ -17,6 +17,7 @@ from verl_fn.state import EndReason, Key, Outcome, Request, Sample
 
 from . import Message
 from .processes import Call, Failure, Job, Result, Scores, Scoring
+from .rendering import TemplateArguments
 
 
 @attrs.define(eq=False)
@@ -108,9 +109,9 @@ class Conversation:
         return self.request.problem
 
     @property
-    def chat_template_kwargs(self) -> Mapping[str, Any]:
-        """Returns the arguments of the chat template that the problem has."""
-        return self.problem.get("chat_template_kwargs") or {}
+    def template_arguments(self) -> TemplateArguments:
+        """Returns what the chat template gets besides the messages."""
+        return TemplateArguments(self.tools, self.problem.get("chat_template_kwargs") or {})
 
     @property
     def label(self) -> str:

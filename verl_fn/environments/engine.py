@@ -259,7 +259,7 @@ class Conversing(Through):
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
         self._renderer.check_known(messages, one.label)
         one.messages += messages
-        prompt = self._renderer.opening(one.messages, one.tools, one.chat_template_kwargs)
+        prompt = self._renderer.opening(one.messages, one.template_arguments)
         if len(prompt) > self._limits.prompt:
             raise EnvError(
                 f"{one.label}: the environment's first messages and tools have {len(prompt)} tokens, more than "
@@ -274,19 +274,18 @@ class Conversing(Through):
             one.reason = "turn_limit"
             return
         self._renderer.check_known(messages, one.label)
-        tokens = self._renderer.continuation(one.messages, messages, one.tools, one.chat_template_kwargs)
+        tokens = self._renderer.continuation(one.messages, messages, one.template_arguments)
         one.messages += messages
         row = one.rows[-1]
         prompt = (
-            None if tokens is not None else self._renderer.opening(one.messages, one.tools, one.chat_template_kwargs)
+            self._renderer.opening(one.messages, one.template_arguments) if tokens is None else [*row.ids, *tokens]
         )
-        length = len(row.ids) + len(tokens) if tokens is not None else len(prompt or ())
-        if length >= one.limit:
+        if len(prompt) >= one.limit:
             one.reason = "length"
         elif tokens is not None:
             row.write(tokens, self._held())
         else:
-            one.rows.append(TokenRow(prompt or []))
+            one.rows.append(TokenRow(prompt))
 
 
 def _check_json(one: Conversation) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
+
+import attrs
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
@@ -17,8 +19,22 @@ from .calls import HERMES, format_of
 from .processes import EnvError
 
 CACHE = 4096
-NONE: Mapping[str, Any] = {}
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@attrs.frozen
+class TemplateArguments:
+    """What a chat template gets besides messages.
+
+    Attributes:
+        tools: JSON schemas of the functions that the model can call.
+        kwargs: arguments of the template, as of ``chat_tokens``.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+NONE = TemplateArguments()
 
 
 class Renderer:
@@ -57,21 +73,16 @@ class Renderer:
         # Some tokenizers encode the start of a text differently, for example with a space before it.
         self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
 
-    def opening(
-        self, messages: Sequence[Message], tools: Tools = (), chat_template_kwargs: Mapping[str, Any] = NONE
-    ) -> list[int]:
-        """Returns the tokens of messages and tools, up to the start of the model's reply.
-
-        Args:
-            messages: the conversation so far.
-            tools: JSON schemas of the functions that the model can call.
-            chat_template_kwargs: arguments of the template, as of ``chat_tokens``.
+    def opening(self, messages: Sequence[Message], arguments: TemplateArguments = NONE) -> list[int]:
+        """Returns the tokens of a conversation so far and of its tools, up to the start of the model's reply.
 
         Raises:
             EnvError: the template fails on these messages, or leaves out the tools.
         """
-        tokens = self._tokens(messages, tools, chat_template_kwargs, generation_prompt=True)
-        if tools and tokens == self._tokens(messages, (), chat_template_kwargs, generation_prompt=True):
+        tokens = self._tokens(messages, arguments, generation_prompt=True)
+        if arguments.tools and tokens == self._tokens(
+            messages, attrs.evolve(arguments, tools=()), generation_prompt=True
+        ):
             raise EnvError(
                 "env.name: the environment has tools, and the chat template does not show them to the model; take a "
                 "template that renders `tools`, as examples/products.py does"
@@ -79,11 +90,7 @@ class Renderer:
         return tokens
 
     def continuation(
-        self,
-        said: Sequence[Message],
-        messages: Sequence[Message],
-        tools: Tools = (),
-        chat_template_kwargs: Mapping[str, Any] = NONE,
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
@@ -94,8 +101,7 @@ class Renderer:
         Args:
             said: the conversation so far; it ends with the reply.
             messages: the environment's answer to it.
-            tools: as for ``opening``.
-            chat_template_kwargs: as for ``opening``.
+            arguments: what the template gets besides.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
@@ -104,20 +110,18 @@ class Renderer:
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
-        tokens = self._by_text(said, messages, tools, chat_template_kwargs) if self._from_end else None
-        return self._by_tokens(said, messages, tools, chat_template_kwargs) if tokens is None else tokens
+        tokens = self._by_text(said, messages, arguments) if self._from_end else None
+        return self._by_tokens(said, messages, arguments) if tokens is None else tokens
 
     def _by_text(
-        self,
-        said: Sequence[Message],
-        messages: Sequence[Message],
-        tools: Tools = (),
-        chat_template_kwargs: Mapping[str, Any] = NONE,
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
         """Returns the tokens of the text after the reply; None where the earlier text is another one."""
         with _renderable([*said, *messages]):
             whole = [*said, *messages]
-            before, after = chat_texts(self._tokenizer, [(said, False), (whole, True)], tools, chat_template_kwargs)
+            before, after = chat_texts(
+                self._tokenizer, [(said, False), (whole, True)], arguments.tools, arguments.kwargs
+            )
         last = max(before.rfind(end) for end in self._ends)
         if last < 0 or not after.startswith(before):
             return None
@@ -125,15 +129,11 @@ class Renderer:
         return tokens if end in self._end_tokens else None
 
     def _by_tokens(
-        self,
-        said: Sequence[Message],
-        messages: Sequence[Message],
-        tools: Tools = (),
-        chat_template_kwargs: Mapping[str, Any] = NONE,
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
         """Returns the tokens after the last end token; None if the tokens before it are not the same."""
-        before = self._tokens(said, tools, chat_template_kwargs)
-        after = self.opening([*said, *messages], tools, chat_template_kwargs)
+        before = self._tokens(said, arguments)
+        after = self.opening([*said, *messages], arguments)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
         if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
@@ -159,14 +159,9 @@ class Renderer:
         return ids
 
     def _tokens(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        chat_template_kwargs: Mapping[str, Any],
-        *,
-        generation_prompt: bool = False,
+        self, messages: Sequence[Message], arguments: TemplateArguments, *, generation_prompt: bool = False
     ) -> list[int]:
-        conversation = json.dumps([list(messages), list(tools), dict(chat_template_kwargs)])
+        conversation = json.dumps([list(messages), list(arguments.tools), dict(arguments.kwargs)])
         return list(self._rendered(conversation, generation_prompt))
 
     def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
