@@ -59,22 +59,23 @@ def test_more_than_the_cluster_has_is_refused():
     one = [{"CPU": 2.0}]
     cuda = ray_plan("driver.device=cuda", "ray.ranks=64", "ray.separate=critic")
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(placements(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda, one)
+        check_room(cuda, "cuda", one)
     apart = ray_plan("driver.device=cuda", "rollout.engines=3", "rollout.placement=apart")
     with pytest.raises(ConfigError, match=r"engines = 3 apart ask for 4 GPUs.*lower ray.ranks or rollout.engines"):
-        check_room(placements(["trainer"], 1, "cuda", apart.rollout)[1], apart, one)
+        check_room(apart, "cuda", one)
     spread = ray_plan("ray.ranks=2", "ray.placement=STRICT_SPREAD")
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(placements(["trainer"], 2, "cpu", spread.rollout)[1], spread, one)
+        check_room(spread, "cpu", one)
     packed = ray_plan("driver.device=cuda", "ray.ranks=2", "ray.placement=STRICT_PACK")
     with pytest.raises(ConfigError, match="2 GPUs on one node, and the largest has 1; take PACK"):
-        check_room(placements(["trainer"], 2, "cuda", packed.rollout)[1], packed, [{"GPU": 1.0}] * 2)
+        check_room(packed, "cuda", [{"GPU": 1.0}] * 2)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])
 def test_where_everything_sits(engines, rollout):
     """Engines share the GPUs of the trainer's ranks; roles apart have ranks of their own."""
-    places, bundles = placements(["trainer", "critic"], 2, "cuda", ray_plan(f"rollout.engines={engines}").rollout)
+    plan = ray_plan("ray.ranks=2", "ray.separate=critic", f"rollout.engines={engines}")
+    places, bundles = placements(plan, "cuda")
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
     assert {name: [one.bundle for one in placed] for name, placed in places.items()} == {
         "trainer": [0, 1], "critic": [2, 3], "rollout": rollout,
@@ -88,8 +89,8 @@ def test_where_everything_sits(engines, rollout):
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0.0), ("cuda", 1.0)])
 def test_engines_apart_have_places_of_their_own(device, gpus):
     """Beside those of all ranks; what sat with the ranks stays there."""
-    plan = ray_plan("rollout.engines=2", "rollout.placement=apart")
-    places, bundles = placements(["trainer", "critic"], 2, device, plan.rollout)
+    plan = ray_plan("ray.ranks=2", "ray.separate=critic", "rollout.engines=2", "rollout.placement=apart")
+    places, bundles = placements(plan, device)
     assert [bundle.get("GPU", 0.0) for bundle in bundles] == [gpus] * 6
     assert {name: [(one.bundle, one.gpus) for one in placed] for name, placed in places.items()} == {
         "trainer": [(0, gpus), (1, gpus)], "critic": [(2, gpus), (3, gpus)], "rollout": [(4, gpus), (5, gpus)],

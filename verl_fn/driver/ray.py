@@ -22,7 +22,7 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
-from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
+from verl_fn.config.plan import Plan, RolePlan
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
@@ -55,8 +55,8 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
         device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
-            places, bundles = placements(list(groups), plan.ray.ranks, device, plan.rollout)
-            check_room(bundles, plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            check_room(plan, device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            places, bundles = placements(plan, device)
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
@@ -228,25 +228,16 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     return {"trainer": together} | {role.name: (role,) for role in apart}
 
 
-def placements(
-    groups: Sequence[str], ranks: int, device: str, rollout: RolloutPlan
-) -> tuple[dict[str, list[Placement]], list[dict[str, float]]]:
-    """Returns the placements of each group's actors, and the resources of the run's bundles.
+def placements(plan: Plan, device: str) -> tuple[dict[str, list[Placement]], list[dict[str, float]]]:
+    """Returns the placements of each group's actors on ``cpu`` or ``cuda``, and the resources of the run's bundles.
 
-    There is a bundle for each rank, and one for each engine that is placed apart from them.
-
-    Colocated engines take the ranks of ``trainer`` in turns.
-
-    Args:
-        groups: the names of the groups of training ranks, ``trainer`` first.
-        ranks: how many ranks each of them has.
-        device: ``cpu`` or ``cuda``.
-        rollout: the plan of the rollout engines.
+    There is a bundle for each rank, and one for each engine that is placed apart from them. The ranks of ``trainer``
+    share theirs with colocated engines.
     """
-    gpu = device == "cuda"
+    gpu, ranks, rollout = device == "cuda", plan.ray.ranks, plan.rollout
     places: dict[str, list[Placement]] = {}
     bundles: list[dict[str, float]] = []
-    sizes = dict.fromkeys(groups, (ranks, 1))
+    sizes = dict.fromkeys(training_groups(plan), (ranks, 1))
     if rollout.placement == "apart":
         sizes["rollout"] = rollout.engines, rollout.tensor_parallel_size
     for name, (size, gpus) in sizes.items():
@@ -257,10 +248,7 @@ def placements(
         shares = Counter(on_rank)
         for rank in shares if gpu else ():
             places["trainer"][rank] = Placement(rank, TRAINER_SHARE)
-        places["rollout"] = [
-            Placement(engine % ranks, gpu * ROLLOUT_SHARE / shares[engine % ranks])
-            for engine in range(rollout.engines)
-        ]
+        places["rollout"] = [Placement(rank, gpu * ROLLOUT_SHARE / shares[rank]) for rank in on_rank]
     return places, bundles
 
 
@@ -277,17 +265,17 @@ def check_before_start(plan: Plan) -> None:
         check_address(plan.ray.address, reach=False)
     # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
     elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
-        _, bundles = placements(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
-        check_room(bundles, plan, [{"GPU": gpus}])
+        check_room(plan, "cuda", [{"GPU": gpus}])
 
 
-def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises an error for bundles that a cluster with these nodes can never provide.
+def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises an error for a plan for which a cluster with the resources of these nodes can never have room.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.
     """
     table, rollout = plan.ray, plan.rollout
+    _, bundles = placements(plan, device)
     gpus, asked = sum(node.get("GPU", 0) for node in nodes), sum(bundle.get("GPU", 0) for bundle in bundles)
     if asked > gpus:
         separate = f" and ray.separate = {list(table.separate)}" if table.separate else ""

@@ -445,11 +445,10 @@ def check_gpus(plan: Plan, gpus: int) -> None:
     Raises:
         ConfigError: it has fewer.
     """
-    from verl_fn.driver.ray import check_room, placements, training_groups
+    from verl_fn.driver.ray import check_room
 
     if plan.driver.kind == "ray":
-        _, bundles = placements(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
-        check_room(bundles, plan, [{"GPU": gpus}])
+        check_room(plan, "cuda", [{"GPU": gpus}])
 
 
 def check_code(plan: Plan) -> None:
