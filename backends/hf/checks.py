@@ -347,7 +347,7 @@ def wrong_gradients() -> bool:
     # A Triton under another name is left to the error of flash-linear-attention's own.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = TorchVersion(importlib.metadata.version("triton"))
-        return (3, 4) <= version < (3, 7, 1)
+        return TorchVersion("3.4") <= version < TorchVersion("3.7.1")
     return False
 
 
