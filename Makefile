@@ -1,9 +1,12 @@
-# make setup | demo | test | test-peers | mutants | lint | docs | lock.
+# make setup | demo | test | test-peers | mutants | lint | docs | lock; make setup GPU=1 on a node with NVIDIA GPUs.
 # All is installed below this folder: .uv, .venv, .verifiers, .peers.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp
+# With GPU=1, vLLM is the build for CUDA. An environment that was made so stays so: GPU= goes back.
+GPU ?= $(if $(wildcard $(VENV)/.stamp1),1)
+STAMP := $(VENV)/.stamp$(GPU)
+LOCK := locks/$(if $(GPU),vllm,dev).txt
 UV := .uv/bin/uv
 DEMO_SEED ?= 1
 
@@ -21,13 +24,14 @@ $(UV):
 
 # Bytecode is compiled here, since uv leaves that to the first import, and some environments forbid to write it then:
 # each process of a run would compile thousands of modules anew. The lock is whole, so nothing is resolved again.
-$(STAMP): locks/dev.txt locks/megatron.txt pyproject.toml scripts/find_python.sh | $(UV)
+$(STAMP): $(LOCK) locks/megatron.txt pyproject.toml scripts/find_python.sh | $(UV)
 	@python="$$(scripts/find_python.sh)" && echo "setting up $(VENV) with $$python" && \
 	$(UV) venv --quiet --clear --python "$$python" $(VENV)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r locks/dev.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r $(LOCK)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r locks/megatron.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+	@$(if $(GPU),$(BIN)/verl-fn doctor)
 
 # An interpreter for the environments of the package verifiers.
 $(VERIFIERS)/.stamp: locks/verifiers.txt scripts/find_python.sh | $(UV)

@@ -6,6 +6,7 @@ Each function imports what it makes, so that a process does not load the librari
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -58,6 +59,25 @@ def gpu_memory(device: str) -> int | None:
     if device != "cuda" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def smallest_gpu(driver: DriverConfig) -> int | None:
+    """Returns the bytes of this machine's smallest GPU; None on a CPU, or if the driver's tool is not there.
+
+    NVIDIA's driver is asked, since torch would take memory of a GPU for this process.
+
+    Example:
+        >>> smallest_gpu(DriverConfig(device="cpu")) is None
+        True
+    """
+    if device(driver) != "cuda":
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+        return min((int(line) * 2**20 for line in said.splitlines()), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:

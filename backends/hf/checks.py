@@ -35,6 +35,9 @@ from verl_fn.state import Batch
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
+# Numbers of all experts of a layer, and of the ones that a token is sent to.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 # Limits of what a token attends to, and of what is computed at a time; rows of the checks exceed smaller ones.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 CHUNKS = ("chunk_size", "mamba_chunk_size")
@@ -171,7 +174,17 @@ def _cut_widths(config: Any) -> bool:
     config.hidden_size = config.num_attention_heads * width
     for name in WIDTHS:
         _lower(config, name, WIDTH)
+    _cut_experts(config)
     return True
+
+
+def _cut_experts(config: Any) -> None:
+    """Leaves twice as many experts as a token is sent to, and at least two in each of their groups."""
+    chosen = next((n for name in CHOSEN_EXPERTS if isinstance(n := getattr(config, name, None), int)), None)
+    if chosen is not None:
+        groups = getattr(config, "n_group", None) or 1
+        for name in EXPERTS:
+            _lower(config, name, groups * max(2, -(-2 * chosen // groups)))
 
 
 def _lower(config: Any, name: str, most: int) -> None:

@@ -68,6 +68,7 @@ KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "m
 
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
+_counts: dict[str, int] = {}  # of parameters, by class, head and config
 CONFIG = "config.json"
 # What the tokenizers of transformers read, chat templates, and the settings of generation and processors.
 _SUFFIXES = frozenset(
@@ -354,28 +355,35 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     config.dtype = config.get_text_config().dtype = torch.float32
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     # A damaged config may describe a model that no memory can hold.
-    _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
+    made = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
+    if made not in _counts:
+        model = _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
+        _counts[made] = sum(p.numel() for p in model.parameters())
+    _check_count(_counts[made], folder)
     fit = fit_of(auto, config, head, folder, row_layout)
     return auto, config, options | {"attn_implementation": fit.attention}, fit
 
 
 def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
-    """Returns transformers' model with its parameters on the meta device.
+    """Returns transformers' model with its parameters on the meta device."""
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
+        return auto.from_config(copy.deepcopy(config), **options)
+
+
+def _check_count(described: int, folder: str | Path) -> None:
+    """Checks that a folder's weights, if it has any, may hold the parameters that its config describes.
 
     Raises:
-        ModelError: it cannot be made, or is larger than the folder's weights.
+        ModelError: the config describes more.
     """
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
-        model = auto.from_config(copy.deepcopy(config), **options)
     files = [path for pattern in ("*.safetensors", "*.bin") for path in Path(folder).glob(pattern)]
-    described, held = sum(p.numel() for p in model.parameters()), sum(path.stat().st_size for path in files)
+    held = sum(path.stat().st_size for path in files)
     # Quantized weights take more than a bit each, too.
     if files and described > 8 * held:
         raise ModelError(
             f"{folder}/config.json describes a model of {described:,} parameters, and the folder's weights have only "
             f"{held:,} bytes; copy the folder again"
         )
-    return model
 
 
 @contextlib.contextmanager
@@ -501,6 +509,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then draws no values
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ class ModelSizes:
         trained: elements that training changes, adapters included.
         experts: elements of the experts of all layers.
         ends: elements outside of layers: embeddings, output layer and last norm.
+        adapted: elements of the weights that adapters are added to.
         config: the config of the text model.
 
     Source:
@@ -41,6 +42,7 @@ class ModelSizes:
     trained: int
     experts: int
     ends: int
+    adapted: int
     config: Any = attrs.field(repr=False, eq=False)
 
     @property
@@ -102,14 +104,16 @@ def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes
     model, output = skeleton.model, skeleton.output_layer
     counts = {name: p.numel() for name, p in model.named_parameters()}
     total = trained = sum(counts.values())
+    adapted = 0
     if lora is not None:
         layers = target_layers(model, lora, output, folder)
-        adapters = sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in layers)
+        weights = [model.get_submodule(name).weight for name in layers]
+        adapters, adapted = sum(lora.rank * sum(w.shape) for w in weights), sum(w.numel() for w in weights)
         total += adapters
         trained = adapters + (sum(p.numel() for p in output.parameters()) if head == "value" else 0)
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     ends = sum(count for name, count in counts.items() if not re.search(r"\.\d+\.", name))
-    return ModelSizes(total, trained, experts, ends, model.config.get_text_config())
+    return ModelSizes(total, trained, experts, ends, adapted, model.config.get_text_config())
 
 
 def width_of(dtype: str) -> int:

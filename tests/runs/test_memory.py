@@ -317,7 +317,7 @@ def test_a_plan_says_how_many_rows_a_small_cache_holds(qwen3, capsys):
 
 def test_a_plan_proposes_the_engines_share_and_rows(qwen3, capsys):
     more = ["actor.enable_gradient_checkpointing=true", "rollout.slots=8"]
-    assert qwen3(*GPUS, *more) == 0
+    assert qwen3(*GPUS, *more, "rollout.gpu_memory_utilization=0.25") == 0
     out = capsys.readouterr().out
     share = next(line for line in out.splitlines() if line.startswith("engine  ")).split()[1]
     assert share.startswith("rollout.gpu_memory_utilization=0.")

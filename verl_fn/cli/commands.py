@@ -64,7 +64,7 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
         say(check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None, args.gpus))
         return 0
     try:
-        train(plan, show, live=sys.stdout.isatty() and not args.quiet)
+        train(plan, show, live=sys.stdout.isatty() and not args.quiet, began=args.began)
     except Interrupted as error:
         complain(error)
         return 130
@@ -208,6 +208,15 @@ def prepare(args: argparse.Namespace) -> int:
         rows = prepare_gsm8k(args.source, args.out)
     say(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
     return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Says what this machine has of what runs need."""
+    from verl_fn.cli.doctor import examine, report
+
+    findings = examine()
+    say(report(findings))
+    return int(any(finding.mend and finding.needed for finding in findings))
 
 
 def show_choices(args: argparse.Namespace) -> int:
@@ -423,6 +432,7 @@ COMMANDS = {
     "new-model": new_model,
     "export": export,
     "prepare": prepare,
+    "doctor": doctor,
     "list": show_choices,
     "bench": bench,
 }

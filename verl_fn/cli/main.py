@@ -7,13 +7,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from verl_fn import __version__, user_files
 from verl_fn.errors import UsageError, UserError
-from verl_fn.runs.screen import OutputClosed, complain
+from verl_fn.runs.screen import OutputClosed, complain, say
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 PREPARED = ("gsm8k", "arithmetic", "smollm2")
@@ -191,6 +192,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
 
     _add_prepare(command)
 
+    command("doctor", "say what this machine has of what runs need, and how to install what is missing")
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
         "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
@@ -268,7 +270,11 @@ def _split_models(top: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     args = parse(argv)
+    args.began = time.monotonic()
     try:
+        if args.command == "train" and not args.check and not args.quiet:
+            # Before the imports of the command, which take seconds.
+            say(f"verl-fn {__version__}: {args.config}")
         from verl_fn.cli.commands import COMMANDS
 
         return COMMANDS[args.command](args)

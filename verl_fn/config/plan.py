@@ -45,6 +45,8 @@ from .schema import (
 
 Adapters = tuple[int, float, tuple[str, ...]]
 """Rank, alpha and target layers."""
+# Of an engine on a CPU or on a GPU of unknown size, if the config leaves them open.
+SLOTS, SHARE = 64, 0.5
 
 
 @attrs.frozen(kw_only=True)
@@ -96,12 +98,16 @@ class RolloutPlan(RolloutConfig):
     """The rollout engine of a run: the settings of its table, with its model and its prompts.
 
     Attributes:
+        slots: rows decoded at once, by default ``SLOTS``; a run on GPUs may choose another number.
+        gpu_memory_utilization: of vLLM, by default ``SHARE``; a run may choose another one.
         folder: the actor's model folder.
         lora: rank, alpha and target layers of adapters that are published without the model, or None.
         routed_experts: whether samples have the experts of their tokens.
         data: the table with the limits in tokens, the arguments of the chat template and the date.
     """
 
+    slots: int
+    gpu_memory_utilization: float
     folder: str
     lora: Adapters | None
     routed_experts: bool
@@ -309,12 +315,18 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
 
 def _rollout_plan(cfg: Config, model: str) -> RolloutPlan:
     return RolloutPlan(
-        **_values(cfg.rollout, RolloutConfig),
+        **_values(cfg.rollout, RolloutConfig) | _sizes(cfg.rollout),
         folder=model,
         lora=_adapters(cfg.actor) if _publishes_adapters(cfg) else None,
         routed_experts=cfg.actor.router_replay.mode == "R3",
         data=cfg.data,
     )
+
+
+def _sizes(rollout: RolloutConfig) -> dict[str, float]:
+    """Returns the sizes of the engine, with defaults for the ones that the config leaves open."""
+    share = rollout.gpu_memory_utilization
+    return {"slots": rollout.slots or SLOTS, "gpu_memory_utilization": SHARE if share is None else share}
 
 
 def _values(table: Any, cls: type) -> dict[str, Any]:

@@ -101,7 +101,13 @@ class RolloutConfig:
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST), when=SAMPLING)
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some, when=SAMPLING)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1), when=SAMPLING)
-    slots: int = opt(64, "rows decoded at once by each engine", ge(1), le(2**20))
+    slots: int | None = opt(
+        None,
+        "rows decoded at once by each engine; by default 64 on a CPU, and on a GPU the rows that an engine gets in a "
+        "step, up to 1024 and to what its cache holds",
+        ge(1),
+        le(2**20),
+    )
     engines: int = opt(
         1, "engines that share the prompts of a step; more than one need Ray", ge(1), le(4096), when=OVER_RAY
     )
@@ -130,8 +136,13 @@ class RolloutConfig:
         3, "restarts of an engine over Ray that dies or hangs and answers nothing in between; 0 ends the run", ge(0)
     )
     tensor_parallel_size: int = opt(1, "GPUs that share a model, for engines placed apart", ge(1), le(64), when=VLLM)
-    gpu_memory_utilization: float = opt(
-        0.5, "share of a GPU's memory for weights, cache and computation", gt(0), le(1), when=VLLM
+    gpu_memory_utilization: float | None = opt(
+        None,
+        "share of a GPU's memory for weights, cache and computation; by default 0.5, or more if the cache needs and "
+        "finds it, and 0.9 for engines placed apart",
+        gt(0),
+        le(1),
+        when=VLLM,
     )
     free_cache_engine: bool = opt(
         True,

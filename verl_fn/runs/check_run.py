@@ -32,9 +32,11 @@ from .checks import (
     row_lengths,
 )
 from .continuing import changes, find_origin, finished, run_date
-from .fitting import better_engine, fits, layouts, longest_row, peak, remedies
+from .disk import check_disk, disk_line
+from .engine_size import cached_rows, fits, rows_of_engine, sized
+from .fitting import better_engine, counted, enough_gpus, layouts, longest_row, nearest, remedies
 from .folder import Run
-from .memory import GIB, check_memory, element_width, engine_weights, largest, offloads, phases, role_memory, share
+from .memory import GIB, check_memory, engine_weights, largest, offloads, phases, role_memory, share
 from .prepare import prepare
 from .screen import say
 
@@ -83,9 +85,14 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
-    lines = [*_run_lines(plan, longest)]
-    if build.device(plan.driver) == "cuda":
+    on_gpus = build.device(plan.driver) == "cuda"
+    if on_gpus:
         gpu = gpu or build.gpu_memory("cuda")
+        plan = sized(plan, gpu)
+    lines = [*_run_lines(plan, longest), disk_line(plan)]
+    if gpus is None:
+        check_disk(plan)
+    if on_gpus:
         lines += _memory(plan, gpu, gpus, longest)
         try:
             check_memory(plan, ranks.training_ranks(plan), gpu)
@@ -116,13 +123,8 @@ def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iter
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
     """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the other engine has all slots."""
-    r = plan.rollout
-    if r.name == "vllm":
-        cache = max(0, share(plan, gpu) - engine_weights(plan))
-        rows = cache // model_sizes(r.folder, "lm").cache(longest, element_width(plan))
-        asked = -(-plan.data.train_batch_size * r.n // r.engines)
-        if rows < asked:
-            yield f"cache       {rows} rows of {longest} tokens at once in each engine; it gets {asked} a step"
+    if plan.rollout.name == "vllm" and (rows := cached_rows(plan, gpu)) < (asked := rows_of_engine(plan)):
+        yield f"cache       {rows} rows of {longest} tokens at once in each engine; it gets {asked} a step"
 
 
 def _on_gpus(plan: Plan) -> Plan:
@@ -179,7 +181,7 @@ def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
 
 def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
     """Yields whether a plan fits its GPU, and settings that fit or use it better."""
-    most, room = peak(plan, gpu), f"in {gpu / GIB:.4g} GiB"
+    most, room = largest(counted(plan, gpu)), f"in {gpu / GIB:.4g} GiB"
     if fits(plan, gpu):
         yield f"verdict     fits {room} (peak {most.nbytes / GIB:.1f} GiB, {most.title})"
         for sentence in better_engine(plan, gpu) if plan.learns_from == "samples" else ():
@@ -192,17 +194,32 @@ def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
         if (of_engine := share(plan, gpu)) and most.nbytes <= gpu:
             note = f"the engine's weights take {engine_weights(plan) / GIB:.1f} of its {of_engine / GIB:.1f} GiB"
         yield f"verdict     does not fit {room}: {note}{least}\n            {helps}"
-    for i, layout in enumerate(found := [*layouts(plan, gpus, gpu)]):
-        title = f"layouts     with the largest budget of tokens that fits {gpus} x {gpu / GIB:.4g} GiB:\n" * (i == 0)
-        yield f"{title}            {layout}"
-    if not found:
-        yield f"layouts     none fits {gpus} x {gpu / GIB:.4g} GiB"
+    yield from _layouts(plan, gpus, gpu)
+
+
+def _layouts(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
+    """Yields the layouts that fit, or what is missing for the one that needs least."""
+    machine = f"{gpus} x {gpu / GIB:.4g} GiB"
+    if found := layouts(plan, gpus, gpu):
+        yield f"layouts     with the largest budget of tokens that fits {machine}:"
+        yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
+        return
+    yield f"layouts     none fits {machine}"
+    if (least := nearest(plan, gpus, gpu)) is not None:
+        lacking = (least.phase.nbytes - gpu) / GIB
+        what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"
+        yield f"            the least is {least}: {what}"
+        yield f"              {least.phase.describe()}"
+    if (more := enough_gpus(plan, gpus, gpu)) is not None:
+        yield f"            {more[0]} such GPUs are enough: {more[1]}"
 
 
 def _engines(plan: Plan) -> str:
     r = plan.rollout
     dtype = compute_dtype(r.dtype, r.folder, build.device(plan.driver))
     engine = f"{r.name}, {dtype}, {r.slots} rows at once"
+    if r.name == "vllm" and build.device(plan.driver) == "cuda":
+        engine += f" in {r.gpu_memory_utilization:g} of a GPU"
     if plan.driver.kind == "local":
         return engine
     place = "apart from" if r.placement == "apart" else "colocated with"

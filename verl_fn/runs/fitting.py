@@ -9,57 +9,61 @@ from typing import TypeAlias
 
 import attrs
 
-from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.config import ConfigError, Plan, make_plan
 from verl_fn.config.load import flat, put, structure
 from verl_fn.driver import ranks
 
 from .checks import check_gpus, check_ranks
-from .memory import GIB, Phase, element_width, engine_weights, largest, phases, share
+from .engine_size import FILLED, cached_rows, fits, largest_share, largest_slots, rows_of_engine, sized
+from .memory import GIB, Phase, largest, phases, role_memory
 
-# Proposals leave a twentieth of the GPU to what activations take beyond their estimate.
-FILLED = 0.95
 STEP = 1024  # budgets of tokens are multiples of it
-MOST_SHARE = 0.9  # of a GPU, for vLLM
+MORE_MACHINES = (2, 4, 8, 16)
 Settings: TypeAlias = tuple[str, ...]
 Change: TypeAlias = Settings | Callable[[Plan, int], Settings | None]
 
 
 @attrs.frozen
 class Fit:
-    """Settings for a plan, and its largest phase with them on a GPU.
+    """Settings for a plan, and its phases with them on a GPU.
 
     Attributes:
         settings: what the plan lacks, as ``key=value``.
-        phase: the largest phase.
+        phases: what lies on the GPU in each phase.
         layout: strategy and ranks; empty if they do not change.
+        on_cpu: bytes of parameters and moments that rest in the memory of the CPU, of all ranks.
     """
 
     settings: Settings
-    phase: Phase
+    phases: tuple[Phase, ...]
     layout: str = ""
+    on_cpu: int = 0
+
+    @property
+    def phase(self) -> Phase:
+        """The largest phase."""
+        return largest(self.phases)
 
     def __str__(self) -> str:
         settings = " ".join(self.settings) or "as it is"
         layout = self.layout and f"{self.layout}: "
-        return f"{layout}{settings} (peak {self.phase.nbytes / GIB:.1f} GiB, {self.phase.title})"
+        on_cpu = f", and {self.on_cpu / GIB:.0f} GiB of CPU memory" if self.on_cpu else ""
+        return f"{layout}{settings} (peak {self.phase.nbytes / GIB:.1f} GiB, {self.phase.title}{on_cpu})"
+
+    def by_phase(self) -> str:
+        """Returns the bytes of each phase."""
+        return "GiB: " + ", ".join(f"{phase.title} {phase.nbytes / GIB:.1f}" for phase in self.phases)
 
 
-def with_settings(plan: Plan, settings: Sequence[str]) -> Plan:
-    """Returns the plan of the same config with other settings, given as ``key=value``."""
-    return make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None)))
+def with_settings(plan: Plan, settings: Sequence[str], gpu: int) -> Plan:
+    """Returns the plan of the same config with other settings, as ``key=value``, and an engine of their size."""
+    return sized(make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None))), gpu)
 
 
-def peak(plan: Plan, gpu: int) -> Phase:
-    """Returns the largest phase on the GPU of a training rank."""
-    return largest(phases(plan, ranks.training_ranks(plan), gpu))
-
-
-def fits(plan: Plan, gpu: int, filled: float = 1.0) -> bool:
-    """Returns whether all phases fit into a part of the GPU, and the engine's weights into its share of it."""
-    served = not (of_engine := share(plan, gpu)) or engine_weights(plan) <= of_engine
-    return served and peak(plan, gpu).nbytes <= filled * gpu
+def counted(plan: Plan, gpu: int) -> tuple[Phase, ...]:
+    """Returns the phases on the GPU of a training rank."""
+    return phases(plan, ranks.training_ranks(plan), gpu)
 
 
 def longest_row(plan: Plan) -> int:
@@ -86,57 +90,108 @@ def largest_budget(plan: Plan, gpu: int) -> Settings | None:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fitting(middle * STEP) else (low, middle - 1)
-    tables = dict.fromkeys(role.table for role in plan.roles.values())
-    return tuple(f"{table}.ppo_max_token_len_per_gpu={low * STEP}" for table in tables)
+    return _budget(plan, low * STEP)
 
 
-def layouts(plan: Plan, gpus: int, gpu: int) -> Iterator[Fit]:
-    """Yields the layouts of a plan on a number of GPUs that fit, each with its largest budget of tokens.
+def layouts(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
+    """Returns the layouts of a plan on a number of GPUs that fit, each with its largest budget of tokens.
 
     They are one process, and shards over all GPUs; with Megatron, numbers of tensor-parallel ranks. Ranks share rows
-    and offload states only if a layout does not fit otherwise; each is tried with and without recomputed layers.
+    and offload states only if a layout does not fit otherwise; each is tried with and without recomputed layers. If
+    nothing fits, engines get GPUs of their own, one half of all, each engine several if its weights need them.
     """
-    megatron, r = plan.roles["actor"].strategy == "megatron", plan.rollout
+    found = [fit for ways in _ways(plan, gpus) for fit in _first_that_fit(plan, ways, gpus, gpu)]
+    return found or _first_that_fit(plan, _apart(plan, gpus), gpus, gpu)
+
+
+def nearest(plan: Plan, gpus: int, gpu: int) -> Fit | None:
+    """Returns the layout that needs least memory on a GPU, with the smallest budget of tokens; None without any."""
+    kinds = [kind for ways in [*_ways(plan, gpus), _apart(plan, gpus)] for kind in ways]
+    least = -(-longest_row(plan) // STEP) * STEP
+    fits: list[Fit] = []
+    for kind, offload in product(kinds, ("false", "true")):
+        settings = (*kind, *_recomputing(plan, "true"), *_offloading(kind, offload), *_budget(plan, least))
+        if (tried := _possible(plan, settings, gpus, gpu)) is not None:
+            fits.append(_layout(plan, settings, tried, gpu))
+    return min(fits, key=lambda fit: fit.phase.nbytes, default=None)
+
+
+def enough_gpus(plan: Plan, gpus: int, gpu: int) -> tuple[int, Fit] | None:
+    """Returns the least number of GPUs, a multiple of ``gpus``, on which a layout fits, and the layout; or None."""
+    return next(((gpus * n, found[0]) for n in MORE_MACHINES if (found := layouts(plan, gpus * n, gpu))), None)
+
+
+def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
+    """Yields lists of settings for layouts; the first of a list that fits is taken."""
     over: Settings = ("driver.kind=ray", f"ray.ranks={gpus}")
-    if r.placement == "colocated" and plan.learns_from == "samples":
+    if plan.rollout.placement == "colocated" and plan.learns_from == "samples":
         over += (f"rollout.engines={gpus}",)
-    sharded, powers = (*over, "actor.strategy=fsdp"), [2**i for i in range(gpus.bit_length())]
-    if megatron:
-        size = "actor.megatron.tensor_model_parallel_size"
-        kinds = [[(*over, f"{size}={power}")] for power in powers]
-    else:
+    powers = [2**i for i in range(gpus.bit_length())]
+    if plan.roles["actor"].strategy == "megatron":
+        yield from ([(*over, f"actor.megatron.tensor_model_parallel_size={power}")] for power in powers)
+        return
+    yield [("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")]
+    if gpus > 1:
         size = "actor.fsdp_config.ulysses_sequence_parallel_size"
-        kinds = [[("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")]]
-        kinds += [[(*sharded, f"{size}={power}") for power in powers]] if gpus > 1 else []
+        yield [(*over, "actor.strategy=fsdp", f"{size}={power}") for power in powers]
+
+
+def _apart(plan: Plan, gpus: int) -> list[Settings]:
+    """Returns settings for shards over one half of the GPUs, and engines of one or several GPUs on the other."""
+    half, r = gpus // 2, plan.rollout
+    if half < 1 or r.name != "vllm" or plan.learns_from != "samples" or plan.roles["actor"].strategy == "megatron":
+        return []
+    over = ("driver.kind=ray", f"ray.ranks={half}", "actor.strategy=fsdp", "rollout.placement=apart")
+    sizes = [2**i for i in range(half.bit_length()) if half % 2**i == 0 and 2**i <= 64]
+    return [(*over, f"rollout.engines={half // n}", f"rollout.tensor_parallel_size={n}") for n in sizes]
+
+
+def _first_that_fit(plan: Plan, kinds: Sequence[Settings], gpus: int, gpu: int) -> list[Fit]:
+    """Returns the first layout that fits, without and with recomputed layers as far as both fit."""
+    for kind, offload in product(kinds, ("false", "true")):
+        found = []
+        for recompute in ("false", "true"):
+            settings = (*kind, *_recomputing(plan, recompute), *_offloading(kind, offload))
+            tried = _possible(plan, settings, gpus, gpu)
+            if tried is not None and (budget := largest_budget(tried, gpu)) is not None:
+                settings += budget
+                found.append(_layout(plan, settings, with_settings(plan, settings, gpu), gpu))
+        if found:
+            return found
+    return []
+
+
+def _recomputing(plan: Plan, recompute: str) -> Settings:
     tables = dict.fromkeys(role.table for role in plan.roles.values() if role.trained)
-    for ways in kinds:
-        for kind, offload in product(ways, ("false", "true")):
-            found = []
-            for recompute in ("false", "true"):
-                more = tuple(f"{table}.enable_gradient_checkpointing={recompute}" for table in tables)
-                if "actor.strategy=fsdp" in kind:
-                    more += (f"actor.fsdp_config.offload_policy={offload}",)
-                tried = _possible(plan, (*kind, *more), gpus)
-                if tried is not None and (budget := largest_budget(tried, gpu)) is not None:
-                    found.append(_layout(plan, (*kind, *more, *budget), gpu))
-            if found:
-                yield from found
-                break
+    return tuple(f"{table}.enable_gradient_checkpointing={recompute}" for table in tables)
 
 
-def _layout(plan: Plan, settings: Settings, gpu: int) -> Fit:
+def _offloading(kind: Settings, offload: str) -> Settings:
+    return (f"actor.fsdp_config.offload_policy={offload}",) if "actor.strategy=fsdp" in kind else ()
+
+
+def _budget(plan: Plan, tokens: int) -> Settings:
+    tables = dict.fromkeys(role.table for role in plan.roles.values())
+    return tuple(f"{table}.ppo_max_token_len_per_gpu={tokens}" for table in tables)
+
+
+def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
     """Returns the settings that a plan lacks for a layout, which is named."""
-    after = with_settings(plan, settings)
     before, now, size = flat(plan.table), flat(after.table), ranks.training_ranks(after)
     lacking = tuple(s for s in settings if before.get(key := s.partition("=")[0]) != now[key])
     named = f"{after.roles['actor'].strategy} over {size} ranks" if size > 1 else "one process"
-    return Fit(lacking, peak(after, gpu), named)
+    if after.rollout.placement == "apart":
+        named += f" and engines on {after.rollout.engines * after.rollout.tensor_parallel_size} GPUs"
+    resting = [role_memory(role, after, size).own for role in after.roles.values() if role.offload]
+    # Parameters and moments; gradients lie on the GPU.
+    on_cpu = size * sum(own[0].nbytes + own[2].nbytes for own in resting)
+    return Fit(lacking, counted(after, gpu), named, on_cpu)
 
 
-def _possible(plan: Plan, settings: Settings, gpus: int) -> Plan | None:
+def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | None:
     """Returns the plan with other settings; None if its models cannot have such a layout."""
     try:
-        tried = with_settings(plan, settings)
+        tried = with_settings(plan, settings, gpu)
         check_ranks(tried, ranks.training_ranks(tried), installed=False)
         check_gpus(tried, gpus)
     except (ConfigError, LayoutError):
@@ -156,7 +211,7 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
         ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
-        largest_share if r.name == "vllm" else None,
+        _smaller_share if r.name == "vllm" else _fewer_slots,
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
         over if ranks.training_ranks(plan) < gpus and actor.strategy != "megatron" else None,
@@ -175,37 +230,37 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
     """Returns the plan after changes; those that are computed come last. None if the plan cannot have them."""
     settings: Settings = ()
     for change in sorted(changes, key=callable):
-        more = change(with_settings(plan, settings), gpu) if callable(change) else change
+        more = change(with_settings(plan, settings, gpu), gpu) if callable(change) else change
         if more is None:
             return None
         settings += more
-    after = _possible(plan, settings, gpus)
-    return None if after is None else Fit(settings, peak(after, gpu))
+    after = _possible(plan, settings, gpus, gpu)
+    return None if after is None else Fit(settings, counted(after, gpu))
 
 
-def largest_share(plan: Plan, gpu: int) -> Settings | None:
-    """Returns the setting of the largest share of a GPU with which vLLM fits beside what else is there; or None."""
-    for percent in range(int(100 * MOST_SHARE), 0, -5):
-        rollout = attrs.evolve(plan.rollout, gpu_memory_utilization=percent / 100)
-        if fits(attrs.evolve(plan, rollout=rollout), gpu, FILLED):
-            return (f"rollout.gpu_memory_utilization={percent / 100:g}",)
-    return None
+def _smaller_share(plan: Plan, gpu: int) -> Settings | None:
+    most = largest_share(plan, gpu)
+    return None if most is None else (f"rollout.gpu_memory_utilization={most:g}",)
+
+
+def _fewer_slots(plan: Plan, gpu: int) -> Settings | None:
+    slots = largest_slots(plan, gpu)
+    return None if slots is None else (f"rollout.slots={slots}",)
 
 
 def better_engine(plan: Plan, gpu: int) -> Iterator[str]:
-    """Yields sentences about settings with which the engine uses the GPU better."""
-    r = plan.rollout
-    rows = -(-plan.data.train_batch_size * r.n // r.engines)
+    """Yields sentences about settings with which the engine uses the GPU better than with the ones of the config."""
+    r, rows = plan.rollout, rows_of_engine(plan)
     if r.name == "vllm":
         better = largest_share(plan, gpu)
-        if better and float(better[0].partition("=")[2]) > r.gpu_memory_utilization + 0.05:
-            yield f"{better[0]} fits ({r.gpu_memory_utilization:g} now): a larger cache holds more rows at once"
+        if better and better > r.gpu_memory_utilization + 0.05 and cached_rows(plan, gpu) < rows:
+            yield (
+                f"rollout.gpu_memory_utilization={better:g} fits ({r.gpu_memory_utilization:g} now): a larger cache "
+                "holds more rows at once"
+            )
             return
-        per_row = model_sizes(r.folder, "lm").cache(r.longest, element_width(plan)) // r.tensor_parallel_size
-        slots = min(rows, max(0, share(plan, gpu) - engine_weights(plan)) // max(1, per_row))
+        slots = min(rows, cached_rows(plan, gpu))
     else:
-        slots = rows
-        while slots > r.slots and not fits(attrs.evolve(plan, rollout=attrs.evolve(r, slots=slots)), gpu, FILLED):
-            slots = slots * 3 // 4
+        slots = largest_slots(plan, gpu) or 0
     if slots > r.slots:
         yield f"rollout.slots={slots} fits ({r.slots} now): an engine has {rows:,} rows to draw in a step"

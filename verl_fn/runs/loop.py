@@ -24,6 +24,8 @@ from . import RunError
 from .checkpoints import restore, step_of
 from .checks import check_all_weights, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
+from .disk import check_disk
+from .engine_size import sized
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Run
 from .history import run_config
@@ -35,6 +37,7 @@ from .progress import Lines, Live, Progress, Say, always_zero, cut_off, wide_gap
 from .recorder import Drawn
 from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
+from .starting import Start
 from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
 from .steps import Pace, advance
 
@@ -43,13 +46,14 @@ class Interrupted(RuntimeError):
     """Raised after a run was asked to stop and has saved its state."""
 
 
-def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
+def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float | None = None) -> Report:
     """Runs a plan to its end, from the folder's last checkpoint if there is one.
 
     Args:
         plan: a plan made by ``verl_fn.config.make_plan``.
         say: prints a line.
         live: draw progress on the terminal instead of printing lines.
+        began: ``time.monotonic()`` of the command, for ``timing_s/start/*``; None if it is not known.
 
     Returns:
         The metrics of the last evaluation.
@@ -58,6 +62,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
         Interrupted: SIGINT or SIGTERM arrived; the message names the checkpoint and says how to continue.
         RunOutOfMemory: a device has too little memory; the message names the phase and the settings to lower.
     """
+    start = Start(say, began)
     check_has_training(plan)
     check_run_folder(Path(plan.trainer.dir))
     with contextlib.ExitStack() as stack:
@@ -70,17 +75,22 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
         if (ended := _ended(plan, run, say)) is not None:
             return ended
         origin, changed = find_origin(plan, run), changes(run, plan)
-        source = prepare(plan, say)
-        if origin is None:
-            check_all_weights(plan)
+        with start.part("check"):
+            source = prepare(plan, say)
+            if origin is None:
+                check_all_weights(plan)
+            check_disk(plan)
+        plan = sized(plan, build.smallest_gpu(plan.driver))
         say(f"{_headline(plan)}; folder {run.folder}")
-        with contextlib.ExitStack() as ending, workers(plan) as w:
+        with contextlib.ExitStack() as ending, contextlib.ExitStack() as running:
+            with start.part("processes"):
+                w = running.enter_context(workers(plan))
             if w.processes.about:
                 say(w.processes.about)
             if notice := check_memory(plan, ranks.training_ranks(plan), w.processes.gpu_memory):
                 say(f"note: {notice}")
             with explained(plan, w.processes.gpu_memory):
-                evaluation = _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
+                evaluation = _Loop(plan, run, w, source, say, start).run_to_end(origin, changed, live)
             ending.enter_context(stop_requests(say, ENDING))
             return evaluation
 
@@ -132,8 +142,8 @@ def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
 class _Loop:
     """One execution of the loop: the parts it works with, the last evaluation and the last checkpoint."""
 
-    def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say) -> None:
-        self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
+    def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say, start: Start) -> None:
+        self.plan, self.run, self.w, self.source, self.say, self.start = plan, run, w, source, say, start
         self.algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
         self.pace = Pace.of(plan)
@@ -151,7 +161,8 @@ class _Loop:
         """
         plan, t, say = self.plan, self.plan.trainer, self.say
         if origin is not None:
-            state = restored_state(origin, plan, self.w)
+            with self.start.part("load"):
+                state = restored_state(origin, plan, self.w)
             for sentence in changed:
                 say(sentence)
             say(f"continuing {self.run.folder} after step {state.step}, from {origin}")
@@ -162,7 +173,8 @@ class _Loop:
                 say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
             self.evaluation = last_evaluation(run_of(origin), state.step)
         else:
-            state = initial_state(plan, self.w)
+            with self.start.part("load"):
+                state = initial_state(plan, self.w)
         _print_adapters(state, plan, self.w, say)
         if origin is None and (dropped := read_metrics(self.run.folder)):
             last = dropped[-1]["step"]
@@ -180,10 +192,14 @@ class _Loop:
         plan, t = self.plan, self.plan.trainer
         with contextlib.ExitStack() as stack:
             logs = stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
-            self._evaluate_first(state, logs, fresh=fresh)
+            with self.start.part("evaluate"):
+                self._evaluate_first(state, logs, fresh=fresh)
             if self.saved is None:
                 # Before the first update, so that what a save needs is missing now rather than after hours.
-                self.saved = self.run.save(state, self.w)
+                with self.start.part("save"):
+                    self.saved = self.run.save(state, self.w)
+            self.start.announce()
+            started = self.start.report()
             stop_signals = stack.enter_context(stop_requests(self.say))
             total = t.total_training_steps
             hidden = always_zero(plan)
@@ -194,7 +210,8 @@ class _Loop:
             skipped: dict[str, int] = {}
             while state.step < total and not goal_reached(plan, self.evaluation):
                 state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
-                report |= self._restarts()
+                report |= self._restarts() | started
+                started = {}
                 self.run.log(state.step, report)
                 self._write_journal(state, drawn)
                 _end_if_skipping(skipped, report, state.step, plan, self.run)

@@ -8,12 +8,14 @@ from typing import Any
 
 import attrs
 
+from verl_fn import build
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import torchrun_size
 
 from . import RunError
 from .checkpoints import checkpoints, step_of
+from .engine_size import sized
 from .evaluate import validate
 from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
@@ -111,7 +113,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     changed = tuple(changed_inputs(recorded_inputs(folder, step), fingerprints(plan)))
     for change in changed:
         say(f"note: the replay has {change} than step {step} had")
-    source = prepare(plan, say)
+    source, plan = prepare(plan, say), sized(plan, build.smallest_gpu(plan.driver))
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
     pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
     with workers(plan) as w:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from ragged_rows import OPTIMIZER, edit_config, ragged
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_fn.backends.hf.checks import smaller
+from verl_fn.backends.hf.checks import fit_of, smaller
 from verl_fn.backends.hf.folder import FolderWeights, ModelError, build, check_numbers, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
@@ -301,6 +301,22 @@ def test_an_architecture_is_checked_on_a_small_model(tmp_path):
     wide = new_model(tmp_path / "a", chars="abcd", hidden_size=64, num_hidden_layers=6, intermediate_size=512)
     sizes = [config.num_hidden_layers for config in smaller(AutoModelForCausalLM, read_config(wide))]
     assert sizes == [2, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("arch", "experts", "left"),
+    [
+        ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 8}, 16),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, 4),
+        ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}, 16),
+    ],
+)
+def test_a_small_model_has_few_experts(arch, experts, left):
+    """Every kind of layer and of group is left, and tokens still differ in their experts."""
+    config = AutoConfig.for_model(arch, num_hidden_layers=6, **experts)
+    found = [getattr(small, next(iter(experts))) for small in smaller(AutoModelForCausalLM, config)]
+    assert found == [left, next(iter(experts.values())), next(iter(experts.values()))]
+    assert fit_of(AutoModelForCausalLM, config, "lm", "folder").layout == "packed"
 
 
 def test_the_benchmark_of_loading(warm, tmp_path, capsys):

@@ -1,0 +1,90 @@
+"""What ``verl-fn doctor`` finds on machines with and without GPUs, old drivers and missing packages."""
+
+import importlib.metadata
+import sys
+
+import pytest
+
+from verl_fn.cli import doctor, main
+from verl_fn.cli.doctor import Finding, examine, report
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Puts a program in the place of the driver's tool: it prints these lines, or fails."""
+
+    def make(lines, status=0):
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return make
+
+
+def found(name):
+    return next(finding for finding in examine() if finding.name == name)
+
+
+def test_a_machine_without_gpus_can_train(machine, capsys):
+    machine(["NVIDIA-SMI has failed"], status=9)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "runs compute on the CPU" in out and out.endswith("runs can start on this machine\n")
+    assert f"torch                   ok         {importlib.metadata.version('torch')}" in out
+    assert not found("GPU").needed
+
+
+def test_an_old_driver_is_missing_and_named_with_the_one_that_torch_needs(machine, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "13.0")
+    machine(["NVIDIA H100 80GB HBM3, 550.54.15, 81559"] * 2)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "2 x NVIDIA H100 80GB HBM3, 80 GiB" in out and "needs a driver from 580 on" in out
+    assert out.splitlines()[-1] == "runs need: driver"
+    machine(["NVIDIA H100 80GB HBM3, 580.65.06, 81559"])
+    assert main(["doctor"]) == 0
+    # CUDA 12 works with older drivers.
+    monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "12.8")
+    machine(["NVIDIA A100, 550.54.15, 40960"])
+    assert found("driver").mend == ""
+
+
+def test_a_torch_without_cuda_beside_a_gpu(machine, monkeypatch):
+    monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "")
+    machine(["NVIDIA H100 80GB HBM3, 580.65.06, 81559"])
+    assert "pip install --python" in found("torch for CUDA").mend
+
+
+def test_the_cuda_of_torch_is_read_from_its_files():
+    import torch
+
+    assert doctor._cuda_of_torch() == (torch.version.cuda or "")
+
+
+def test_packages_that_are_missing_or_of_another_version(machine, monkeypatch, capsys):
+    machine([], status=1)
+    needed = ["no-such-package<3,>=1.0", "attrs<2,>=1", "cattrs>=1", "peft>=99; extra == 'lora'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needed)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == "runs need: no-such-package, attrs"
+    assert f"pip install --python {sys.executable} 'no-such-package<3,>=1.0'" in out
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    def refuses(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuses)
+    assert "Read-only file system" in found("cache").mend
+
+
+def test_only_what_is_needed_decides():
+    fine, lacking = Finding("a", "1"), Finding("b", "", "install b", needed=False)
+    assert report([fine, lacking]).endswith("runs can start on this machine")
+    assert report([attrs_needed(lacking)]).endswith("runs need: b")
+
+
+def attrs_needed(finding):
+    return Finding(finding.name, finding.found, finding.mend)

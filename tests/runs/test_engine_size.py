@@ -1,0 +1,143 @@
+"""What a run chooses for its GPU: the engine's share and rows, and layouts of the models that people bring."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+
+from verl_fn.cli import main
+from verl_fn.config import load, make_plan
+from verl_fn.runs.engine_size import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized
+from verl_fn.runs.memory import GIB, engine_weights, phases, share
+
+SHAPES = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+RUN = [
+    "algorithm.name=grpo", "data.train_batch_size=64", "data.max_prompt_length=512", "data.max_response_length=1024",
+    "rollout.n=8", "rollout.name=vllm", "rollout.engines=8", "driver.kind=ray", "driver.device=cuda", "ray.ranks=8",
+    "actor.strategy=fsdp", "data.train_files=[\"train.parquet\"]",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name):
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        shape = SHAPES[name] | {"dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 1}
+        (path / "config.json").write_text(json.dumps(shape))
+        return path
+
+    return make
+
+
+def plan_of(folder, *more):
+    return make_plan(load(overrides=[*RUN, f"model.path={folder}", *more]))
+
+
+def test_a_cache_has_room_for_the_rows_of_a_step(folder):
+    plan = plan_of(folder("qwen3-8b"), "actor.enable_gradient_checkpointing=true")
+    few = sized(plan, 80 * GIB)
+    assert (few.rollout.slots, few.rollout.gpu_memory_utilization) == (64, 0.5)
+    many = plan_of(folder("qwen3-8b"), "actor.enable_gradient_checkpointing=true", "data.train_batch_size=256")
+    large = sized(many, 80 * GIB).rollout
+    # 256 rows of 1,536 tokens at 147,456 bytes take 54 GiB beside 15.3 GiB of weights.
+    assert (large.slots, large.gpu_memory_utilization) == (256, MOST_SHARE)
+    assert cached_rows(sized(many, 80 * GIB), 80 * GIB) >= 256
+    assert sized(many, 40 * GIB).rollout.slots < 256
+    assert sized(attrs.evolve(many, learns_from="answers"), 80 * GIB).rollout == many.rollout
+
+
+def test_what_the_config_says_stays(folder):
+    plan = plan_of(folder("qwen3-8b"), "rollout.slots=7", "rollout.gpu_memory_utilization=0.35")
+    assert sized(plan, 80 * GIB) == plan
+    open_slots = sized(plan_of(folder("qwen3-8b"), "rollout.gpu_memory_utilization=0.35"), 80 * GIB).rollout
+    assert (open_slots.slots, open_slots.gpu_memory_utilization) == (64, 0.35)
+    assert sized(plan_of(folder("qwen3-8b")), None) == plan_of(folder("qwen3-8b"))
+
+
+def test_an_engine_whose_weights_need_more_than_half_of_a_gpu(folder):
+    plan = plan_of(folder("qwen3-30b-a3b"))
+    assert engine_weights(plan) > share(plan, 80 * GIB)
+    after = sized(plan, 80 * GIB)
+    assert engine_weights(after) < share(after, 80 * GIB) and cached_rows(after, 80 * GIB) >= 64
+    apart = sized(plan_of(folder("qwen3-8b"), "rollout.placement=apart"), 80 * GIB)
+    assert apart.rollout.gpu_memory_utilization == MOST_SHARE
+
+
+def test_rows_of_the_embedded_engine_are_as_many_as_fit(folder):
+    one = [
+        "rollout.name=sampler", "rollout.engines=1", "ray.ranks=1", "actor.strategy=local", "driver.kind=local",
+        "actor.lora_rank=8", "actor.enable_gradient_checkpointing=true", "data.train_batch_size=256",
+    ]  # fmt: skip
+    for gpu in (60 * GIB, 80 * GIB):
+        plan = sized(plan_of(folder("qwen3-8b"), *one), gpu)
+        assert 0 < plan.rollout.slots < MOST_SLOTS and fits(plan, gpu, FILLED)
+        # A third more would not fit.
+        more = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, slots=plan.rollout.slots * 4 // 3 + 2))
+        assert max(phase.nbytes for phase in phases(more, 1, gpu)) > FILLED * gpu
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layout_that_is_proposed_fits(folder, name, tmp_path, monkeypatch, capsys):
+    """From config.json alone, on a machine without GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "run.toml").write_text("")
+    run = ["train", str(tmp_path / "run.toml"), *RUN, f"model.path={folder(name)}", f"trainer.dir={tmp_path / 'run'}"]
+    check = ["--check", "--gpus", "8", "--gpu-memory", "80"]
+    assert main([*run, *check]) == 0
+    layouts = capsys.readouterr().out.partition("layouts ")[2].splitlines()[1:]
+    proposed, by_phase = layouts[::2], layouts[1::2]
+    assert len(proposed) == len(by_phase) == 2
+    for line, phases_line in zip(proposed, by_phase, strict=True):
+        settings = line.partition(": ")[2].partition(" (peak ")[0].split()
+        assert main([*run, *settings, *check]) == 0
+        out = capsys.readouterr().out
+        assert "verdict     fits in 80 GiB" in out
+        peak = line.partition("(peak ")[2].split()[0]
+        assert f"(peak {peak} GiB" in out and peak in phases_line
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(("recipe", "gpus"), [("grpo_8b_8gpus", 8), ("grpo_8b_2gpus", 2), ("grpo_8b_lora", 1)])
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
+def test_recipes_for_own_models_fit_their_gpus(folder, recipe, gpus, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
+    check = ["--check", "--gpus", str(gpus), "--gpu-memory", "80"]
+    assert main(["train", str(RECIPES / f"{recipe}.toml"), f"model.path={folder(name)}", *check]) == 0
+    assert "verdict     fits in 80 GiB" in capsys.readouterr().out
+
+
+def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "run.toml").write_text("")
+    run = ["train", str(tmp_path / "run.toml"), *RUN, f"model.path={folder('qwen3-30b-a3b')}"]
+    of_two = ["ray.ranks=2", "rollout.engines=2", "--check", "--gpus", "2", "--gpu-memory", "80"]
+    assert main([*run, *of_two]) == 2
+    said = capsys.readouterr()
+    nearest = said.out.partition("layouts     none fits 2 x 80 GiB\n")[2].splitlines()
+    # A rank loads its half of the parameters and moments, 12 bytes for each of 30.5 B, before they move to the CPU.
+    assert nearest[0].strip().startswith("the least is fsdp over 2 ranks")
+    assert nearest[0].endswith("(peak 172.6 GiB, start, and 341 GiB of CPU memory): 92.6 GiB a GPU are missing")
+    assert nearest[2].strip().startswith("8 such GPUs are enough: fsdp over ")
+    assert "error: the update of the actor needs at least" in said.err

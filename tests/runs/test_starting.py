@@ -1,0 +1,104 @@
+"""The start of a run: what it waits for, and what is refused before anything is paid for."""
+
+import json
+import shutil
+import subprocess
+from collections import namedtuple
+
+import attrs
+import pytest
+from run_configs import TINY, tiny_run
+
+from verl_fn.config import ConfigError
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.disk import check_disk, checkpoint_bytes, checkpoints_at_once
+from verl_fn.runs.loop import train
+from verl_fn.runs.starting import PARTS, Start
+
+Usage = namedtuple("Usage", "total used free")
+SAVED = ["algorithm.name=grpo", "rollout.n=2", "trainer.total_training_steps=2", "data.val_size=2"]
+
+
+def written(folder):
+    """The bytes of the weights and moments in a checkpoint."""
+    return sum(file.stat().st_size for file in folder.rglob("*/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["algorithm.name=ppo"],
+        ["algorithm.use_kl_loss=true"],
+        ["actor.lora_rank=4"],
+        ["actor.lora_rank=4", 'actor.target_modules=["q_proj", "v_proj"]', "actor.dtype=bfloat16"],
+    ],
+    ids=str,
+)
+def test_a_plan_knows_the_bytes_of_a_checkpoint(tiny, tmp_path, more):
+    plan = tiny_run(tiny, tmp_path / "run", *SAVED, *more)
+    train(plan, lambda line: None)
+    for checkpoint in checkpoints(tmp_path / "run"):
+        # Headers and the counters of optimizers are the rest.
+        assert 0 <= written(checkpoint) - checkpoint_bytes(plan) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "steps", "most"), [(2, 1, 3, 3), (9, 1, 3, 4), (1, -1, 50, 2), (5, 20, 50, 4)]
+)
+def test_the_most_checkpoints_at_a_time(tiny, tmp_path, keep, every, steps, most):
+    settings = [f"trainer.max_ckpt_to_keep={keep}", f"trainer.save_freq={every}"]
+    plan = tiny_run(tiny, tmp_path, *settings, f"trainer.total_training_steps={steps}")
+    assert checkpoints_at_once(plan) == most
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_run(tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path / "run", *SAVED, "trainer.max_ckpt_to_keep=1")
+    each = checkpoint_bytes(plan)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2 * each - 1))
+    lines = []
+    with pytest.raises(ConfigError, match=r"a checkpoint of this run takes .* MiB, .* room for 2 more") as error:
+        train(plan, lines.append)
+    assert str(tmp_path) in str(error.value) and "lower trainer.max_ckpt_to_keep" in str(error.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2 * each))
+    check_disk(plan)
+
+
+def test_a_run_that_continues_needs_room_for_what_is_not_there(tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path / "run", *SAVED)
+    train(plan, lambda line: None)
+    longer = attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, total_training_steps=3))
+    assert checkpoints_at_once(longer) == 4 and len(checkpoints(tmp_path / "run")) == 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, checkpoint_bytes(plan)))
+    check_disk(longer)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, checkpoint_bytes(plan) - 1))
+    with pytest.raises(ConfigError, match="room for 1 more"):
+        check_disk(longer)
+
+
+def test_the_first_line_comes_before_the_imports(warm, tmp_path, tiny):
+    """And the first step has the seconds of each part of the start; no other step has."""
+    recipe = tmp_path / "run.toml"
+    recipe.write_text("")
+    words = [*TINY, *SAVED, f"model.path={tiny}", f"trainer.dir={tmp_path / 'run'}"]
+    command = [warm, "-X", "importtime", "-m", "verl_fn.cli", "train", str(recipe), *words]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[0].startswith("verl-fn ") and str(recipe) in found.stdout.splitlines()[0]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    of_step = {row["step"]: {name for name in row if name.startswith("timing_s/start/")} for row in rows}
+    assert of_step == {0: set(), 1: {f"timing_s/start/{part}" for part in (*PARTS, "total")}, 2: set()}
+    first = next(row for row in rows if row["step"] == 1)
+    parts = sum(first[f"timing_s/start/{part}"] for part in PARTS)
+    assert 0 < parts <= first["timing_s/start/total"]
+
+
+def test_only_a_long_start_is_announced():
+    lines = []
+    Start(lines.append).announce()
+    assert lines == []
+    start = Start(lines.append, began=-1e6)
+    with start.part("load"):
+        pass
+    start.announce()
+    assert len(lines) == 1 and "imports" in lines[0] and "models 0.0" in lines[0]

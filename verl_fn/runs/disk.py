@@ -1,0 +1,80 @@
+"""The bytes that the checkpoints of a run take, compared with the room on its disk before anything is paid for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from verl_fn import build
+from verl_fn.backends.hf.config import compute_dtype
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.sizes import model_sizes, width_of
+from verl_fn.config import ConfigError, Plan, RolePlan
+
+from .checkpoints import checkpoints
+from .memory import FLOAT32, GIB, MOMENTS
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Returns the bytes of the tensors in one checkpoint; the other files are small."""
+    return sum(_role_bytes(role, plan) for role in plan.roles.values())
+
+
+def _role_bytes(role: RolePlan, plan: Plan) -> int:
+    """Returns the bytes of a role's weights and moments in its files.
+
+    With adapters, a checkpoint holds the merged model, whose adapted layers are fp32, and the weights of these layers
+    without them.
+    """
+    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    width = width_of(compute_dtype(role.dtype, role.folder, build.device(plan.driver)))
+    if not role.lora:
+        each = FLOAT32 + MOMENTS if role.trained else width
+        return sizes.total * each
+    trained = sizes.trained if role.trained else 0
+    frozen = sizes.total - sizes.trained
+    adapters = sizes.trained * FLOAT32
+    return sizes.adapted * FLOAT32 + frozen * width + adapters + trained * MOMENTS
+
+
+def checkpoints_at_once(plan: Plan) -> int:
+    """Returns the most checkpoints in a run's folder at a time: the ones that it keeps, and one in writing."""
+    steps, every = plan.trainer.total_training_steps, plan.trainer.save_freq
+    # The first is saved before the first step, and the last after the last one.
+    saved = 2 if every <= 0 else 2 + (steps - 1) // every
+    return min(plan.trainer.max_ckpt_to_keep + 1, saved)
+
+
+def check_disk(plan: Plan) -> None:
+    """Checks that the disk of a run's folder has room for its checkpoints, less the ones that are there.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    folder = Path(plan.trainer.dir)
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    each, free, most = checkpoint_bytes(plan), shutil.disk_usage(there).free, checkpoints_at_once(plan)
+    more = max(1, most - len(checkpoints(folder)))
+    if more * each > free:
+        keep = plan.trainer.max_ckpt_to_keep
+        raise ConfigError(
+            f"trainer.dir: a checkpoint of this run takes {_size(each)}, and {there} must have room for {more} more "
+            f"(trainer.max_ckpt_to_keep = {keep}, and one that is written), {_size(more * each)}; {_size(free)} are "
+            "free: make room, choose a folder on another disk, or lower trainer.max_ckpt_to_keep"
+        )
+
+
+def disk_line(plan: Plan) -> str:
+    """Returns a line of ``--check`` about the checkpoints of a run."""
+    each, most = checkpoint_bytes(plan), checkpoints_at_once(plan)
+    return f"disk        a checkpoint takes {_size(each)}, and up to {most} lie in the folder at a time"
+
+
+def _size(nbytes: int) -> str:
+    """Returns a number of bytes for people.
+
+    Example:
+        >>> _size(3 * 2**30), _size(5_000_000)
+        ('3.0 GiB', '4.8 MiB')
+    """
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
