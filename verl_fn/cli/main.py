@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_run_commands(command)
     _add_model_commands(command)
+    command("doctor", "say what this machine has of what runs need, and how to install what is missing")
     return top
 
 
@@ -192,7 +193,6 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
 
     _add_prepare(command)
 
-    command("doctor", "say what this machine has of what runs need, and how to install what is missing")
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
         "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
