@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -24,6 +24,8 @@ class Draws:
         sampling: temperature, top-k and top-p.
         vocab: how many tokens there are; this number, ``nothing``, stands for a draw from NaN.
         noise: how much two computations of a logit may differ.
+        exact: ``(logits, tokens) -> log-probs`` before top-k and top-p, if these are to equal the trainer's in every
+            bit; by default they are made of the probabilities that draw.
 
     Example:
         >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
@@ -34,18 +36,26 @@ class Draws:
         (tensor([0.5000]), tensor([False]))
     """
 
-    def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab: int,
+        noise: float,
+        exact: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self.temperature, self.nothing = sampling.temperature, vocab
         self.noise = noise / (sampling.temperature or 1.0)
         self.top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
         self.top_p = sampling.top_p
         self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
+        self._exact = exact if self.temperature > 0 else None
         self._parts: list[tuple[Tensor, ...]] = []
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
         """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
         if self.temperature == 0:
             return self._likeliest(logits)
+        whole = logits.clone() if self._exact is not None else logits
         probs = torch.softmax(logits if self.temperature == 1 else logits.div_(self.temperature), -1)
         cut_probs, doubtful = self._cut(probs) if self.cut else (probs, None)
         # In the order of token ids, not of likelihood, where rounding could swap two neighbours.
@@ -56,7 +66,10 @@ class Draws:
         token = torch.searchsorted(cdf, goal).clamp(max=self.nothing - 1)
         prob = probs.gather(1, token)
         parts = (token, prob, cdf.gather(1, token), goal, total)
-        self._parts.append(parts if doubtful is None else (*parts, doubtful))
+        parts += () if doubtful is None else (doubtful,)
+        if self._exact is not None:
+            parts += (self._exact(whole, token[:, 0])[:, None],)
+        self._parts.append(parts)
         return self._checked(token, prob)
 
     def results(self) -> tuple[Tensor, ...]:
@@ -72,7 +85,11 @@ class Draws:
         near = torch.minimum(above - goal, goal - (above - _fixed_point(probs))) < reach
         if self.cut:
             near = near | parts[5]
-        return tokens, (probs * (ONE / total)).log().float(), probs.log(), near
+        cut, full = (probs * (ONE / total)).log().float(), probs.log()
+        if self._exact is not None:
+            full = parts[-1]
+            cut = cut if self.cut else full
+        return tokens, cut, full, near
 
     def _likeliest(self, logits: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
         best, ranked = logits.topk(2)

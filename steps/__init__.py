@@ -19,7 +19,14 @@ from .advantages import (
     whiten_masked,
 )
 from .aggregate import aggregate, aggregate_rows
-from .correction import correct_advantages, importance_weights, rollout_gap, rollout_log_ratio
+from .correction import (
+    correct_advantages,
+    exact_gap,
+    exactness,
+    importance_weights,
+    rollout_gap,
+    rollout_log_ratio,
+)
 from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
 from .losses import (
     Loss,
@@ -134,6 +141,8 @@ __all__ = [
     "dr_grpo",
     "dro",
     "entropy",
+    "exact_gap",
+    "exactness",
     "frozen",
     "gae",
     "gdpo",

@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.state import Batch, Max, Metrics, Moments, Weighted
+from verl_fn.state import Batch, Max, Metrics, Moments, Sum, TokenOutputs, Weighted
+
+from .losses.contract import Loss, loss
 
 LEVELS = ("token", "sequence", "geometric")
 OUTSIDE = ("truncate", "mask")
@@ -34,10 +36,10 @@ def rollout_log_ratio(batch: Batch) -> Float[Tensor, " T"]:
         >>> rollout_log_ratio(batch).tolist()
         [0.0, 0.5]
     """
-    return torch.where(batch["response_mask"].bool(), batch["old_log_probs"] - _engine_log_probs(batch), 0.0)
+    return torch.where(batch["response_mask"].bool(), batch["old_log_probs"] - engine_log_probs(batch), 0.0)
 
 
-def _engine_log_probs(batch: Batch) -> Float[Tensor, " T"]:
+def engine_log_probs(batch: Batch) -> Float[Tensor, " T"]:
     """Returns the engine's log-probabilities before top-k and top-p, since the trainer does not know these cuts."""
     return batch["rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"]
 
@@ -157,7 +159,7 @@ def rollout_gap(batch: Batch) -> Metrics:
         Kish 1965 (effective sample size); Schulman, "Approximating KL Divergence" (2020).
     """
     mask = batch["response_mask"]
-    trainer, engine = batch["old_log_probs"].exp(), _engine_log_probs(batch).exp()
+    trainer, engine = batch["old_log_probs"].exp(), engine_log_probs(batch).exp()
     difference = (trainer - engine).abs()
     log_ratio = rollout_log_ratio(batch).double().clamp(-_LARGEST, _LARGEST)
     ratio = log_ratio.exp()
@@ -170,3 +172,51 @@ def rollout_gap(batch: Batch) -> Metrics:
         "rollout_corr/k3_kl": Weighted.of(ratio - 1.0 - log_ratio, mask),
         "rollout_corr/rollout_is_eff_sample_size": Moments.of(ratio, mask, stat="ess"),
     }
+
+
+def exact_gap(batch: Batch, log_probs: Float[Tensor, " T"]) -> Metrics:
+    """Returns metrics of whether log-probs of the trainer equal the engine's in every bit.
+
+    ================================  ===================================================
+    metric                            meaning, over the sampled tokens
+    ================================  ===================================================
+    ``rollout/tokens_differing``      how many log-probs differ from the engine's
+    ``rollout/log_prob_diff_max``     the largest difference, in nats
+    ================================  ===================================================
+
+    Args:
+        batch: needs ``response_mask``, and ``rollout_full_log_probs`` or ``rollout_log_probs``.
+        log_probs: of the trainer, from the weights that have drawn the tokens.
+
+    Example:
+        >>> batch = Batch.from_rows([[1, 2]], {"response_mask": [[1.0, 1.0]], "rollout_log_probs": [[-1.0, -2.0]]})
+        >>> {name: m.value for name, m in exact_gap(batch, torch.tensor([-1.0, -2.25])).items()}
+        {'rollout/tokens_differing': 1.0, 'rollout/log_prob_diff_max': 0.25}
+    """
+    mask, engine = batch["response_mask"], engine_log_probs(batch)
+    differs = (log_probs != engine) & (mask != 0)
+    # Metrics of parts of a batch add up, so the count is a sum.
+    return {
+        "rollout/tokens_differing": Sum(differs.sum().double()),
+        "rollout/log_prob_diff_max": Max.of((log_probs - engine).abs(), mask),
+    }
+
+
+def exactness() -> Loss:
+    """Makes a loss of value 0 with the metrics of ``exact_gap`` and ``actor/entropy``.
+
+    Added to the loss of an update with the weights that have drawn the tokens, it compares the update's own log-probs
+    with the engine's; a pass for them is saved.
+
+    Example:
+        >>> sorted(exactness().needs)
+        ['entropy', 'logprobs']
+    """
+
+    @loss(needs=["logprobs", "entropy"])
+    def gap(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        entropy = Weighted.of(outputs.entropy.detach(), batch["response_mask"])
+        gaps = exact_gap(batch, outputs.logprobs.detach())
+        return torch.zeros_like(outputs.logprobs), gaps | {"actor/entropy": entropy}
+
+    return gap

@@ -151,7 +151,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         common |= {"provider": role.megatron.override_transformer_config, "router_replay": role.router_replay}
         common |= {"updates_by": role.megatron.optimizer, "fsdp": role.megatron.use_megatron_fsdp}
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, **common))
-    common["row_layout"] = role.row_layout
+    common |= {"row_layout": role.row_layout, "exact": role.exact}
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 
@@ -217,7 +217,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
-        return Sampler(rollout.folder, **common)
+        return Sampler(rollout.folder, exact=rollout.exact != "off", **common)
     from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
 
@@ -304,6 +304,7 @@ def at_driver(plan: Plan) -> dict[str, Any]:
         "converses": bool(plan.env.name),
         "router_replay": actor.router_replay,
         "gives_likeliest": actor.strategy != "megatron",
+        "exact": plan.rollout.exact,
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +31,8 @@ from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, whole, with_specs
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
+from verl_fn.backends.hf import exact
+from verl_fn.backends.hf.activations import Activations, of_trainer
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs
@@ -86,6 +89,7 @@ class Fsdp(Base):
             end. Every rank then needs memory for a whole fp32 gradient.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
+        exact: on one rank, log-probs equal those of a ``Sampler`` with ``exact`` in every bit; see ``Local``.
 
     Raises:
         LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads; or ranks were given
@@ -109,6 +113,7 @@ class Fsdp(Base):
         reshard_after_forward: bool = True,
         device: str = "cpu",
         deterministic: bool = False,
+        exact: bool = False,
     ) -> None:
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
@@ -120,6 +125,9 @@ class Fsdp(Base):
         self.checkpointing = checkpointing
         self.lora = lora
         self.compile = compile
+        self.exact = exact
+        if exact and (compile or self.layout.size > 1):
+            raise LayoutError("exact is for one rank, and for layers that are not compiled")
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._recipe = Recipe(head, checkpointing, lora, row_layout, self.dtype, self.device, self._trains)
@@ -199,6 +207,11 @@ class Fsdp(Base):
             yield from adapters.merged(params, rows, whole)
             yield from ((name, rows(t)) for name, t in buffers.items())
 
+        if self.exact:
+            # One rank has the whole of each tensor.
+            part = functools.partial(_rounded_whole, dtype=self.dtype)
+            merged = functools.partial(adapters.merged, params, part, part)
+            return Weights(specs, lambda: itertools.chain(merged(), ((n, whole(t)) for n, t in buffers.items())))
         held = Weights(specs, lambda: read(sent), cut(specs), apart=unmerged)
         return Weights(specs, lambda: read(whole), held=held)
 
@@ -260,6 +273,14 @@ class Fsdp(Base):
         state, reported = apply_update(self.optimizer, state, grads, donate_inputs=donate, reduce=reduce)
         return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})
 
+    @one_at_a_time
+    def activations(self, params: Params, batch: Batch) -> Activations:
+        """Returns what each module computes for each token of a batch, in one micro-batch, on one rank."""
+        staged = Staged.of(batch, self.device)
+        with self._pointing_at(params):
+            found: Activations = self._built()(lambda model: of_trainer(model, staged))
+        return found
+
     # What stays inside
 
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
@@ -301,6 +322,9 @@ class Fsdp(Base):
                     f"{self.folder}: this model needs padded rows, which ranks cannot share; set "
                     "ulysses_sequence_parallel_size to 1"
                 )
+            if self.exact:
+                exact.check(model.skeleton, self.dtype, self.device, self.folder)
+                exact.adopt(model.skeleton)
             model.skeleton.move_buffers(self.device)
             self._blank = Params(model.shapes, model.skeleton.trainable, model.skeleton.new_buffers(self.device))
             self._modules = self._sharded(model)
@@ -353,3 +377,7 @@ class Fsdp(Base):
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
             padded = self._built().padded
             return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded)
+
+
+def _rounded_whole(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return exact.rounded(whole(t), dtype)

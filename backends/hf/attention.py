@@ -10,6 +10,7 @@ score that takes a share of the softmax and has no value (gpt-oss, arXiv 2508.10
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import attrs
@@ -57,6 +58,13 @@ class Packing:
         cu_seqlens = batch.cu_seqlens.to(device, non_blocking=True)
         return cls(cu_seqlens, torch.arange(longest, device=device), slots.to(device, non_blocking=True), sequence)
 
+    @classmethod
+    def of_table(cls, rows: int, length: int, device: torch.device) -> Packing:
+        """Returns the packing of rows of one length."""
+        cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+        slots = torch.arange(rows * length, device=device)
+        return cls(cu_seqlens, slots[:length], slots)
+
     @property
     def rows(self) -> int:
         """How many rows there are."""
@@ -90,14 +98,19 @@ def packed_attention(
     if attention_mask is not None and attention_mask.numel() > 1:
         raise NotImplementedError(f"{type(module).__name__} makes a mask of its own; packed attention takes none")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    attend = _transformable if packing.plain else _fused if half else _padded
+    attend = chosen(q, packing)
     options = packing, scaling, sliding_window, softcap, s_aux
     if packing.sequence is None:
         return attend(q, k, v, *options)[None], None
     from verl_fn.backends.hf.uncompiled import shared
 
     return shared(packing.sequence, attend, q, k, v, *options)[None], None
+
+
+def chosen(q: Tensor, packing: Packing) -> Callable[..., Tensor]:
+    """Returns the attention for queries of this dtype and device, ``[T, heads, dim]``."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return _transformable if packing.plain else _fused if half else _padded
 
 
 def _fused(
@@ -169,13 +182,8 @@ def _padded(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     # Rows are padded on the right, so the causal mask hides the padding from every token.
-    rows, longest = packing.rows, packing.longest
-
-    def spread(x: Tensor) -> Tensor:
-        table = x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, packing.slots, x)
-        return table.view(rows, longest, *x.shape[1:]).transpose(1, 2)
-
-    table = spread(q), spread(k), spread(v)
+    longest = packing.longest
+    table = spread(q, packing), spread(k, packing), spread(v, packing)
     i, mask = packing.places, None
     if window is not None and longest > window:
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
@@ -187,6 +195,12 @@ def _padded(
     else:
         out = _scored(*table, i[:, None] >= i if mask is None else mask, scaling, softcap, sinks)
     return out.transpose(1, 2).flatten(0, 1)[packing.slots]
+
+
+def spread(x: Float[Tensor, "T heads dim"], packing: Packing) -> Float[Tensor, "B heads longest dim"]:
+    """Returns packed tokens as a table of rows that are padded on the right with zeros."""
+    table = x.new_zeros(packing.rows * packing.longest, *x.shape[1:]).index_copy(0, packing.slots, x)
+    return table.view(packing.rows, packing.longest, *x.shape[1:]).transpose(1, 2)
 
 
 def _scored(

@@ -9,7 +9,7 @@ is summed in fp32. If the output layer is frozen, it takes a chunk of tokens and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -40,6 +40,7 @@ def logprobs_and_entropy(
     plain: bool = False,
     grad_buffer: Float[Tensor, "V H"] | None = None,
     softcap: float | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -57,6 +58,7 @@ def logprobs_and_entropy(
         plain: use torch's own functions on all logits at once; every ``torch.func`` transformation accepts them.
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
         softcap: the bound c of logits c * tanh(logits / c), if they have one.
+        kernels: of the forward pass; by default torch's product and ``reduce_rows``.
 
     Raises:
         ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``.
@@ -74,7 +76,7 @@ def logprobs_and_entropy(
         return _plain(hidden, weight, bias, targets, temperature, entropy, softcap)
     chunk = chunk or default_chunk(hidden, weight)
     logprobs, entropies, _ = _LogProbs.apply(
-        hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer, softcap
+        hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer, softcap, kernels or TORCH
     )
     return logprobs, entropies if entropy else None
 
@@ -148,21 +150,24 @@ class _LogProbs(torch.autograd.Function):
         chunk: int,
         grad_buffer: Tensor | None,
         softcap: float | None,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
         for part in slices(len(hidden), chunk):
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits = kernels.product(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
-            reduce_rows(logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part, softcap)
+            kernels.reduce(
+                logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part, softcap
+            )
             # Before the next chunk's are made.
             del logits
         return logprobs, entropies, log_z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap = inputs
+        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap, _ = inputs
         _, entropies, log_z = output
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
         ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
@@ -175,7 +180,7 @@ class _LogProbs(torch.autograd.Function):
             d_entropies, ctx.needs_input_grad[:3], ctx.chunk * len(weight), ctx.grad_buffer,
             ctx.softcap,
         )  # fmt: skip
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def default_chunk(hidden: Tensor, weight: Tensor) -> int:
@@ -218,6 +223,22 @@ def reduce_rows(
     if entropies is not None:
         log_probs = logits.sub_(log_z[:, None]).clamp_(min=LEAST)
         entropies.copy_(-torch.einsum("nv,nv->n", log_probs.exp(), log_probs))
+
+
+@attrs.frozen
+class Kernels:
+    """The kernels of the forward pass.
+
+    Attributes:
+        product: ``(hidden, weight, bias) -> logits``.
+        reduce: as ``reduce_rows``.
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    reduce: Callable[..., None]
+
+
+TORCH = Kernels(torch.nn.functional.linear, reduce_rows)
 
 
 def gradient_in_place(

@@ -47,7 +47,8 @@ def _names(targets: Any) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def _itself(t: Tensor) -> Tensor:
+def itself(t: Tensor) -> Tensor:
+    """Returns the tensor."""
     return t
 
 
@@ -117,7 +118,7 @@ class Adapters:
         return leaves
 
     def merged(
-        self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
+        self, params: Params, rows: Callable[[Tensor], Tensor] = itself, whole: Callable[[Tensor], Tensor] = itself
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter of the model without adapters, with the adapters added to it in fp32.
 
@@ -148,7 +149,7 @@ class Adapters:
         }
 
     def filed(
-        self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
+        self, params: Params, rows: Callable[[Tensor], Tensor] = itself, whole: Callable[[Tensor], Tensor] = itself
     ) -> dict[str, Tensor]:
         """Returns the merged model for its file; see ``merged``.
 

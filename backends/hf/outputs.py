@@ -163,8 +163,9 @@ def _of_output_layer(
     layer = (skeleton.output_layer.weight, skeleton.output_layer.bias)
     temperature, softcap = skeleton.fit.heat(temperature, hidden)
     logprobs, entropy = logprobs_and_entropy(
-        hidden, *layer, tokens, temperature, entropy="entropy" in wanted, plain=plain, softcap=softcap
-    )
+        hidden, *layer, tokens, temperature, entropy="entropy" in wanted, plain=plain, softcap=softcap,
+        kernels=skeleton.head_kernels,
+    )  # fmt: skip
     outputs = {"logprobs": logprobs}
     if entropy is not None:
         outputs["entropy"] = entropy

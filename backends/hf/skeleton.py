@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_fn.backends.hf.attention import NAME, Packing
+from verl_fn.backends.hf.logprobs import Kernels
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
 from verl_fn.state import Batch, Buffers, Key, Params, SharedSetting
 from verl_fn.state.guards import expect_tokens
@@ -112,6 +113,8 @@ class Skeleton(nn.Module):
         longest: the most tokens of a row.
         fit: how the model is run.
         files: the contents of the other files of the model's folder; a checkpoint holds them too.
+        head_kernels: the kernels of log-probs; None for the default ones.
+        transformed: whether this is inside of ``transformable``.
     """
 
     def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf, fit: Fit | None = None) -> None:
@@ -123,6 +126,8 @@ class Skeleton(nn.Module):
         self.longest = longest
         self.fit = fit or Fit()
         self.files: dict[str, bytes] = {}
+        self.head_kernels: Kernels | None = None
+        self.transformed = False
         self._inside: dict[str, str] = {}
 
     def forward(self, fn: Callable[[Skeleton], Any]) -> Any:
@@ -146,6 +151,7 @@ class Skeleton(nn.Module):
         hooks = {m: dict(m._forward_hooks) for m in embeddings}
         padded = {m: m.padding_idx for m in embeddings if m.padding_idx is not None}
         self.model.eval()
+        self.transformed = True
         for module in hooks:
             module._forward_hooks.clear()
         for module, padding in padded.items():
@@ -154,6 +160,7 @@ class Skeleton(nn.Module):
         try:
             yield
         finally:
+            self.transformed = False
             for module in training:
                 module.training = True
             for module, own_hooks in hooks.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
+from verl_fn.backends.hf import exact
+from verl_fn.backends.hf.activations import Activations, of_trainer
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
-from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.lora import Lora, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
@@ -64,6 +67,8 @@ class Local(Base):
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         device: the device that computes and on which states are made.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
+        exact: log-probs equal those of a ``Sampler`` with ``exact`` in every bit, and do not depend on micro-batches;
+            the forward pass is slower.
 
     Example:
         >>> import tempfile
@@ -92,8 +97,10 @@ class Local(Base):
         row_layout: str = "auto",
         device: str | torch.device = "cpu",
         deterministic: bool = False,
+        exact: bool = False,
     ) -> None:
         super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic)
+        self.exact = exact
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
@@ -149,9 +156,10 @@ class Local(Base):
         specs = specs_of(adapters.merged_like(params) | buffers)
         # Merged weights are made for each publication.
         frozen = params.keys() - set(params.trained()) - {f"{layer}.weight" for layer in adapters.layers}
+        part = functools.partial(exact.rounded, dtype=self.dtype) if self.exact else itself
         return Weights(
             specs,
-            lambda: itertools.chain(adapters.merged(params), buffers.items()),
+            lambda: itertools.chain(adapters.merged(params, part, part), buffers.items()),
             apart=unmerged,
             frozen=frozenset(frozen),
         )
@@ -194,6 +202,13 @@ class Local(Base):
             with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
                 reported = metrics.merge(reported, self._built().run(tensors, backward))
         return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
+
+    @one_at_a_time
+    def activations(self, params: Params, batch: Batch) -> Activations:
+        """Returns what each module computes for each token of a batch, in one micro-batch."""
+        staged = Staged.of(batch, self.device)
+        found: Activations = self._built().run(self._compute_tensors(params), lambda model: of_trainer(model, staged))
+        return found
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
@@ -254,6 +269,9 @@ class Local(Base):
             trained=self._trains,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
+            if self.exact:
+                exact.check(skeleton, self.dtype, self.device, folder)
+                exact.adopt(skeleton)
             skeleton.move_buffers(self.device)
             self._skeleton = skeleton
             blank = {name: t.to("meta") for name, t in params.items()}

@@ -206,6 +206,9 @@ class Cache:
 class GeneralDecoder:
     """Runs any causal language model with packed rows through its own forward; see ``Decoder``."""
 
+    # What the model is given as its mask.
+    _mask: Tensor | None = None
+
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -286,6 +289,7 @@ class GeneralDecoder:
             outputs = skeleton.body(
                 input_ids=tokens[None],
                 position_ids=where.positions[None],
+                attention_mask=self._mask,
                 use_cache=False,
                 cache=self._cache,
                 where=where,

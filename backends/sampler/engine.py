@@ -6,6 +6,7 @@ row, so that a step computes active rows and no others.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_fn.backends.draws import NOISE, Answers, Draws
+from verl_fn.backends.hf.activations import Activations
 from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.exact import token_logprobs
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder
+from verl_fn.backends.sampler.exact import ExactDecoder
 from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive
@@ -47,10 +51,12 @@ class Sampler(Serving):
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
             weights, and these compute the cache of their tokens again.
         routed_experts: record the experts of each token.
+        exact: log-probs equal those of a trainer with ``exact`` in every bit.
 
     Raises:
         ModelError: the folder or the architecture cannot be used, or its experts cannot be recorded.
-        ValueError: experts are to be recorded, and weights to arrive in flight.
+        ExactError: the model cannot be exact.
+        ValueError: experts are to be recorded or log-probs to be exact, and weights to arrive in flight.
 
     Example:
         >>> import tempfile
@@ -77,13 +83,17 @@ class Sampler(Serving):
         verify: str = "first",
         in_flight: bool = False,
         routed_experts: bool = False,
+        exact: bool = False,
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
+        if exact and in_flight:
+            raise ValueError("weights that arrive in flight are not the trainer's, so exact needs in_flight=False")
         self.device = torch.device(device)
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
-        self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
+        self.exact = exact
+        self.decoder: Decoder = decoder_for(folder, self.device, self.dtype, exact=exact)
         super().__init__(
             folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight, routed_experts
         )
@@ -120,6 +130,18 @@ class Sampler(Serving):
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
+
+    def activations(self, batch: Batch) -> Activations:
+        """Returns the activations of rows, computed as in a rollout; for an engine with ``exact``.
+
+        Args:
+            batch: rows with ``response_mask``, all of one ``temperature``.
+        """
+        assert isinstance(self.decoder, ExactDecoder), "Sampler(exact=True)"
+        temperature = float(batch["temperature"][0]) if "temperature" in batch else 1.0
+        with self._alone(), isolated(), torch.inference_mode():
+            self._calls += 1
+            return self.decoder.activations(batch, functools.partial(_exact_log_probs, self.dtype, temperature))
 
     def _abort(self) -> None:
         """Does nothing, since a run keeps its rows itself."""
@@ -165,7 +187,8 @@ class _Run:
         self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
         self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
-        self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype])
+        exact = functools.partial(_exact_log_probs, sampler.dtype, sampling.temperature) if sampler.exact else None
+        self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact)
         self.slots = min(sampler.slots, len(self.seeds))
         self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
         self.begun = 0
@@ -320,3 +343,10 @@ class _Run:
                 for by_slot in (self.rows, self.ends, self.offsets):
                     by_slot[target] = by_slot[source]
         del self.rows[active:], self.ends[active:], self.offsets[active:]
+
+
+def _exact_log_probs(
+    dtype: torch.dtype, temperature: float, logits: Float[Tensor, "n V"], tokens: Int[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Returns the log-probs of an exact trainer, which reduces logits in the dtype of the output layer."""
+    return token_logprobs(logits.to(dtype), tokens, temperature)

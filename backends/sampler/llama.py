@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from verl_fn.backends.hf.attention import packed_attention
+from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, RowDecoder, Where, attend
+from verl_fn.backends.sampler.exact import ExactDecoder
 from verl_fn.backends.serving import model_of
 from verl_fn.state import Batch
 
@@ -25,13 +27,23 @@ FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 PACKED_FROM = 2**16
 
 
-def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:
     """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
+
+    Args:
+        folder: the model folder.
+        device: that computes.
+        dtype: of weights and cache.
+        exact: the decoder's log-probs must equal an exact trainer's in every bit.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.
+        ExactError: the model cannot be exact.
     """
     skeleton, shapes = model_of(folder, device=device)
+    if exact:
+        check_exact(skeleton, dtype, device, folder)
+        return ExactDecoder(skeleton, shapes, device, dtype)
     if skeleton.padded or skeleton.fit.repeats:
         return RowDecoder(skeleton, shapes, device, dtype)
     kind = LlamaDecoder if misfit(skeleton.config, shapes) is None else GeneralDecoder

@@ -26,9 +26,21 @@ from verl_fn.state import (
     pack,
     requests_for,
 )
-from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, minibatches, scan
+from verl_fn.steps import (
+    AdaptiveKL,
+    FixedKL,
+    Loss,
+    aggregate,
+    aggregate_rows,
+    apply_kl_in_reward,
+    exact_gap,
+    exactness,
+    minibatches,
+    scan,
+)
 from verl_fn.steps.aggregate import last_of_rows
 
+from .exact import require_equal, with_engine_log_probs
 from .policy import Selection, aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Experience, Report, Workers
@@ -142,17 +154,20 @@ def annotate(
     *,
     reference: bool,
     critic: bool = False,
+    updated: bool = True,
     outputs: tuple[str, ...] = ("logprobs", "entropy"),
 ) -> Batch:
     """Writes the actor's outputs, and if asked ``ref_log_prob`` and ``values``, into the batch.
 
-    The forward passes of roles on workers of their own overlap.
+    The forward passes of roles on workers of their own overlap. If ``w.exact`` is ``strict``, the engine's log-probs
+    are the actor's, and ``update`` checks it, so the actor makes no pass if it gives nothing else that is needed.
 
     Args:
         state: has ``actor``, and ``critic`` and ``reference`` as asked for; without a reference of its own, the
             actor's frozen base stands for it.
         reference: whether ``ref_log_prob`` is asked for.
         critic: whether ``values`` are asked for.
+        updated: whether ``update`` follows.
         outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
             With ``w.router_replay``, ``routed_experts`` is written as well, or stays as the engine has given it.
     """
@@ -161,6 +176,8 @@ def annotate(
         # A batch that has them already, since its engine recorded them, gets its own back.
         outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
+    if saves_pass := w.exact == "strict" and updated and set(outputs) <= {"logprobs", "entropy"}:
+        del passes["old_log_prob"]
     if reference:
         passes["ref"] = lambda: reference_outputs(batch, state, w)
     if critic:
@@ -174,6 +191,10 @@ def annotate(
     }
     for phase, output in results.items():
         batch = with_outputs(batch, output, **names[phase])
+    if saves_pass:
+        return with_engine_log_probs(batch)
+    if w.exact == "strict":
+        require_equal(state.actor, batch, exact_gap(batch, batch["old_log_probs"]), w)
     return batch
 
 
@@ -236,18 +257,24 @@ def update(
     batches: Iterable[Batch],
     loss: Loss,
     select: Callable[[Any, Batch, int], Batch] | None = None,
+    check: Callable[[Any, Batch, Ref[Metrics]], None] | None = None,
 ) -> tuple[Any, list[tuple[Ref[Metrics], Ref[Metrics]]]]:
     """Applies one update a batch; also the metrics of each as a pair, of the gradient and of the update.
 
     Args:
         select: ``(state, batch, number) -> batch``, applied before the update of that number.
+        check: ``(state, batch, metrics)``, called before the first update with the metrics of its gradient and of
+            ``exactness``.
     """
 
     def one(state: Any, numbered: tuple[int, Batch]) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
         number, batch = numbered
         if select is not None:
             batch = select(state, batch, number)
-        grads, of_gradient = backend.forward_backward(state, batch, loss)
+        first = check is not None and number == 0
+        grads, of_gradient = backend.forward_backward(state, batch, loss + exactness() if first else loss)
+        if check is not None and first:
+            check(state, batch, of_gradient)
         state, of_update = backend.apply_update(state, grads)
         return state, (of_gradient, of_update)
 

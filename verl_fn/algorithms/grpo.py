@@ -20,6 +20,7 @@ from verl_fn.steps import AdaptiveKL, FixedKL, penalize_overlong
 from verl_fn.steps.advantages.columns import Groups, groups_of
 
 from .algorithm import Algorithm
+from .exact import check_of_updates
 from .experience import (
     annotate,
     batch_of,
@@ -113,9 +114,11 @@ def without_critic(
         batch = clock.run("adv", advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
         select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
-        actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss, select)
+        actor, metrics = clock.run(
+            "update_actor", update, w.trainers["actor"], state.actor, batches, loss, select, check_of_updates(w)
+        )
 
-        of_batch = batch_report(batch, compares=outline.min_n > 1)
+        of_batch = batch_report(batch, compares=outline.min_n > 1, exact=w.exact != "off")
         report |= update_report("actor", metrics) | experience.report | of_batch
         report |= timing_report(clock, report["perf/total_num_tokens"])
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report

@@ -10,6 +10,7 @@ from verl_fn.state import Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
 
 from .algorithm import Algorithm
+from .exact import check_of_updates
 from .experience import annotate, kl_controller, kl_in_reward, score_by_model, selecting, update, update_batches
 from .policy import estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
@@ -68,21 +69,22 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         batch = experience.batch
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
-        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, critic=True)
+        warm = state.step >= options.critic_warmup
+        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, critic=True, updated=warm)
         batch, kl, report = kl_in_reward(batch, state.kl, options)
         batch = clock.run("adv", advantages, batch)
         batches = list(update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss))
 
         updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
-        if state.step >= options.critic_warmup:
-            select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
-            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss, select)
+        if warm:
+            select, check = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection")), check_of_updates(w)
+            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss, select, check)
         results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
         updated = {role: results[f"update_{role}"] for role in updates}
         for role, (_, metrics) in updated.items():
             report |= update_report(role, metrics)
 
-        report |= experience.report | batch_report(batch)
+        report |= experience.report | batch_report(batch, exact=w.exact != "off")
         report |= timing_report(clock, report["perf/total_num_tokens"])
         critic = updated["critic"][0]
         actor = updated["actor"][0] if "actor" in updated else state.actor

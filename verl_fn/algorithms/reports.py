@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from verl_fn.state import Batch, Max, Metrics, Min, Weighted
-from verl_fn.steps import rollout_gap
+from verl_fn.steps import exact_gap, rollout_gap
 from verl_fn.steps.advantages.columns import groups_of
 
 from .policy import whole_conversations
@@ -31,17 +31,20 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
-def batch_report(batch: Batch, *, compares: bool = False) -> Report:
+def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -> Report:
     """Returns the metrics of a batch of experience with outputs and advantages; it has ``sample_report``'s too.
 
     Args:
         batch: the rows.
         compares: whether the advantages compare the rows of a group, so that a row by itself gets none.
+        exact: whether to count the log-probs that differ from the engine's.
     """
     whole = whole_conversations(batch)
     mask = batch["response_mask"]
     answered = (whole.sum_rows(mask) > 0).float()
-    metrics: Metrics = {"actor/entropy": Weighted.of(batch["entropys"], mask)}
+    metrics: Metrics = {}
+    if "entropys" in batch:
+        metrics["actor/entropy"] = Weighted.of(batch["entropys"], mask)
     metrics |= _spread_of("critic/advantages", batch["advantages"], mask)
     if "returns" in batch:
         metrics |= _spread_of("critic/returns", batch["returns"], mask)
@@ -53,6 +56,8 @@ def batch_report(batch: Batch, *, compares: bool = False) -> Report:
     if "reward_baselines" in batch:
         metrics |= _spread_of("critic/baselines", whole["reward_baselines"], answered)
     metrics |= rollout_gap(batch)
+    if exact:
+        metrics |= exact_gap(batch, batch["old_log_probs"])
     report = sample_report(batch) | {name: metric.value for name, metric in metrics.items()}
     if compares:
         groups = groups_of(whole)

@@ -87,6 +87,8 @@ class Workers:
         router_replay: whether updates of the actor replay the experts of each token: those of the engine where its
             samples have them, and otherwise those that ``forward`` gives as ``routed_experts``.
         gives_likeliest: whether the actor's ``forward`` gives the likeliest tokens of each place.
+        exact: ``off``; ``audit`` if the engine's log-probs are to equal the actor's in every bit, and the step counts
+            those that do not; ``strict`` if it fails at the first.
     """
 
     trainers: Mapping[str, TrainBackend]
@@ -104,6 +106,7 @@ class Workers:
     processes: Processes = Processes()
     router_replay: bool = False
     gives_likeliest: bool = True
+    exact: str = "off"
 
     @end_tokens.default
     def _own_end_token(self) -> tuple[int, ...]:

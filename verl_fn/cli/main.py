@@ -204,6 +204,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         choices=(
             "purity",
             "sampler",
+            "exact",
             "imports",
             "large-data",
             "crash",

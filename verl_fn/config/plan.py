@@ -63,6 +63,7 @@ class RolePlan(TrainedConfig):
         lora: rank, alpha and target layers of the adapters, or None.
         row_layout: ``packed``, ``padded`` or ``auto``; see ``hf.checks.fit_of``.
         router_replay: whether updates replay the experts of tokens, for ``megatron``.
+        exact: whether log-probs equal the rollout engine's in every bit, for ``local`` and ``fsdp``.
     """
 
     name: str
@@ -74,6 +75,7 @@ class RolePlan(TrainedConfig):
     lora: Adapters | None
     row_layout: str = "auto"
     router_replay: bool = False
+    exact: bool = False
 
     @property
     def sharers(self) -> int:
@@ -253,7 +255,7 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     """
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
-    engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
+    engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False, exact="off")
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
     # A model that is not trained lies in its dtype: the engine's, so that the engine gets the weights of the folder.
     layout: dict[str, Any] = {
@@ -310,6 +312,7 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
         lora=_adapters(settings) if has_adapters else None,
         row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
+        exact=name == "actor" and cfg.rollout.exact != "off",
     )
 
 
@@ -389,6 +392,8 @@ def check_run(cfg: Config, outline: Outline) -> None:
     """
     name, learns_from = cfg.algorithm.name, outline.learns_from
     _check_lag(cfg, learns_from)
+    if cfg.rollout.exact != "off":
+        _check_exact(cfg, outline)
     if cfg.rollout.n < outline.min_n:
         raise ConfigError(
             f"rollout.n is {cfg.rollout.n}: {name} compares responses within a group and needs "
@@ -407,6 +412,30 @@ def check_run(cfg: Config, outline: Outline) -> None:
             'rollout.adapters = "alone" works with actor.strategy local and fsdp: set rollout.adapters=merged for '
             "megatron"
         )
+
+
+def _check_exact(cfg: Config, outline: Outline) -> None:
+    """Checks that the actor can compute the engine's log-probs in every bit."""
+    fsdp, name = cfg.actor.fsdp_config, cfg.algorithm.name
+    shares = fsdp.ulysses_sequence_parallel_size > 1 or cfg.ray.ranks > 1
+    refused = {
+        "the engine vllm has kernels of its own; set rollout.name=sampler": cfg.rollout.name != "sampler",
+        "megatron has kernels of its own; set actor.strategy=local or fsdp": cfg.actor.strategy == "megatron",
+        "it is for one training rank; set ray.ranks=1": cfg.actor.strategy == "fsdp" and shares,
+        "compiled layers have kernels of their own; set actor.fsdp_config.use_torch_compile=false": (
+            cfg.actor.strategy == "fsdp" and fsdp.use_torch_compile
+        ),
+        "with driver.max_lag older weights than the actor's draw the tokens; set it to 0": cfg.driver.max_lag > 0,
+        "actor and engine must compute in one dtype; set actor.dtype and rollout.dtype alike": (
+            cfg.actor.dtype != cfg.rollout.dtype
+        ),
+        f"{name} does not compare log-probs with the engine's; set rollout.exact=off": (
+            name in BUILT_IN and not isinstance(cfg.algorithm.options, PolicyOptimization)
+        ),
+        "the actor must be a language model": outline.roles["actor"].head != "lm",
+    }
+    if reasons := [reason for reason, holds in refused.items() if holds]:
+        raise ConfigError(f'rollout.exact = "{cfg.rollout.exact}" cannot be: {"; ".join(reasons)}')
 
 
 def _check_lag(cfg: Config, learns_from: LearnsFrom) -> None:

@@ -127,6 +127,13 @@ class RolloutConfig:
         "compare checksums of published weights: first, in the first publication of a run, or always",
         one_of("first", "always"),
     )
+    exact: str = opt(
+        "off",
+        "compute log-probs of engine and actor by the same, slower kernels: audit counts those that differ in any "
+        "bit, strict ends the run at the first",
+        one_of("off", "audit", "strict"),
+        when=SAMPLING,
+    )
     in_flight_weight_updates: bool = opt(
         False,
         "with driver.max_lag: new weights reach the engines at every step, in the middle of responses, which go on "

@@ -17,9 +17,11 @@ from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.backends.hf.config import compute_dtype
+from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_rows, read_config
 from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.megatron.fidelity import check_head
@@ -492,6 +494,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
 
     Raises:
         ModelError: one has not, or Megatron cannot compute the logits of its model.
+        ExactError: log-probs of its model cannot be the engine's in every bit.
         ConfigError: ranks would share padded rows.
     """
     models = {(role.folder, role.head, role.row_layout): role for role in plan.roles.values()}
@@ -507,6 +510,10 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         if role.strategy != "megatron" and (role.lora or role.enable_gradient_checkpointing):
             lora, checkpointing = Lora(*role.lora) if role.lora else None, role.enable_gradient_checkpointing
             hollow(role.folder, role.head, key=Key.from_seed(0), checkpointing=checkpointing, lora=lora)
+        if role.exact:
+            device = ranks.device(plan.driver)
+            dtype = dtype_of(compute_dtype(role.dtype, role.folder, device), "actor.dtype")
+            check_exact(skeleton, dtype, torch.device(device), role.folder)
         if role.strategy == "megatron":
             check_head(skeleton, role.folder)
         elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:

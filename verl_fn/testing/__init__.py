@@ -19,6 +19,7 @@ usually causes the difference. The laws:
 * Environments obey laws of their own; see ``check_environment``.
 * Backends also obey Outputs, Derivative and Update, losses Finite and Precision, estimators Rows and Precision, and
   rollout engines Version, Log-probs and Capabilities; each check describes its laws.
+* Exactness: a trainer and an engine that promise it compute log-probs that are equal in every bit; ``check_exact``.
 
 A formula that is wrong everywhere in the same way obeys the laws. ``compare_loss`` and ``compare_advantage`` compare
 with a formula that you write. ``compare_backends`` says how far the first steps of two backends differ.
@@ -35,6 +36,7 @@ from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
 from .environments import check_environment
+from .exactness import check_exact
 from .losses import check_loss
 from .rollouts import check_rollout
 from .violation import LawViolation
@@ -49,6 +51,7 @@ __all__ = [
     "check_advantage",
     "check_backend",
     "check_environment",
+    "check_exact",
     "check_loss",
     "check_rollout",
     "compare_advantage",

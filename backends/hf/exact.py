@@ -1,0 +1,488 @@
+"""Forward kernels whose result for a token does not depend on the other tokens of a call.
+
+Trainer and rollout engine that compute with them give log-probs that are equal in every bit, although one computes
+whole micro-batches and the other a token of each row at a time. ``adopt`` makes a model compute with them.
+
+* A matrix product adds in one order, whatever the number of rows. On a CPU it is computed in tiles of so many rows,
+  since a product of one shape rounds each row the same; on CUDA by a Triton kernel that never splits the sum.
+* Attention reads keys in blocks of one size from the start of a row on, in order. A block that is hidden from a
+  query adds exact zeros, so neither padding nor the length of a cache matters.
+* Norms, activations and log-probs are reduced row by row.
+
+Only forward passes need it: backward passes are torch's own.
+
+Source:
+    He et al. 2025, "Defeating Nondeterminism in LLM Inference" (Thinking Machines).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from verl_fn.backends.hf import attention as packed
+from verl_fn.backends.hf import logprobs
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.skeleton import Skeleton
+
+NAME = "verl_fn_exact"
+# The rows of a product, the queries of a tile and the keys of a block; a block is a multiple of a tile.
+ROWS, QUERIES, KEYS = 32, 8, 32
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Kinds of rotary embeddings whose frequencies are the same for every length.
+ROPES = ("default", "linear", "llama3", "yarn")
+ALIGNMENT = 64  # bytes
+
+
+class ExactError(ModelError):
+    """Log-probs of trainer and engine cannot be equal in every bit, or are not."""
+
+
+def check(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, folder: object) -> None:
+    """Checks that a model has kernels of this module for all that it computes.
+
+    Args:
+        skeleton: the model.
+        dtype: of its computations.
+        device: that computes.
+        folder: where the model comes from, for errors.
+
+    Raises:
+        ExactError: it has not.
+    """
+    reason = misfit(skeleton.config)
+    if reason is None and device.type == "cpu" and dtype != torch.float32:
+        reason = (
+            f"on a CPU it computes in {str(dtype).removeprefix('torch.')}; set actor.dtype and rollout.dtype=float32"
+        )
+    if reason is None and skeleton.head != "lm":
+        reason = "it is no language model"
+    if reason is not None:
+        raise ExactError(
+            f"{folder}: rollout.exact has kernels for {', '.join(FAMILIES)} only, and {reason}; set rollout.exact=off"
+        )
+
+
+def misfit(config: Any) -> str | None:
+    """Returns why these kernels do not compute a model; None if they do.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> misfit(GPT2Config())
+        'the model type is gpt2'
+    """
+    if config.model_type not in FAMILIES:
+        return f"the model type is {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"the activation is {config.hidden_act}"
+    rope = config.rope_parameters
+    if rope.get("rope_type") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"the rotary embedding is {rope}"
+    return None
+
+
+# Matrix products
+
+
+def linear(
+    x: Float[Tensor, "*T K"], weight: Float[Tensor, "N K"], bias: Tensor | None = None
+) -> Float[Tensor, "*T N"]:
+    """Returns ``x @ weight.T + bias``; each row of the result depends on its row of ``x`` only, in every bit.
+
+    Raises:
+        ExactError: this machine rounds a row by its place among others.
+
+    Example:
+        >>> x, w = torch.randn(40, 8), torch.randn(5, 8)
+        >>> torch.equal(linear(x, w)[33], linear(x[33:34], w)[0])
+        True
+    """
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = _aligned(x.reshape(-1, x.shape[-1]))
+        out = _on_cuda().product(rows, weight, bias) if x.is_cuda else _by_tiles(rows, weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if for_x else None,
+            rows.t() @ x.reshape(-1, x.shape[-1]) if for_weight else None,
+            rows.sum(0) if for_bias else None,
+        )
+
+
+def _by_tiles(x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"], bias: Tensor | None) -> Float[Tensor, "T N"]:
+    _check_product(*weight.shape, torch.get_num_threads())
+    out, turned = x.new_empty(len(x), len(weight)), weight.t()
+    whole = len(x) // ROWS * ROWS
+    for start in range(0, whole, ROWS):
+        torch.mm(x[start : start + ROWS], turned, out=out[start : start + ROWS])
+    if whole < len(x):
+        last = pad(x[whole:], (0, 0, 0, ROWS - len(x) + whole))
+        out[whole:] = torch.mm(last, turned)[: len(x) - whole]
+    return out if bias is None else out.add_(bias)
+
+
+@functools.cache
+def _check_product(N: int, K: int, threads: int) -> None:
+    """Checks that the product of a tile rounds a row the same at every place; no library promises it."""
+    generator = torch.Generator().manual_seed(N * K)
+    weight = torch.randn(min(N, 4096), K, generator=generator).t()
+    tile = torch.randn(ROWS, K, generator=generator)
+    order = torch.randperm(ROWS, generator=generator)
+    if not torch.equal(torch.mm(tile[order], weight), torch.mm(tile, weight)[order]):
+        raise ExactError(
+            f"the matrix product of this CPU rounds a row of [{ROWS}, {K}] x [{K}, {N}] by its place among the "
+            "others, so rollout.exact is impossible here; set rollout.exact=off"
+        )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Returns contiguous rows; kernels may round differently where memory is not aligned."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
+
+
+def _on_cuda() -> Any:
+    # Triton is installed only with CUDA.
+    from verl_fn.backends.hf import exact_kernels
+
+    return exact_kernels
+
+
+# Norms and activations
+
+
+def rms_norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*T H"]:
+    """Returns transformers' RMS norm: in fp32, cast, and then times the weight.
+
+    Example:
+        >>> rms_norm(torch.full((1, 4), 2.0), torch.ones(4), 0.0)
+        tensor([[1., 1., 1., 1.]])
+    """
+    if x.is_cuda:
+        return _Norm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _norm(x, weight, eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _on_cuda().norm(x, weight, eps)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(functools.partial(_norm, eps=ctx.eps), ctx, grad), None
+
+
+def _gradients(fn: Callable[..., Tensor], ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Returns the gradients of ``fn`` of the saved tensors, which are computed again."""
+    # Read once: a checkpointed layer computes them again.
+    saved = ctx.saved_tensors
+    needed = ctx.needs_input_grad[: len(saved)]
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
+        of_needed = iter(torch.autograd.grad(fn(*inputs), [t for t in inputs if t.requires_grad], grad))
+    return [next(of_needed) if need else None for need in needed]
+
+
+def silu(x: Tensor) -> Tensor:
+    """Returns x * sigmoid(x); torch's own rounds the last elements of a tensor otherwise on a CPU.
+
+    Example:
+        >>> silu(torch.zeros(1))
+        tensor([0.])
+    """
+    return nn.functional.silu(x) if x.is_cuda else x / (1.0 + torch.exp(-x))
+
+
+# Attention
+
+
+def rows_attention(
+    q: Float[Tensor, "R heads L dim"],
+    k: Float[Tensor, "R kv L dim"],
+    v: Float[Tensor, "R kv L dim"],
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "R heads L dim"]:
+    """Returns causal attention of rows that all begin at place 0; rows may be padded at their end.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 40, 4)
+        >>> torch.equal(rows_attention(q, k, v, 0.5, None)[:, :, :9], rows_attention(q[:, :, :9], k, v, 0.5, None))
+        True
+    """
+    rows, heads, length, dim = q.shape
+    kv, group = k.shape[1], heads // k.shape[1]
+    tiles = -(-length // QUERIES)
+    q = pad(q, (0, 0, 0, tiles * QUERIES - length)).view(rows, kv, group, tiles, QUERIES, dim)
+    q = q.permute(0, 1, 3, 4, 2, 5).reshape(rows * kv, tiles, QUERIES * group, dim)
+    places = torch.arange(tiles * QUERIES, device=q.device).view(1, tiles, QUERIES)
+    k, v = (_in_blocks(x.flatten(0, 1)) for x in (k, v))
+    out = _over_blocks(q, k, v, places.repeat_interleave(group, -1), scaling, window)
+    out = out.view(rows, kv, tiles, QUERIES, group, dim).permute(0, 1, 4, 2, 3, 5)
+    return out.reshape(rows, heads, tiles * QUERIES, dim)[:, :, :length]
+
+
+def step_attention(
+    q: Float[Tensor, "n heads dim"],
+    keys: Float[Tensor, "n kv places dim"],
+    values: Float[Tensor, "n kv places dim"],
+    positions: Int[Tensor, " n"],
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "n heads dim"]:
+    """Returns the attention of one token of each row over a cache; its places are a multiple of ``KEYS``.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 40, 4)
+        >>> cache = [torch.nn.functional.pad(x, (0, 0, 0, 24)) for x in (k, v)]
+        >>> step = step_attention(q[:, :, 9], *cache, torch.tensor([9]), 0.5, None)
+        >>> torch.equal(step, rows_attention(q, k, v, 0.5, None)[:, :, 9])
+        True
+    """
+    if q.is_cuda:
+        return _on_cuda().step_attention(q, keys, values, positions, scaling, window)  # type: ignore[no-any-return]
+    n, heads, dim = q.shape
+    kv = keys.shape[1]
+    group = heads // kv
+    tile = pad(q.reshape(n * kv, 1, group, dim), (0, 0, 0, (QUERIES - 1) * group))
+    places = positions.repeat_interleave(kv)[:, None, None]
+    out = _over_blocks(tile, keys.flatten(0, 1), values.flatten(0, 1), places, scaling, window)
+    return out[:, 0, :group].reshape(n, heads, dim)
+
+
+def _in_blocks(x: Float[Tensor, "N L dim"]) -> Float[Tensor, "N places dim"]:
+    return pad(x, (0, 0, 0, -x.shape[1] % KEYS))
+
+
+def _over_blocks(
+    q: Float[Tensor, "N tiles W dim"],
+    keys: Float[Tensor, "N places dim"],
+    values: Float[Tensor, "N places dim"],
+    places: Int[Tensor, "N tiles W"],
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "N tiles W dim"]:
+    """Adds the blocks of keys in order. Tiles that lie before a block see nothing of it, and skip it."""
+    N, tiles, W, dim = q.shape
+    top = q.new_full((N, tiles, W, 1), -torch.inf)
+    mass, total = torch.zeros_like(top), torch.zeros_like(q)
+    for start in range(0, keys.shape[1], KEYS):
+        first = start // QUERIES if tiles > 1 else 0
+        if first >= tiles:
+            break
+        at = places[:, first:, :, None]
+        block = torch.arange(start, start + KEYS, device=q.device)
+        seen = block <= at if window is None else (block <= at) & (block > at - window)
+        k, v = (
+            x[:, None, start : start + KEYS].expand(-1, tiles - first, -1, -1).reshape(-1, KEYS, dim)
+            for x in (keys, values)
+        )
+        scores = torch.bmm(q[:, first:].reshape(-1, W, dim), k.mT).view(N, tiles - first, W, KEYS)
+        scores = (scores * scaling).masked_fill(~seen, -torch.inf)
+        new = torch.maximum(top[:, first:], scores.amax(-1, keepdim=True))
+        # A query that has seen no key has no finite maximum to subtract.
+        base = new.masked_fill(new == -torch.inf, 0.0)
+        shares, shrink = torch.exp(scores - base), torch.exp(top[:, first:] - base)
+        added = torch.bmm(shares.view(-1, W, KEYS), v).view(N, tiles - first, W, dim)
+        mass[:, first:] = mass[:, first:] * shrink + shares.sum(-1, keepdim=True)
+        total[:, first:] = total[:, first:] * shrink + added
+        top[:, first:] = new
+    return total / mass
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of packed or padded rows; its gradient is the one of the attention that is used elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: packed.Packing, scaling: float, window: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.options = packing, scaling, window
+        if q.is_cuda:
+            return _on_cuda().packed_attention(q, k, v, packing, scaling, window)  # type: ignore[no-any-return]
+        table = (packed.spread(x, packing) for x in (q, k, v))
+        return rows_attention(*table, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packing, scaling, window = ctx.options
+
+        def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return packed.chosen(q, packing)(q, k, v, packing, scaling, window, None, None)
+
+        return *_gradients(other, ctx, grad), None, None, None
+
+
+def packed_attention(
+    q: Float[Tensor, "T heads dim"],
+    k: Float[Tensor, "T kv dim"],
+    v: Float[Tensor, "T kv dim"],
+    packing: packed.Packing,
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "T heads dim"]:
+    """Returns causal attention within each of the packed rows."""
+    return _Attention.apply(q, k, v, packing, scaling, window)  # type: ignore[no-any-return]
+
+
+def model_attention(
+    module: nn.Module,
+    query: Float[Tensor, "B heads T dim"],
+    key: Float[Tensor, "B kv T dim"],
+    value: Float[Tensor, "B kv T dim"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packing: packed.Packing | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B T heads dim"], None]:
+    """Computes transformers' attention: of packed rows, or without ``packing`` of a table of padded ones."""
+    if packing is not None and packing.plain:
+        plain = packed.packed_attention
+        return plain(
+            module, query, key, value, attention_mask, packing=packing, scaling=scaling, sliding_window=sliding_window
+        )
+    if packing is None:
+        packing = packed.Packing.of_table(*query.shape[::2][:2], query.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = packed_attention(q, k, v, packing, scaling, sliding_window)
+    return out.view(len(query), -1, *out.shape[1:]), None
+
+
+# Log-probs
+
+
+def reduce_rows(
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    temperature: Float[Tensor, " N"] | None,
+    log_probs: Float[Tensor, " N"],
+    log_z: Float[Tensor, " N"],
+    entropies: Float[Tensor, " N"] | None,
+    softcap: float | None = None,
+) -> None:
+    """Does what ``logprobs.reduce_rows`` does; on a CPU in tiles of so many rows."""
+    if logits.is_cuda:
+        logprobs.reduce_rows(logits, targets, temperature, log_probs, log_z, entropies, softcap)
+        return
+    outputs = [log_probs, log_z] if entropies is None else [log_probs, log_z, entropies]
+    for part in logprobs.slices(len(logits), ROWS):
+        short = ROWS - len(logits[part])
+        tile = pad(logits[part], (0, 0, 0, short)) if short else logits[part]
+        heat = None if temperature is None else pad(temperature[part], (0, short), value=1.0)
+        results = [torch.empty(ROWS, dtype=torch.float32) for _ in outputs]
+        of_entropy = None if entropies is None else results[2]
+        ids = pad(targets[part], (0, short))
+        logprobs.reduce_rows(tile, ids, heat, results[0], results[1], of_entropy, softcap)
+        for output, result in zip(outputs, results, strict=True):
+            output[part] = result[: ROWS - short]
+
+
+def token_logprobs(
+    logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], temperature: float
+) -> Float[Tensor, " N"]:
+    """Returns log-probabilities as the trainer computes them from the same logits; these are overwritten.
+
+    Example:
+        >>> token_logprobs(torch.zeros(1, 4), torch.tensor([1]), 0.7)
+        tensor([-1.3863])
+    """
+    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    heat = None if temperature == 1.0 else torch.full_like(found, temperature)
+    reduce_rows(logits, targets, heat, found, torch.empty_like(found), None)
+    return found
+
+
+# Models
+
+HEAD = logprobs.Kernels(linear, reduce_rows)
+
+
+def adopt(skeleton: Skeleton, attend: str = NAME) -> None:
+    """Makes a model compute with these kernels, with adapters merged into the weights at each use.
+
+    Args:
+        skeleton: the model, with its adapters.
+        attend: the registered name of its attention.
+    """
+    model: Any = skeleton.model
+    register(NAME, model_attention)
+    model.set_attn_implementation(attend)
+    skeleton.head_kernels = HEAD
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            assert skeleton.adapters.lora is not None
+            _replace(skeleton, module, functools.partial(_adapted, module, skeleton.adapters.lora.scale))
+        elif isinstance(module, nn.Linear):
+            _replace(skeleton, module, functools.partial(_of_linear, module))
+        elif type(module).__name__.endswith("RMSNorm"):
+            _replace(skeleton, module, functools.partial(_of_norm, module))
+        if hasattr(module, "act_fn"):
+            _replace(skeleton, module.act_fn, silu)
+
+
+def _replace(skeleton: Skeleton, module: Any, forward: Callable[[Tensor], Tensor]) -> None:
+    """Replaces a module's forward pass, except inside of ``Skeleton.transformable``."""
+    own = module.forward
+    module.forward = lambda x: own(x) if skeleton.transformed else forward(x)
+
+
+def _of_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
+
+
+def _of_norm(norm: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _adapted(layer: Any, scale: float, x: Tensor) -> Tensor:
+    """Computes an adapted layer with the weight that is published: the same product of the same adapters."""
+    base = layer.base_layer
+    a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
+    weight = torch.addmm(base.weight.float(), b, a, alpha=scale)
+    return linear(x, weight.to(x.dtype), base.bias)
+
+
+def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a leaf with the values that a trainer computes with in this dtype; publications merge adapters of them.
+
+    Example:
+        >>> rounded(torch.tensor([1.001]), torch.bfloat16)
+        tensor([1.])
+    """
+    return t.to(dtype).to(t.dtype)
+
+
+def register(name: str, attend: Callable[..., Any]) -> None:
+    """Registers an attention with transformers, and an empty mask for it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
