@@ -65,7 +65,7 @@ class Draws:
         goal = ((1.0 - u) * total).ceil().long()
         token = torch.searchsorted(cdf, goal).clamp(max=self.nothing - 1)
         prob = probs.gather(1, token)
-        parts = (token, prob, cdf.gather(1, token), goal, total)
+        parts: tuple[Tensor, ...] = (token, prob, cdf.gather(1, token), goal, total)
         parts += () if doubtful is None else (doubtful,)
         if self._exact is not None:
             parts += (self._exact(whole, token[:, 0])[:, None],)

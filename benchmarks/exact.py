@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -132,7 +132,7 @@ def cost(pairs: dict[str, Pair], args: Any) -> dict[str, Any]:
     }
     found = {}
     for phase, call in phases.items():
-        variants = {name: functools.partial(call, pair) for name, pair in pairs.items()}
+        variants: dict[str, Callable[[], Any]] = {name: functools.partial(call, pair) for name, pair in pairs.items()}
         seconds = measure.interleave(variants, args.rounds, args.device)
         medians = {name: statistics.median(of) for name, of in seconds.items()}
         found[phase] = {**medians, "ratio": medians["exact"] / medians["off"]}

@@ -103,7 +103,7 @@ def linear(
         >>> torch.equal(linear(x, w)[33], linear(x[33:34], w)[0])
         True
     """
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -176,7 +176,7 @@ def rms_norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) 
         tensor([[1., 1., 1., 1.]])
     """
     if x.is_cuda:
-        return _Norm.apply(x, weight, eps)  # type: ignore[no-any-return]
+        return _Norm.apply(x, weight, eps)
     return _norm(x, weight, eps)
 
 
@@ -190,7 +190,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _on_cuda().norm(x, weight, eps)  # type: ignore[no-any-return]
+        return _on_cuda().norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -265,7 +265,7 @@ def step_attention(
         True
     """
     if q.is_cuda:
-        return _on_cuda().step_attention(q, keys, values, positions, scaling, window)  # type: ignore[no-any-return]
+        return _on_cuda().step_attention(q, keys, values, positions, scaling, window)
     n, heads, dim = q.shape
     kv = keys.shape[1]
     group = heads // kv
@@ -325,9 +325,9 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.options = packing, scaling, window
         if q.is_cuda:
-            return _on_cuda().packed_attention(q, k, v, packing, scaling, window)  # type: ignore[no-any-return]
-        table = (packed.spread(x, packing) for x in (q, k, v))
-        return rows_attention(*table, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
+            return _on_cuda().packed_attention(q, k, v, packing, scaling, window)
+        q, k, v = (packed.spread(x, packing) for x in (q, k, v))
+        return rows_attention(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -348,7 +348,7 @@ def packed_attention(
     window: int | None,
 ) -> Float[Tensor, "T heads dim"]:
     """Returns causal attention within each of the packed rows."""
-    return _Attention.apply(q, k, v, packing, scaling, window)  # type: ignore[no-any-return]
+    return _Attention.apply(q, k, v, packing, scaling, window)
 
 
 def model_attention(
@@ -370,7 +370,7 @@ def model_attention(
             module, query, key, value, attention_mask, packing=packing, scaling=scaling, sliding_window=sliding_window
         )
     if packing is None:
-        packing = packed.Packing.of_table(*query.shape[::2][:2], query.device)
+        packing = packed.Packing.of_table(query.shape[0], query.shape[2], query.device)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = packed_attention(q, k, v, packing, scaling, sliding_window)
     return out.view(len(query), -1, *out.shape[1:]), None

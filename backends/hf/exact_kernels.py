@@ -122,8 +122,10 @@ def packed_attention(
     window: int | None,
 ) -> Float[Tensor, "T heads dim"]:
     """Returns causal attention within each of the packed rows."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    strides = [(0, x.stride(0), x.stride(1)) for x in (k, v)]
     rows, cu = (packing.rows, packing.longest), packing.cu_seqlens
-    return _attention_of(q, k, v, (0, *k.stride()[:2]), (0, *v.stride()[:2]), cu, rows, scaling, window, step=False)
+    return _attention_of(q, k, v, strides, cu, rows, scaling, window, step=False)
 
 
 def step_attention(
@@ -136,15 +138,14 @@ def step_attention(
 ) -> Float[Tensor, "n heads dim"]:
     """Returns the attention of one token of each row over a cache."""
     strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
-    return _attention_of(q, keys, values, *strides, positions, (len(q), 1), scaling, window, step=True)
+    return _attention_of(q, keys, values, strides, positions, (len(q), 1), scaling, window, step=True)
 
 
 def _attention_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_strides: tuple[int, int, int],
-    v_strides: tuple[int, int, int],
+    strides: list[tuple[int, int, int]],
     places: Tensor,
     rows: tuple[int, int],
     scaling: float,
@@ -152,9 +153,8 @@ def _attention_of(
     *,
     step: bool,
 ) -> Tensor:
-    """Runs the kernel; strides are of a row, a place and a head, and ``rows`` their count and the longest one."""
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-        q, k, v = (x.contiguous() for x in (q, k, v))
+    """Runs the kernel; strides of keys and values are of a row, a place and a head, ``rows`` count and longest."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
     _, heads, dim = q.shape
     kv = k.shape[1]
     group = heads // kv
@@ -162,7 +162,7 @@ def _attention_of(
     queries = max(QUERIES, triton.next_power_of_2(group))
     grid = (triton.cdiv(rows[1], queries // group), rows[0] * kv)
     _attention[grid](
-        q, k, v, out, places, q.stride(0), q.stride(1), *k_strides, *v_strides, out.stride(0), out.stride(1),
+        q, k, v, out, places, q.stride(0), q.stride(1), *strides[0], *strides[1], out.stride(0), out.stride(1),
         scaling, window or 0, KV=kv, GROUP=group, DIM=dim, BLOCK=max(16, triton.next_power_of_2(dim)),
         QUERIES=queries, KEYS=KEYS, WINDOWED=window is not None, STEP=step, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -511,7 +511,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
             lora, checkpointing = Lora(*role.lora) if role.lora else None, role.enable_gradient_checkpointing
             hollow(role.folder, role.head, key=Key.from_seed(0), checkpointing=checkpointing, lora=lora)
         if role.exact:
-            device = ranks.device(plan.driver)
+            device = build.device(plan.driver)
             dtype = dtype_of(compute_dtype(role.dtype, role.folder, device), "actor.dtype")
             check_exact(skeleton, dtype, torch.device(device), role.folder)
         if role.strategy == "megatron":
