@@ -45,6 +45,7 @@ class ExactDecoder(GeneralDecoder):
         exact.adopt(skeleton, NAME)
         self.graphs = device.type == "cuda"
         self._recorded: dict[int, Recorded] = {}
+        self._places: list[int] = []
         # transformers reads no mask of four dimensions; without one it waits for the positions, to look for rows.
         self._mask = torch.empty(1, 1, 1, 1, device=device)
 
@@ -54,6 +55,14 @@ class ExactDecoder(GeneralDecoder):
         super().reserve(slots, -(-length // exact.KEYS) * exact.KEYS)
         if self._cache is not before:
             self._recorded.clear()
+
+    def finish(self) -> None:
+        super().finish()
+        # A graph reads weights where they lay when it was recorded.
+        places = [t.data_ptr() for t in (self._weights | self._buffers).values()]
+        if places != self._places:
+            self._recorded.clear()
+        self._places = places
 
     def drop_cache(self) -> None:
         self._recorded.clear()
