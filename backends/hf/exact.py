@@ -198,7 +198,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _gradients(fn: Callable[..., Tensor], ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Returns the gradients of ``fn`` of the saved tensors, which are computed again."""
+    """Returns the gradients of ``fn`` at the saved tensors; it is computed again."""
     # Read once: a checkpointed layer computes them again.
     saved = ctx.saved_tensors
     needed = ctx.needs_input_grad[: len(saved)]

@@ -18,7 +18,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Tiles of a product, for many rows and for few: the order of the sum is the same, which is tested for each shape.
+# Tiles of a product, for many rows and for few; a test of each shape shows that both add in one order.
 MANY = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
 # Without tensor cores, tiles of fp32 need more registers.
@@ -180,16 +180,14 @@ def _attention(
     row, head = tl.program_id(1) // KV, tl.program_id(1) % KV
     # ``token`` is the first query's in its tensor, ``place`` its place in the row; ``count`` queries follow.
     if STEP:
-        token = row.to(tl.int64)
-        place = tl.load(places + row).to(tl.int32)
-        count = 1
         base = row.to(tl.int64)
+        place, count = tl.load(places + row).to(tl.int32), 1
+        token = base
     else:
-        start = tl.load(places + row).to(tl.int64)
+        base = tl.load(places + row).to(tl.int64)
         place = tl.program_id(0) * TOKENS
-        token = start + place
-        count = (tl.load(places + row + 1) - start).to(tl.int32) - place
-        base = start
+        count = (tl.load(places + row + 1) - base).to(tl.int32) - place
+        token = base + place
     if count <= 0:
         return
     count = tl.minimum(count, TOKENS)

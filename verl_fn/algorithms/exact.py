@@ -56,7 +56,7 @@ def require_equal(state: Any, batch: Batch, measured: Metrics, w: Workers) -> No
 
 
 def check_of_updates(w: Workers) -> Callable[[Any, Batch, Ref[Metrics]], None] | None:
-    """Returns the check of ``experience.update``, which raises ``NotExact``; None without ``strict``."""
+    """Returns the check of ``experience.update``; None without ``strict``."""
     if w.exact != "strict":
         return None
     return lambda state, batch, measured: require_equal(state, batch, w.get(measured), w)
@@ -78,7 +78,7 @@ def _place(state: Any, batch: Batch, w: Workers) -> str:
     one = batch.take([row])
     parting = first_parting(of_trainer(state.params, one), of_engine(one))
     if parting is None:
-        return f"the first one in row {row}, which is equal by itself: a kernel depends on the other rows of a call"
+        return f"the first one in row {row}, and by itself it is equal: a kernel depends on the other rows of a call"
     return (
         f"they part in {parting.name}, for {parting.tokens} of {parting.compared} tokens of row {row}, by up to "
         f"{parting.largest:.3g}"
