@@ -19,6 +19,11 @@ from verl_fn.runs.screen import OutputClosed, complain, say
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 PREPARED = ("gsm8k", "arithmetic", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
+BENCHMARKS = (
+    "purity", "sampler", "exact", "imports", "large-data", "crash", "faults", "families", "first-step",
+    "frozen", "ppo-layouts", "throughput", "residency", "rollout", "turns", "weight-sync", "batches",
+    "loading", "scaling", "step",
+)  # fmt: skip
 
 
 def path(argument: str) -> str:
@@ -201,28 +206,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     bench = command("bench", "measure")
     bench.add_argument(
         "what",
-        choices=(
-            "purity",
-            "sampler",
-            "exact",
-            "imports",
-            "large-data",
-            "crash",
-            "faults",
-            "families",
-            "first-step",
-            "frozen",
-            "ppo-layouts",
-            "throughput",
-            "residency",
-            "rollout",
-            "turns",
-            "weight-sync",
-            "batches",
-            "loading",
-            "scaling",
-            "step",
-        ),
+        choices=BENCHMARKS,
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
 
