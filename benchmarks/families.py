@@ -156,15 +156,39 @@ def _tiny(kind: Any, own: dict[str, Any]) -> Any:
     return kind(**(given | own))
 
 
+def tiny_like(config: Any) -> Any:
+    """Returns a tiny config of the same family that keeps what is no size: tied embeddings, biases, activations.
+
+    Example:
+        >>> tiny_like(tiny_config("llama", tie_word_embeddings=True, hidden_size=64)).hidden_size
+        32
+    """
+    text = config.get_text_config()
+    kept = {
+        name: value
+        for name, value in text.to_diff_dict().items()
+        if isinstance(value, bool | str) and name not in SIZES and name not in ("model_type", "dtype")
+    }
+    return tiny_config(text.model_type, **kept)
+
+
 def tiny_folder(name: str, out: str | Path, **sizes: Any) -> Path:
     """Saves a tiny model of a family with random weights; ``sizes`` replace the tiny ones.
 
     Raises:
         Exception: whatever transformers raises for these sizes.
     """
+    return random_folder(tiny_config(name, **sizes), out)
+
+
+def random_folder(config: Any, out: str | Path) -> Path:
+    """Saves a model of a config with random weights in every tensor.
+
+    Raises:
+        Exception: whatever transformers raises for this config.
+    """
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(name, **sizes)
     with torch.random.fork_rng(devices=[]), quiet(), kernels_for("cpu", AutoModelForCausalLM, config):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -303,21 +327,27 @@ def _beside_rounding(result: dict[str, Any], folder: Path, batch: Batch, expecte
     return {"gradient_of_transformers": rounded, "outcome": RIGHT if right else WRONG}
 
 
-def _errors(found: Computed, expected: Computed) -> dict[str, Any]:
+def gradient_errors(found: Computed, expected: Computed) -> dict[str, float]:
+    """Returns the error of each parameter's gradient, relative to its norm; infinite for a missing gradient."""
     own, grads = found.gradients, expected.gradients
     norm = torch.stack([g.norm() for g in grads.values()]).norm()
-    worst: dict[str, Any] = {"gradient": 0.0, "parameter": ""}
+    errors = dict.fromkeys(sorted(grads.keys() - own.keys()), float("inf"))
     for name, g in own.items():
         theirs = grads.get(name, torch.zeros_like(g))
-        error = float((g - theirs).norm() / torch.maximum(theirs.norm(), NOISE * norm))
-        if not error <= worst["gradient"]:
-            worst = {"gradient": error, "parameter": name}
-    missing = sorted(grads.keys() - own.keys())
-    if missing:
-        worst = {"gradient": float("inf"), "parameter": missing[0]}
-    ours = torch.stack([g.norm() for g in own.values()]).norm()
+        errors[name] = float((g - theirs).norm() / torch.maximum(theirs.norm(), NOISE * norm))
+    return errors
+
+
+def _errors(found: Computed, expected: Computed) -> dict[str, Any]:
+    norm, ours = (torch.stack([g.norm() for g in of.gradients.values()]).norm() for of in (expected, found))
+    errors = gradient_errors(found, expected)
+    # A comparison with NaN is false, so that NaN is the worst.
+    parameter = functools.reduce(lambda worst, name: worst if errors[name] <= errors[worst] else name, errors)
     logprobs = float((found.logprobs - expected.logprobs)[expected.logprobs != 0].abs().max())
-    return {"logprobs": logprobs, "grad_norm": float((ours - norm).abs() / norm), **worst}
+    return {
+        "logprobs": logprobs, "grad_norm": float((ours - norm).abs() / norm),
+        "gradient": errors[parameter], "parameter": parameter,
+    }  # fmt: skip
 
 
 class Failed(RuntimeError):

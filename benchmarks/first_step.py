@@ -48,7 +48,7 @@ from verl_fn.steps import (
 from . import first_step_chart as chart
 from . import measure
 from .first_step_batch import MARGIN, ragged_batch, with_old
-from .first_step_errors import compare_numbers, compare_tensors
+from .first_step_errors import compare_numbers, compare_tensors, worst_gradient
 from .first_step_layout import Layout
 from .together import RanksFailed, run_together
 
@@ -199,7 +199,13 @@ def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Gr
 
 
 def run_layout(
-    folder: Path, shape: str, text: str, losses: Sequence[str], device: str, role: str = COMPARED
+    folder: Path,
+    shape: str,
+    text: str,
+    losses: Sequence[str],
+    device: str,
+    role: str = COMPARED,
+    logs: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Start a layout's ranks, wait, and read what the first one wrote, for each loss.
 
@@ -210,6 +216,7 @@ def run_layout(
         losses: names of ``loss_of``.
         device: of the ranks.
         role: ``REFERENCE`` keeps gradients and updates in the folder; ``COMPARED`` adds their errors to the numbers.
+        logs: the folder in which the output of each rank stays; by default it does not.
 
     Raises:
         RanksFailed: a rank failed; its own output is in the message, and the other ranks are ended.
@@ -219,7 +226,7 @@ def run_layout(
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
     for loss in losses:
         (folder / f"{_short(loss)}.json").unlink(missing_ok=True)
-    run_together(command, layout.ranks, text)
+    run_together(command, layout.ranks, text, logs)
     return [json.loads((folder / f"{_short(loss)}.json").read_text()) for loss in losses]
 
 
@@ -364,8 +371,12 @@ def rank_main(arguments: Sequence[str]) -> None:
             save_file(tensors, kept)
         elif rank == 0 and wanted is not None:
             result["errors"] = compare_tensors(tensors, wanted, before, device)
+            result["worst"] = worst_gradient(tensors, wanted, device)
         if rank == 0:
             (folder / f"{_short(loss)}.json").write_text(json.dumps(result))
+    for module in ("megatron.core", "megatron.bridge"):
+        if module in sys.modules:
+            print(module, sys.modules[module].__file__)
     if layout.name != "local":
         dist.barrier()
         dist.destroy_process_group()

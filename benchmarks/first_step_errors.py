@@ -64,6 +64,21 @@ def compare_tensors(
     return {name: _worst(values, min if name == "cosine" else max) for name, values in every.items()}
 
 
+def worst_gradient(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], device: str) -> str:
+    """Returns the name of the parameter whose gradient has the largest relative error; NaN is the largest.
+
+    Args:
+        tensors: ``gradient.NAME`` of the layout.
+        wanted: these of the reference.
+        device: computes the errors.
+    """
+    errors = {
+        name: float((ours - theirs).norm()) / size
+        for name, ours, theirs, size in _pairs("gradient", tensors, wanted, device)
+    }
+    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+
+
 def _worst(values: Sequence[float], of: Callable[[Sequence[float]], float]) -> float:
     """Returns the worst value; min and max pass over NaN."""
     return math.nan if any(map(math.isnan, values)) else of(values)

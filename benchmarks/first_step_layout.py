@@ -22,6 +22,7 @@ BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
 PLACE = "place"
 COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
 STRINGS = {PLACE, "updates_by"}
+ON_CPU = Path(__file__).resolve().parents[1] / "tests/backends/helpers"
 DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "max_tokens"}
 
 
@@ -37,6 +38,11 @@ def _value(text: str, key: str, value: str) -> int | bool | str:
 
 def _class(name: str) -> Any:
     return getattr(importlib.import_module(f"verl_fn.backends.{name}"), BACKENDS[name])
+
+
+def megatron_on_cpu() -> None:
+    """Lets megatron-core compute on CPUs in this process; only a checkout of this project has what it needs."""
+    runpy.run_path(str(ON_CPU / "megatron_on_cpu.py"))["install"]()
 
 
 @attrs.frozen
@@ -114,8 +120,7 @@ class Layout:
         """The backend for a head, with several micro-batches to the batch, whatever its lengths."""
         options = {k: Lora(rank=v) if k == "lora" else v for k, v in self.options.items() if k != PLACE}
         if self.name == "megatron" and device == "cpu":
-            tests = Path(__file__).resolve().parents[1] / "tests"
-            runpy.run_path(str(tests / "backends/helpers/megatron_on_cpu.py"))["install"]()
+            megatron_on_cpu()
         return _class(self.name)(
             model, optimizer, head=head, compute_dtype=self.dtype, device=device,
             max_tokens=max(256, 4 * int(batch.lengths.max())), **{"deterministic": True, **options},

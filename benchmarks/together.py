@@ -25,7 +25,7 @@ class RanksFailed(RuntimeError):
         self.cause = cause
 
 
-def run_together(command: Sequence[str], ranks: int, name: str) -> None:
+def run_together(command: Sequence[str], ranks: int, name: str, logs: Path | None = None) -> None:
     """Runs a command in as many processes as there are ranks, with the environment of torchrun, until all have ended.
 
     Ranks wait for one that has failed until the timeout of their process group, so a failure ends them at once. What
@@ -35,6 +35,7 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
         command: the command.
         ranks: how many processes run it.
         name: what they run, for the error.
+        logs: the folder in which the output of each rank stays; by default it does not.
 
     Raises:
         RanksFailed: a rank failed; the end of its output is in the message.
@@ -48,10 +49,10 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
         free.bind(("127.0.0.1", 0))
         group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        logs = [Path(folder) / str(rank) for rank in range(ranks)]
+        outputs = [(logs or Path(folder)) / f"rank_{rank}.log" for rank in range(ranks)]
         processes = []
         try:
-            for rank, log in enumerate(logs):
+            for rank, log in enumerate(outputs):
                 env = {**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
                 file = stack.enter_context(log.open("wb"))
                 processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
@@ -64,7 +65,7 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
                 process.kill()
                 process.wait()
         if failed := [rank for rank, status in enumerate(statuses) if status]:
-            ends = [logs[rank].read_text(errors="replace")[-3000:] for rank in failed]
+            ends = [outputs[rank].read_text(errors="replace")[-3000:] for rank in failed]
             lines = [f"{name}: rank {rank} failed with status {statuses[rank]}\n{end}"
                      for rank, end in zip(failed, ends, strict=True)]  # fmt: skip
             causes = _causes(ends)[-1:]

@@ -31,7 +31,7 @@ SHARED = {
         *("weight_sync_benchmark",),
     ],
     "Ray, with faults": ["failures", "overlap", "restarts", "turns", "updates_in_flight"],
-    "Megatron": ["megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_optimizer"],
+    "Megatron": ["levels", "megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_optimizer"],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 VLLM = Path(__file__).with_name("vllm_imports.py")

@@ -184,6 +184,13 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def levels(args: argparse.Namespace) -> int:
+    """Tests a model that Megatron-Bridge knows, level by level."""
+    from verl_fn.levels.command import run
+
+    return run(args)
+
+
 def prepare(args: argparse.Namespace) -> int:
     """Writes data sets as parquet, or a model folder."""
     if (args.dataset == "gsm8k") != (args.source is not None):
@@ -431,6 +438,7 @@ COMMANDS = {
     "replay": replay,
     "new-model": new_model,
     "export": export,
+    "levels": levels,
     "prepare": prepare,
     "doctor": doctor,
     "list": show_choices,

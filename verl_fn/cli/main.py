@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _add_run_commands(command)
     _add_model_commands(command)
     command("doctor", "say what this machine has of what runs need, and how to install what is missing")
+    _add_levels(command("levels", "test whether a model that Megatron-Bridge knows survives a real RL loop"))
     return top
 
 
@@ -197,7 +198,6 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
 
     _add_prepare(command)
-
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
         "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
@@ -209,6 +209,37 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         choices=BENCHMARKS,
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
+
+
+def _add_levels(to: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``levels``."""
+    add = to.add_argument
+    add("levels", type=int, nargs="*", choices=range(6), default=[0], metavar="LEVEL", help="0 to 5; by default 0")
+    add("--model", type=path, required=True, help="a model folder, or a config.json for random weights")
+    add("--tiny", action="store_true", help="with a config: tiny sizes")
+    add(
+        "--bridge", type=path, default="", metavar="CHECKOUT", help="of Megatron-Bridge; by default the installed one"
+    )
+    add("--bridge-tests", nargs="+", default=[], metavar="FILE", help="further tests of the checkout, run first")
+    add("--skip-bridge-tests", default="", metavar="REASON", help="run no tests of the checkout")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
+    add("--gpus", type=count, default=1, metavar="N", help="GPUs to use; by default %(default)s. CPUs have all ranks")
+    add("--features", nargs="+", choices=("moe", "vlm", "mtp", "qat"), default=[], help="of level 4")
+    add("--engine", choices=("vllm", "sampler"), help="by default vllm on GPUs and sampler on CPUs")
+    add(
+        "--ray",
+        nargs="?",
+        const="local",
+        default="",
+        metavar="ADDRESS",
+        help="run over Ray: the cluster at ADDRESS, or one of this run",
+    )
+    add("--data", type=path, default="", metavar="FOLDER", help="with train.parquet and test.parquet, such as GSM8K")
+    add("--reward-model", type=path, default="", metavar="FOLDER", help="by default a rule gives the reward")
+    add("--steps", type=count, default=20, help="of level 5; by default %(default)s")
+    add("--margin", type=float, default=0.05, help="of level 5: the least gain of the held-out reward")
+    add("--seed", type=int, default=0, help="by default %(default)s")
+    add("--out", type=path, default="runs/levels", metavar="FOLDER", help="by default %(default)s")
 
 
 def _add_prepare(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -228,6 +259,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the arguments; overrides may come before and after options."""
     top = parser()
     args, rest = top.parse_known_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if dashed := [arg for arg in rest if hasattr(args, "overrides") and arg.startswith("--") and "." in arg]:
         top.error(f"keys of the config have no dashes: {dashed[0].lstrip('-')}")
     if rest and (not hasattr(args, "overrides") or any(arg.startswith("-") or "=" not in arg for arg in rest)):
@@ -238,7 +270,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _split_models(top, args)
     if not getattr(args, "check", True) and (args.gpus or args.gpu_memory):
         top.error("--gpus and --gpu-memory go with --check")
-    if getattr(args, "gpus", None) and not args.gpu_memory:
+    if hasattr(args, "check") and args.gpus and not args.gpu_memory:
         top.error("--gpus plans for another machine, so --gpu-memory must say how many GiB each of its GPUs has")
     return args
 

@@ -7,15 +7,16 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import ray
 import ray.runtime_env
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_fn import build
 from verl_fn.algorithms.workers import Processes, Workers
@@ -32,7 +33,9 @@ from .ray_private import private_ray
 from .remote import RemoteTrain
 from .remote_rollout import RemoteRollout
 
-__all__ = ["ActorDied", "connected", "ray_workers"]
+T = TypeVar("T")
+
+__all__ = ["ActorDied", "connected", "on_nodes", "ray_workers"]
 
 # The CPUs that each process reserves: few, since processes share cores and many of them wait for others.
 ROOM = 0.01
@@ -162,6 +165,26 @@ def connected(table: RayConfig) -> Iterator[None]:
                 "ray.address=auto; Ray's own files go into RAY_TMPDIR, a folder with a short path to write to)"
             ) from error
         yield
+
+
+def on_nodes(table: RayConfig, fn: Callable[[], T]) -> dict[str, T]:
+    """Calls a function in a worker on every node of a cluster, and returns the results by the nodes' addresses.
+
+    Args:
+        table: the config's ``[ray]`` table.
+        fn: the function; workers import its module.
+
+    Raises:
+        ConfigError: as ``connected``.
+    """
+    with connected(table):
+        task = ray.remote(fn)
+        nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        calls = {}
+        for address, node in nodes.items():
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            calls[address] = task.options(num_cpus=0, scheduling_strategy=there).remote()
+        return {address: ray.get(call) for address, call in calls.items()}
 
 
 def runtime_env(file: Path) -> dict[str, Any]:

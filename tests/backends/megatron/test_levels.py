@@ -1,0 +1,370 @@
+"""``verl-fn levels``: tiny models pass, planted faults fail, and what is no fault of the model blocks."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import transformers
+from megatron_support import HELPERS, MARKS
+from warm_python import warm_python
+
+from verl_fn.cli import main
+from verl_fn.levels import learning, provenance, traps
+from verl_fn.levels.command import run_logged
+from verl_fn.levels.levels import LEVELS
+from verl_fn.levels.report import Report
+from verl_fn.levels.subject import Request, model_folder
+from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level
+from verl_fn.levels.worker import read_outcome
+
+pytestmark = MARKS
+
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": 67, "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Writes the config of a small model of a family."""
+
+    def of(arch):
+        sizes = SIZES | {"qwen3_moe": MOE, "seed_oss": {"attention_bias": False}}.get(arch, {})
+        made = transformers.AutoConfig.for_model(arch, **sizes).to_dict()
+        file = tmp_path_factory.mktemp(arch) / "config.json"
+        file.write_text(json.dumps(made))
+        return file
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def models(config, tmp_path_factory):
+    """Makes small models of a family once, as the command makes them."""
+    made = {}
+
+    def of(arch):
+        if arch not in made:
+            out = tmp_path_factory.mktemp(arch)
+            made[arch] = model_folder(str(config(arch)), out, tiny=False, device="cpu")[0]
+        return made[arch]
+
+    return of
+
+
+@pytest.fixture
+def run(megatron_ranks, models, tmp_path):
+    """Runs parts of a level on a rank that stays, and returns the level's verdict."""
+
+    def level(number, arch="llama", fault=None, parts=None, **options):
+        request = Request((number,), "config.json", str(models(arch)), True, "cpu", str(tmp_path), **options)
+        about, outcomes = LEVELS[number], {}
+        for part in about.parts(request):
+            planted = fault if parts is None or part in parts else None
+            arguments = json.dumps(attrs.asdict(request)), part, str(tmp_path / part), planted
+            outcomes[part] = Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
+        return of_level(f"Level {number}", about.required(request), outcomes)
+
+    return level
+
+
+# For each planted fault: the level and its part, and what the reason says.
+FAILS = {
+    "frozen_adapters": (0, "all adapters changed: 28 of 28 did not"),
+    "one_frozen_adapter": (
+        0,
+        "all adapters changed: 1 of 28 did not, such as model.layers.0.self_attn.o_proj.lora_A",
+    ),
+    "changed_base": (0, "the base is bitwise unchanged: 2 changed, such as model.layers.0.mlp.down_proj.weight"),
+    "changed_norms": (0, "the base is bitwise unchanged: 1 changed, such as model.norm.weight"),
+    "frozen_critic": (0, "the critic changed: "),
+    "frozen_value_head": (0, "the critic changed: 2 of 22 did not, such as score.bias"),
+    "nan_gradients": (0, "metrics are finite: actor/"),
+    "nan_in_one_gradient_of_the_critic": (0, "metrics are finite: critic/"),
+    "stale_weights": (0, "engine and trainer agree: "),
+    "other_weights": (0, "engine and trainer agree: "),
+    "without_reference": (0, "every role ran: reference did not"),
+    "without_verification": (0, "published weights were verified: "),
+    "one_step_only": (0, "published weights were verified: "),
+    "dropped_mapping": (0, "has no mapping for 2 parameters, such as ['decoder.layers.0.mlp.linear_fc2.weight"),
+    "swapped_gate_and_up": (0, "gradients equal transformers': model.layers."),
+    "swapped_norms": (0, "gradients equal transformers': model.layers."),
+    "wrong_rotary_base": (0, "rotary embedding"),
+    "wrong_activation": (0, "activation"),
+    "wrong_layers": (0, ""),
+    "provider_that_raises": (0, "rope_theta"),
+    "nan_in_one_rank": (2, "above its bar: sft grad_norm"),
+    "wrong_on_one_rank": (2, "above its bar: sft grad_norm"),
+    "frozen_parameter": (3, "all parameters changed: 1 of "),
+    "router_without_gradient": (4, "all routers changed: "),
+    "no_replay": (4, "routers replayed recorded experts: 0 calls"),
+}
+# On the process that continues a run.
+NOT_RESUMED = {
+    "resume_without_schedule": "the resumed run equals the uninterrupted one in every bit: ",
+    "resume_without_moments": "the resumed run equals the uninterrupted one in every bit: ",
+    "resume_in_half_precision": "the resumed run equals the uninterrupted one in every bit: ",
+    "resume_with_other_data": "so do the metrics of its last step: ",
+    "adapter_of_other_scale": "PEFT loads the adapter: ",
+    "merged_without_adapters": "transformers loads the merged model: ",
+}
+BLOCKS = {
+    "missing_modelopt": "a package is missing: modelopt; install modelopt",
+    "full_disk": "the disk is full; move HF_HOME",
+    "engine_that_does_not_start": "level_0 ended before Megatron-Bridge made the model: RuntimeError: Engine core",
+    "reward_that_does_not_load": "level_0 ended before Megatron-Bridge made the model: ImportError",
+    "rocr_beside_cuda": "ROCR_VISIBLE_DEVICES is set beside CUDA_VISIBLE_DEVICES; unset",
+    "bridge_of_another_version": "this backend was tested with 0.1",
+}
+
+
+@pytest.mark.parametrize("fault", FAILS)
+def test_planted_faults_fail(run, fault):
+    level, reason = FAILS[fault]
+    found = run(level, "qwen3_moe" if level == 4 else "llama", fault)
+    assert found.verdict == Verdict.FAIL and reason in found.reason, found.reason
+
+
+@pytest.mark.parametrize("fault", NOT_RESUMED)
+def test_faults_of_a_resumed_run_fail(run, fault):
+    found = run(1, fault=fault, parts=["level_1_resumed"])
+    assert found.verdict == Verdict.FAIL and NOT_RESUMED[fault] in found.reason, found.reason
+
+
+@pytest.mark.parametrize("fault", BLOCKS)
+def test_what_is_no_fault_of_the_model_blocks(run, fault):
+    found = run(0, fault=fault)
+    assert found.verdict == Verdict.BLOCKED and BLOCKS[fault] in found.reason, found.reason
+
+
+@pytest.fixture
+def levels(megatron_python, monkeypatch, capsys, tmp_path):
+    """Runs the command, whose processes have imported Megatron already; returns the status and the report."""
+    monkeypatch.setattr(sys, "executable", megatron_python)
+
+    def command(*words):
+        status = main(["levels", *map(str, words), "--out", str(tmp_path / "out")])
+        report = json.loads((tmp_path / "out/report.json").read_text())
+        return status, report, {one["name"].partition(":")[0]: one for one in report["deliverables"]}
+
+    return command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+def test_levels_pass(levels, config, arch, tmp_path):
+    asked = [0, 1, 2, 3, *([4] if arch == "qwen3_moe" else [])]
+    status, report, of = levels(*asked, "--model", config(arch), "--device", "cpu")
+    found = {number: (of[f"Level {number}"]["verdict"], of[f"Level {number}"]["reason"]) for number in asked}
+    assert {verdict for verdict, _ in found.values()} == {"Pass"} and (status, report["result"]) == (0, "Pass"), found
+    assert of["Level 5"]["verdict"] == "Not requested" and of["Log capture"]["verdict"] == "Pass"
+    for name in ("report.txt", "report.md", "report.html", "pull_request.md"):
+        assert "Pass" in (tmp_path / "out" / name).read_text()
+
+
+def test_level_5_compares_with_a_baseline(levels, config, tmp_path):
+    words = ["--model", config("llama"), "--device", "cpu", "--steps", "6", "--margin", "0.02"]
+    status, report, of = levels(5, *words)
+    assert (status, of["Level 5"]["verdict"]) == (0, "Pass"), of["Level 5"]["reason"]
+    assert set(report["curves"]) == {"megatron", "baseline"}
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count("<svg") > 5 and "converge" not in report["sentence"]
+    # The same samples, learned from by two backends.
+    curves = [learning.held_out(rows_of(tmp_path / "out" / name / "run")) for name in ("level_5", "level_5_baseline")]
+    assert [step for step, _ in curves[0]] == [step for step, _ in curves[1]] and curves[0][0] == curves[1][0]
+
+
+def rows_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+STEADY = [{"step": 0, "val-aux/count/reward/mean@1": 0.5}] + [
+    {"step": i, "actor/grad_norm": 1.0 + i, "actor/entropy": 2.0 - 0.1 * i, "actor/ppo_kl": 0.001, "loss": 0.1}
+    for i in (1, 2, 3)
+]
+UNSTEADY = {
+    "no gradient": ({"actor/grad_norm": 0.0}, learning.GRADIENTS),
+    "a constant gradient": ({"actor/grad_norm": 2.0}, learning.GRADIENTS),
+    "a constant entropy": ({"actor/entropy": 1.0}, learning.ENTROPY),
+    "no entropy": ({"actor/entropy": 0.0}, learning.ENTROPY),
+    "more entropy than there is": ({"actor/entropy": 9.0}, learning.ENTROPY),
+    "a policy that jumps": ({"actor/ppo_kl": -3.0}, learning.KL),
+    "a loss that is not finite": ({"loss": None}, "metrics are finite"),
+    "skipped updates": ({"actor/update_skipped": 0.5}, "metrics are finite"),
+}
+
+
+@pytest.mark.parametrize("fault", UNSTEADY)
+def test_runs_that_do_not_learn_fail_level_5(fault):
+    change, name = UNSTEADY[fault]
+    assert all(check.held for check in learning.trends(STEADY, 67))
+    found = learning.trends([row | change if row["step"] else row for row in STEADY], 67)
+    assert {check.name for check in found if not check.held} == {name}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--device", "cuda"], "a GPU is too few: 1 are needed and 0 are visible"),
+        (["--device", "cpu", "--ray", "127.0.0.1:1"], "no Ray cluster answers"),
+        (["--device", "cpu", "--data", "no/such/folder"], "level_0 ended before Megatron-Bridge made the model"),
+        (["--device", "cpu", "--reward-model", "no/such/folder"], "level_0 ended before Megatron-Bridge made the"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_cannot_test_the_model_blocks(levels, config, words, reason):
+    status, report, of = levels(0, "--model", config("llama"), *words)
+    assert (status, report["result"]) == (3, "Blocked") and reason in of["Level 0"]["reason"], of["Level 0"]
+    assert report["sentence"].startswith("this is no evidence against the provider")
+
+
+@pytest.mark.parametrize("feature", ["vlm", "mtp", "qat"])
+def test_features_whose_code_does_not_run_are_blocked(run, feature):
+    found = run(4, features=(feature,))
+    assert found.verdict == Verdict.BLOCKED and found.checks == [], found
+
+
+def checkout(folder):
+    """A checkout of Megatron-Bridge: what is installed, with another copy of Llama's bridge."""
+    installed = Path(importlib.metadata.distribution("megatron-bridge").locate_file("megatron/bridge"))
+    own = folder / "src/megatron/bridge"
+    (own / "models/mine").mkdir(parents=True)
+    for file in installed.iterdir():
+        if file.name not in ("__init__.py", "models", "__pycache__"):
+            (own / file.name).symlink_to(file)
+    for file in (installed / "models").iterdir():
+        if file.name not in ("__init__.py", "__pycache__"):
+            (own / "models" / file.name).symlink_to(file)
+    shutil.copy(installed / "__init__.py", own)
+    text = (installed / "models/__init__.py").read_text()
+    (own / "models/__init__.py").write_text(text + "\nfrom megatron.bridge.models.mine import bridge\n")
+    llama = (installed / "models/llama/llama_bridge.py").read_text()
+    mine = llama.replace("LlamaForCausalLM", "SeedOssForCausalLM").replace("LlamaBridge", "SeedOssBridge")
+    mine = mine.replace('model_type="llama"', 'model_type="seed_oss"')
+    key, value = 'k="model.layers.*.self_attn.k_proj.weight"', 'v="model.layers.*.self_attn.v_proj.weight"'
+    assert mine.count(key) == mine.count(value) == 1
+    # The mistake stands in the same file, so that one process that has imported it serves both tests.
+    wrong = mine.replace(key, key.replace("k_proj", MISTAKE["k"])).replace(
+        value, value.replace("v_proj", MISTAKE["v"])
+    )
+    (own / "models/mine/__init__.py").write_text("")
+    (own / "models/mine/bridge.py").write_text("import os\n" + wrong)
+    return folder
+
+
+MISTAKE = {
+    "k": '" + ("v_proj" if "MISTAKE" in os.environ else "k_proj") + "',
+    "v": '" + ("k_proj" if "MISTAKE" in os.environ else "v_proj") + "',
+}
+
+
+@pytest.fixture(scope="module")
+def bridge(warm, tmp_path_factory):
+    """A checkout with a provider of its own, and a Python that has imported it."""
+    folder = checkout(tmp_path_factory.mktemp("bridge"))
+    path = provenance.environment(str(folder), "cpu")["PYTHONPATH"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        # What it has imported must not come from the warm Python of all tests.
+        patch.setattr(sys, "executable", os.environ.get("TESTS_PYTHON", sys.executable))
+        with warm_python(HELPERS / "megatron_imports.py") as python:
+            yield SimpleNamespace(folder=folder, python=python)
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_provider_in_a_checkout(levels, bridge, config, monkeypatch, mistake):
+    monkeypatch.setattr(sys, "executable", bridge.python)
+    if mistake:
+        monkeypatch.setenv("MISTAKE", "1")
+    words = ["--model", config("seed_oss"), "--device", "cpu", "--skip-bridge-tests", "run by hand"]
+    status, _report, of = levels(0, "--bridge", bridge.folder, *words)
+    assert (
+        of["Local Bridge import in verl_fn"]["verdict"] == "Pass"
+        and of["Bridge-side checks"]["reason"] == "run by hand"
+    )
+    place = str(bridge.folder / "src/megatron/bridge/__init__.py")
+    assert of["Level 0"]["outcomes"]["level_0"]["imports"]["megatron.bridge"] == place
+    if mistake:
+        reason = of["Level 0"]["reason"]
+        assert (status, of["Level 0"]["verdict"]) == (1, "Fail") and "gradients equal transformers'" in reason, reason
+        worst = reason.partition("gradients equal transformers': ")[2].partition(" ")[0]
+        assert "k_proj" in worst or "v_proj" in worst, reason
+    else:
+        assert (status, of["Level 0"]["verdict"]) == (0, "Pass"), of["Level 0"]["reason"]
+
+
+def test_an_import_from_elsewhere_blocks(levels, config, tmp_path):
+    """Without its ``__init__.py`` a checkout's package gives way to the installed one."""
+    (tmp_path / "mine/src/megatron/bridge").mkdir(parents=True)
+    status, _report, of = levels(0, "--bridge", tmp_path / "mine", "--model", config("llama"), "--device", "cpu")
+    assert (status, of["Level 0"]["verdict"]) == (3, "Blocked")
+    assert "nothing that passes or fails is evidence about the checkout" in of["Level 0"]["reason"]
+
+
+def test_a_package_that_a_checkout_needs_is_named(levels, config, tmp_path):
+    package = tmp_path / "mine/src/megatron/bridge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import modelopt\n")
+    status, _report, of = levels(0, "--bridge", tmp_path / "mine", "--model", config("llama"), "--device", "cpu")
+    assert status == 3 and "a package is missing: modelopt" in of["Level 0"]["reason"], of["Level 0"]["reason"]
+
+
+def test_traps_are_seen_before_anything_starts(tmp_path, monkeypatch):
+    assert traps.preflight(tmp_path, "cpu", 1, {}) == []
+    both = {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
+    assert "ROCR_VISIBLE_DEVICES" in traps.preflight(tmp_path, "cpu", 1, both)[0]
+    assert "are lost with this machine's memory" in traps.preflight(Path("/dev/shm/logs"), "cpu", 1, {})[0]
+    assert "Slurm job 7" in traps.preflight(Path("/tmp/logs"), "cpu", 1, {"SLURM_JOB_ID": "7"})[0]
+    small = SimpleNamespace(free=1000)
+    full = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: small if "cache" in str(place) else full(place))
+    (tmp_path / "cache").mkdir()
+    found = traps.preflight(tmp_path, "cpu", 1, {"HF_HOME": str(tmp_path / "cache")})
+    assert len(found) == 1 and found[0].startswith("the disk is full: ") and "HF_HOME" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        ("print('level_0: nothing yet')", Verdict.BLOCKED),
+        ("print('level_0: Megatron-Bridge makes the model')", Verdict.FAIL),
+        ("print('megatron-core 1 (/a), megatron-bridge 1 (/b)')", Verdict.FAIL),
+        ("raise OSError(28, 'No space left on device')", Verdict.BLOCKED),
+    ],
+)
+def test_processes_that_are_killed_are_told_apart(tmp_path, code, verdict):
+    kill = f"import os, sys; {code}; sys.stdout.flush(); os.kill(os.getpid(), {int(signal.SIGKILL)})"
+    log = tmp_path / "level_0/log.txt"
+    status = run_logged([sys.executable, "-S", "-c", kill], log, os.environ, tmp_path)
+    assert of_level("Level 0", ["one"], {"level_0": read_outcome(log.parent, status)}).verdict == verdict
+
+
+def test_a_report_says_what_was_not_shown(tmp_path):
+    request = Request((0, 5), "m", "m", True, "cpu", str(tmp_path))
+    held, missed = Check("a", True, "1 | 2"), Check("b", False, "3 of 2")
+    passed = of_level("Level 0: smoke", ["a"], {"level_0": Outcome((held,))})
+    failed = of_level("Level 5: learning", ["a", "b"], {"level_5": Outcome((held, missed))})
+    asked = Deliverable("Level 1: save and resume", Verdict.NOT_REQUESTED, "")
+    report = Report.of(request, [passed, asked, failed], "verl-fn levels 0 5", [], {})
+    text = report.text()
+    assert text.startswith("Result: Fail - Level 5: learning: b: 3 of 2\n")
+    order = ["Result:", "Requested coverage:", "Model:", "Deliverables:", "Evidence:", "Limitations:", "Follow-ups:"]
+    assert [line.partition(" ")[0] for line in text.splitlines() if line[0] != "-"] == [o.split()[0] for o in order]
+    assert "level 1 was not requested" in text and "weights are random" in text
+    assert "1 \\| 2" in report.markdown() and "<td>missed</td>" in report.page()
+    assert "**verl_fn levels: Fail**" in report.pull_request()
+    nothing = Report.of(request, [asked], "verl-fn levels 1", [], {})
+    assert nothing.result == Verdict.BLOCKED

