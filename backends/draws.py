@@ -199,6 +199,7 @@ class Answers:
             temperature=sampling.temperature or 1.0,
             near_ties=int(near.sum()),
             routed_experts=None if before is None else torch.cat([before, routed[0], routed[0][-1:]]),
+            images=self._requests[place].images,
         )
 
 

@@ -67,7 +67,10 @@ class Serving(ABC):
         capabilities: what the engine promises.
         version: the version of the weights; None where there are none.
         end_tokens: the tokens that end a response.
+        reads_images: whether prompts may have images.
     """
+
+    reads_images = False
 
     def __init__(
         self,
@@ -279,6 +282,8 @@ class Serving(ABC):
                     f"prompt {i} has {len(prompt)} tokens: with max_tokens={longest} that is more than "
                     f"the {self.max_length} positions of the model"
                 )
+            if request.images is not None and not self.reads_images:
+                raise ValueError(f"prompt {i} has images, and this engine reads none")
             if min(prompt) < 0 or max(prompt) >= self.vocab:
                 raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.vocab}")
 

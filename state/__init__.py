@@ -3,6 +3,7 @@
 from . import metrics, tree
 from .batch import Batch, Ragged, concatenate, read_only
 from .guards import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
+from .images import POSITIONS, RowImages, with_images
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, FrozenDict, Named, Node, mapping, named, node, static
@@ -31,6 +32,7 @@ __all__ = [
     "END_REASONS",
     "FAILURES",
     "PER_ROW",
+    "POSITIONS",
     "Batch",
     "Buffers",
     "DonatedError",
@@ -51,6 +53,7 @@ __all__ = [
     "Params",
     "Ragged",
     "Request",
+    "RowImages",
     "Sample",
     "Sampling",
     "SharedSetting",
@@ -94,4 +97,5 @@ __all__ = [
     "uniform_at",
     "unpack",
     "version_of",
+    "with_images",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from verl_fn.errors import ArgumentError
 
 from .batch import Batch
+from .images import RowImages, images_of_rows, with_images
 from .key import Key
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -91,6 +92,7 @@ class Request:
         sampling: how responses are drawn; of a conversation, ``max_tokens`` limits all that follows the prompt.
         key: the key of this request; sample i draws from ``key.fold_in(i)``.
         problem: what an environment begins the conversation with, as values of JSON.
+        images: the images of the prompt, if it has any.
 
     Raises:
         ArgumentError: the prompt is not a sequence of integers.
@@ -101,10 +103,15 @@ class Request:
     sampling: Sampling
     key: Key
     problem: Mapping[str, Any] | None = None
+    images: RowImages | None = None
 
 
 def requests_for(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, ids: Sequence[int] | None = None
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    key: Key,
+    ids: Sequence[int] | None = None,
+    images: Sequence[RowImages | None] | None = None,
 ) -> list[Request]:
     """Makes one request for each prompt, with a key derived from the prompt's id.
 
@@ -113,6 +120,7 @@ def requests_for(
         sampling: how responses are drawn.
         key: the requests' keys are derived from it.
         ids: identify the prompts; by default 0, 1, 2 and so on.
+        images: of each prompt; by default no prompt has any.
 
     Raises:
         ArgumentError: a prompt is not a sequence of integers, or the key is not a ``Key``.
@@ -130,7 +138,11 @@ def requests_for(
     if len(ids) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be one id per prompt")
     check_ids(ids)
-    return [Request(i, prompt, sampling, key.fold_in(i)) for i, prompt in zip(ids, prompts, strict=True)]
+    seen = [None] * len(prompts) if images is None else images
+    return [
+        Request(i, prompt, sampling, key.fold_in(i), images=one)
+        for i, prompt, one in zip(ids, prompts, seen, strict=True)
+    ]
 
 
 def check_ids(ids: Sequence[int]) -> None:
@@ -195,6 +207,7 @@ class Sample:
         routed_experts: the experts of each token, of the prompt's too, in each layer with experts, ``[T, L, k]``;
             None if the engine does not give them. No engine computes the last token; it repeats the experts of the
             token before it: no other token sees it, so nothing depends on them.
+        images: of the prompt, if it has any.
     """
 
     request: int
@@ -210,6 +223,7 @@ class Sample:
     near_ties: int = 0
     outcome: Outcome | None = None
     routed_experts: Tensor | None = None
+    images: RowImages | None = None
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
@@ -219,7 +233,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
     sample has them, ``rollout_full_log_probs`` and ``routed_experts``. Per-row fields are ``group`` (the request's
     id), ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest
     of the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the
-    reason in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
+    reason in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``. Images are as ``with_images`` has them.
 
     Raises:
         ValueError: there are no samples, one has no tokens, or only some of them are of conversations or have
@@ -257,7 +271,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
         fields["rollout_full_log_probs"] = after(full)
     if any(s.routed_experts is not None for s in samples):
         fields["routed_experts"] = torch.cat(_routes(samples))
-    batch = batch.with_tokens(**fields)
+    batch = with_images(batch.with_tokens(**fields), [s.images for s in samples])
     batch = batch.with_rows(
         group=torch.tensor([s.request for s in samples]),
         prompt_length=prompt_length,
@@ -350,8 +364,8 @@ def unpack(batch: Batch) -> list[Sample]:
     rows = [batch[name].tolist() for name in ("group", "finished", "temperature", "near_ties")]
     counts: Counter[int] = Counter()
     samples = []
-    for start, part, (group, finished, temperature, near_ties), outcome in zip(
-        starts, parts, zip(*rows, strict=True), _outcomes(batch), strict=True
+    for start, part, (group, finished, temperature, near_ties), outcome, seen in zip(
+        starts, parts, zip(*rows, strict=True), _outcomes(batch), images_of_rows(batch, starts), strict=True
     ):
         tokens, log_probs, mask, versions, uncut, routed = part
         samples.append(
@@ -369,6 +383,7 @@ def unpack(batch: Batch) -> list[Sample]:
                 near_ties=near_ties,
                 outcome=outcome,
                 routed_experts=routed,
+                images=seen,
             )
         )
         counts[group] += 1

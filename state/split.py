@@ -74,7 +74,14 @@ class Split:
         )
 
 
-def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None, *, padded: bool = False) -> Split:
+def split_by_tokens(
+    batch: Batch,
+    max_tokens: int,
+    together: str | None = None,
+    *,
+    padded: bool = False,
+    beside: Int[Tensor, " B"] | None = None,
+) -> Split:
     """Splits a batch into few parts of at most ``max_tokens`` tokens, with about as many tokens in each.
 
     Args:
@@ -83,12 +90,15 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None, 
         together: a per-row field of integers; rows with the same value stay in one part. Pass ``loss.together``.
         padded: count each row of a part as long as the part's longest; rows of about the same length then share a
             part.
+        beside: what each row costs beside its tokens, such as the patches of its images.
 
     Raises:
         ValueError: a row or a group has more tokens than the budget, or the batch lacks the field.
 
     Example:
         >>> batch = Batch.from_rows([[1] * 3, [2] * 3, [3]])
+        >>> [part.num_tokens for part in split_by_tokens(batch, 6, beside=torch.tensor([0, 0, 3]))]
+        [1, 6]
         >>> [part.lengths.tolist() for part in split_by_tokens(batch, 6, padded=True)]
         [[3, 3], [1]]
         >>> [part.num_tokens for part in split_by_tokens(batch, 4)]
@@ -97,13 +107,19 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None, 
         Traceback (most recent call last):
         ValueError: the group pair = 7 (2 rows, the first is row 0) has 6 tokens, more than the budget of 4 ...
     """
-    units = _units(batch, max_tokens, together, padded)
+    units = _units(batch, max_tokens, together, padded, beside)
     bins = units.under_budget([list(range(len(units.rows)))], max_tokens)[0]
     return Split(batch, tuple(torch.tensor(units.rows_of(part)) for part in bins if part))
 
 
 def deal(
-    batch: Batch, shares: int, max_tokens: int, together: str | None = None, *, padded: bool = False
+    batch: Batch,
+    shares: int,
+    max_tokens: int,
+    together: str | None = None,
+    *,
+    padded: bool = False,
+    beside: Int[Tensor, " B"] | None = None,
 ) -> list[list[list[int]]]:
     """Distributes the rows of a batch over ranks, and the rows of each rank over the same number of micro-batches.
 
@@ -116,6 +132,7 @@ def deal(
         max_tokens: the budget of each micro-batch. Rows are never cut.
         together: a per-row field of integers; rows with the same value go to one micro-batch of one rank.
         padded: count each row of a micro-batch as long as its longest, as ``split_by_tokens`` does.
+        beside: what each row costs beside its tokens.
 
     Returns:
         For each rank and each of its micro-batches, the indices of its rows. A micro-batch may be empty.
@@ -128,7 +145,7 @@ def deal(
         >>> deal(batch, 2, 4), deal(batch, 2, 4, together="pair")
         ([[[0]], [[1, 2]]], [[[0, 2]], [[1]]])
     """
-    units = _units(batch, max_tokens, together, padded)
+    units = _units(batch, max_tokens, together, padded, beside)
     shared = [sorted(share) for share in _balance(units.sizes, shares)]
     return [[units.rows_of(part) for part in parts] for parts in units.under_budget(shared, max_tokens)]
 
@@ -220,8 +237,9 @@ class _Units:
         return [parts + [[]] * (most - len(parts)) for parts in divided]
 
 
-def _units(batch: Batch, max_tokens: int, together: str | None, padded: bool) -> _Units:
-    groups, lengths = groups_of(batch, together), batch.lengths.tolist()
+def _units(batch: Batch, max_tokens: int, together: str | None, padded: bool, beside: Tensor | None) -> _Units:
+    groups = groups_of(batch, together)
+    lengths = (batch.lengths if beside is None else batch.lengths + beside).tolist()
     longest = [max(lengths[row] for row in group) for group in groups] if padded else None
     sizes = [sum(lengths[row] for row in group) for group in groups]
     taken = sizes if longest is None else [len(g) * most for g, most in zip(groups, longest, strict=True)]
@@ -229,8 +247,9 @@ def _units(batch: Batch, max_tokens: int, together: str | None, padded: bool) ->
     if taken[largest] > max_tokens:
         raise ValueError(
             f"{_description(batch, groups[largest], together)} has {taken[largest]} tokens"
-            f"{' with padding' if padded else ''}, more than the budget of {max_tokens} per micro-batch; raise the "
-            "backend's max_tokens (ppo_max_token_len_per_gpu), or shorten prompts and responses"
+            f"{' with padding' if padded else ''}{'' if beside is None else ' and patches of images'}, more than the "
+            f"budget of {max_tokens} per micro-batch; raise the backend's max_tokens (ppo_max_token_len_per_gpu), or "
+            "shorten prompts and responses"
         )
     return _Units(groups, sizes, longest)
 

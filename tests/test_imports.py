@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HEAVY = {"ray", "vllm", "megatron", "peft"}
 # Distributions whose modules have other names, and modules that come with torch.
-MODULE_NAMES = {"pyyaml": "yaml", "megatron_bridge": "megatron", "megatron_core": "megatron"}
+MODULE_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "megatron_bridge": "megatron", "megatron_core": "megatron"}
 WITH_TORCH = {"triton"}
 IMPORTED_EXTRAS = ("datasets", "lora", "math", "reasoning-gym", "verifiers", "vllm", "megatron", "smollm2")
 # Loggers that a user installs, and the peer that a benchmark runs against: imported only where asked for.

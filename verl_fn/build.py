@@ -152,6 +152,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         common |= {"updates_by": role.megatron.optimizer, "fsdp": role.megatron.use_megatron_fsdp}
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, **common))
     common |= {"row_layout": role.row_layout, "exact": role.exact}
+    common |= {"freeze_vision_tower": role.freeze_vision_tower}
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 

@@ -38,6 +38,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.hf.vision import PIXELS, beside_tokens
 from verl_fn.backends.memory import fits
 from verl_fn.backends.row_sharing import (
     Share,
@@ -83,6 +84,7 @@ class Fsdp(Base):
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
+        freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
         compile: compile each layer with ``torch.compile``; it takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
             micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
@@ -109,6 +111,7 @@ class Fsdp(Base):
         checkpointing: bool = False,
         lora: Lora | None = None,
         row_layout: str = "auto",
+        freeze_vision_tower: bool = False,
         compile: bool = False,
         reshard_after_forward: bool = True,
         device: str = "cpu",
@@ -130,7 +133,9 @@ class Fsdp(Base):
             raise LayoutError("exact is for one rank, and for layers that are not compiled")
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self._recipe = Recipe(head, checkpointing, lora, row_layout, self.dtype, self.device, self._trains)
+        self._recipe = Recipe(
+            head, checkpointing, lora, row_layout, self.dtype, self.device, self._trains, freeze_vision_tower
+        )
         self._modules: ShardedModules | None = None
         self._blank = Params({})
 
@@ -373,10 +378,12 @@ class Fsdp(Base):
         """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_batch(batch)
+        if self.layout.sp > 1 and PIXELS in batch:
+            raise LayoutError("ranks cannot share rows with images; set ulysses_sequence_parallel_size to 1")
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
-            padded = self._built().padded
-            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded)
+            padded, beside = self._built().padded, beside_tokens(batch)
+            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded, beside=beside)
 
 
 def _rounded_whole(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,13 +39,14 @@ class Recipe:
     frozen: torch.dtype = torch.float32
     device: str | torch.device = "cpu"
     trained: bool = True
+    freeze_tower: bool = False
 
     def hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model without its weights."""
         return hollow(
             folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora,
             row_layout=self.row_layout, frozen=self.frozen, device=self.device,
-            trained=self.trained,
+            trained=self.trained, freeze_tower=self.freeze_tower,
         )  # fmt: skip
 
     def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:

@@ -133,6 +133,7 @@ class ShardedModules:
         for layer in layers:
             if compile:
                 compile_layer(layer)
+        for layer in (*layers, *self.skeleton.tower_layers):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         # The root's own parameters stay gathered until its backward pass, since the output layer is used without
         # calling its module.

@@ -39,6 +39,8 @@ class Packing:
         sequence: the ranks that share the sequence, if any; each then has a part of its tokens.
         plain: use only torch's own functions; every ``torch.func`` transformation accepts them.
         masks: the block masks of this packing that were made, by window.
+        blocks: a number for each token; tokens of a row with the same one, unless it is -1, also attend to tokens
+            after them: the tokens of an image. None without such tokens.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
@@ -47,6 +49,7 @@ class Packing:
     sequence: Any = None
     plain: bool = False
     masks: dict[int | None, Any] = attrs.field(factory=dict)
+    blocks: Int[Tensor, " T"] | None = None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, sequence: Any = None) -> Packing:
@@ -109,7 +112,7 @@ def packed_attention(
 
 def chosen(q: Tensor, packing: Packing) -> Callable[..., Tensor]:
     """Returns the attention for queries of this dtype and device, ``[T, heads, dim]``."""
-    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packing.blocks is None
     return _transformable if packing.plain else _fused if half else _padded
 
 
@@ -187,6 +190,11 @@ def _padded(
     i, mask = packing.places, None
     if window is not None and longest > window:
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
+    if packing.blocks is not None:
+        numbers = packing.blocks.new_full((packing.rows * longest,), -1)
+        numbers = numbers.index_copy(0, packing.slots, packing.blocks).view(packing.rows, 1, -1)
+        same = numbers[..., None] == numbers[..., None, :]
+        mask = (i[:, None] >= i if mask is None else mask) | (same & (numbers >= 0)[..., None])
     if softcap is None and sinks is None:
         gqa = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(

@@ -30,6 +30,7 @@ from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
+from verl_fn.backends.hf.vision import attentions, family_of
 from verl_fn.state import Batch
 
 LAYOUTS = ("auto", PACKED, PADDED)
@@ -105,6 +106,8 @@ def smaller(auto: Any, config: Any) -> Iterator[Any]:
     """
     shallow = copy.deepcopy(config)
     depth = _cut_layers(auto, shallow)
+    if family_of(shallow) is not None:
+        _cut_tower(shallow.vision_config)
     text = shallow.get_text_config()
     _lower(text, "vocab_size", VOCABULARY)
     _lower(text, "vocab_size_per_layer_input", VOCABULARY)
@@ -159,6 +162,15 @@ def _modules(auto: Any, config: Any) -> frozenset[str] | None:
             )
     except Exception:
         return None
+
+
+def _cut_tower(vision: Any) -> None:
+    """Leaves one layer of a tower, since it is not run: rows without images tell how the language model is run."""
+    for name in ("depth", "num_hidden_layers"):
+        _lower(vision, name, 1)
+    for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if getattr(vision, name, None):
+            setattr(vision, name, [0])
 
 
 def _cut_widths(config: Any) -> bool:
@@ -373,7 +385,10 @@ def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any
     with torch.random.fork_rng(devices=[]), kernels_for("cpu", auto, config):
         torch.manual_seed(0)
         model = auto.from_config(
-            copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False
+            copy.deepcopy(config),
+            attn_implementation=attentions(config, implementation),
+            dtype=torch.float32,
+            trust_remote_code=False,
         )
         if implementation == attention.NAME and not getattr(model, "_supports_attention_backend", False):
             raise ValueError("the model does not let its attention be chosen")

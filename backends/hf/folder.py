@@ -46,6 +46,7 @@ from verl_fn.backends.hf.config import (
 from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.hf.tokenizer import END
+from verl_fn.backends.hf.vision import attentions, class_of
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.errors import install
 from verl_fn.state import Key, isolated
@@ -120,6 +121,7 @@ def build(
     frozen: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     trained: bool = True,
+    freeze_tower: bool = False,
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
 
@@ -136,6 +138,7 @@ def build(
         frozen: the dtype of parameters that are not trained.
         device: on which the model computes.
         trained: whether a model without adapters is trained.
+        freeze_tower: do not train the module that sees images.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -149,7 +152,7 @@ def build(
             model, loaded = _loaded(auto, config, folder, options)
         else:
             model = auto.from_config(config, **options)
-    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
     if loaded is not None:
         _check_loaded(skeleton, loaded, new_head, folder)
     if new_head:
@@ -313,6 +316,7 @@ def hollow(
     frozen: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     trained: bool = True,
+    freeze_tower: bool = False,
 ) -> Hollow:
     """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
@@ -323,7 +327,7 @@ def hollow(
     auto, config, options, fit = _recipe(folder, head, row_layout)
     with kernels_for(device, auto, config):
         model = _without_weights(auto, config, options, folder)
-    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
     _read_constants(skeleton, auto, config, options, folder)
     skeleton.trained = trained
     shapes = {name: p.detach() for name, p in model.named_parameters()}
@@ -345,10 +349,8 @@ def _masters(skeleton: Skeleton, params: dict[str, Tensor], frozen: torch.dtype)
 
 def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, dict[str, Any], Fit]:
     """Returns transformers' class for the model, its config, the options that it is made with, and how it is run."""
-    import transformers
-
     config = read_config(folder)
-    auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
+    auto = class_of(config, head, folder)
     if head == "value":
         config.num_labels = 1
     # A classifier makes its body in the dtype of the config, and its head in the one that it is asked for.
@@ -361,7 +363,7 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
         _counts[made] = sum(p.numel() for p in model.parameters())
     _check_count(_counts[made], folder)
     fit = fit_of(auto, config, head, folder, row_layout)
-    return auto, config, options | {"attn_implementation": fit.attention}, fit
+    return auto, config, options | {"attn_implementation": attentions(config, fit.attention)}, fit
 
 
 def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
@@ -399,7 +401,7 @@ def _refusals(folder: str | Path) -> Iterator[None]:
 
 
 def _prepared(
-    model: Any, folder: str | Path, head: str, config: Any, fit: Fit, checkpointing: bool
+    model: Any, folder: str | Path, head: str, config: Any, fit: Fit, checkpointing: bool, freeze_tower: bool = False
 ) -> tuple[Skeleton, bool]:
     """Returns the model as a skeleton, and whether its output layer is new."""
     model.config.use_cache = False
@@ -417,6 +419,7 @@ def _prepared(
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
     skeleton = Skeleton(model, head, longest_row(config), fit)
     skeleton.files = carried(folder, model)
+    skeleton.freeze_tower(freeze_tower, folder)
     return skeleton, head == "value" and not has_value_head
 
 

@@ -224,7 +224,9 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
         raise LoraError(f"{folder / ABOUT} cannot be read: {error}") from error
 
 
-def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: str | Path) -> Adapters:
+def inject(
+    model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: str | Path, *, without: nn.Module | None = None
+) -> Adapters:
     """Adds adapters to a transformers model; A is drawn from ``key``, and B is zero.
 
     Args:
@@ -233,12 +235,13 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
         output: the model's output layer: it is used without being called, so it cannot have adapters.
         key: the source of randomness.
         folder: where the model comes from, for errors.
+        without: a module of the model that stays as it is.
 
     Raises:
         LoraError: PEFT is not installed, or the targets name no linear layer of the model.
     """
     peft = _peft()
-    layers = target_layers(model, lora, output, folder)
+    layers = target_layers(model, lora, output, folder, without=without)
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT warns of weights stored as [in, out], but handles them correctly.
@@ -252,15 +255,18 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
     return Adapters(lora, tuple(adapted), frozenset(name for name, m in adapted.items() if m.fan_in_fan_out))
 
 
-def target_layers(model: nn.Module, lora: Lora, output: nn.Module, folder: str | Path) -> list[str]:
-    """Returns the names of the layers that get adapters, in the model's order.
+def target_layers(
+    model: nn.Module, lora: Lora, output: nn.Module, folder: str | Path, *, without: nn.Module | None = None
+) -> list[str]:
+    """Returns the names of the layers that get adapters, in the model's order; none of them lies in ``without``.
 
     Raises:
         LoraError: a target names none.
     """
     from transformers.pytorch_utils import Conv1D
 
-    named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]
+    excluded = {output, *(() if without is None else without.modules())}
+    named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m not in excluded]
     linear = [name for name, _ in named]
     there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     if not linear:

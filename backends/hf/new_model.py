@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.atomic import check_empty, replaced_folder
+from verl_fn.backends.hf import new_vision
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
+from verl_fn.backends.hf.vision import FAMILIES
 from verl_fn.errors import closest, install
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -69,6 +71,7 @@ def new_model(
     tie_word_embeddings: bool = True,
     seed: int = 0,
     chat_template: bool = False,
+    image_size: int = 32,
     **overrides: Any,
 ) -> Path:
     """Writes a random model of a transformers architecture and its tokenizer into ``folder``.
@@ -76,9 +79,10 @@ def new_model(
     Args:
         folder: is made if it does not exist.
         chars: the alphabet.
-        arch: a transformers model type, such as ``qwen3``, ``qwen2``, ``llama``.
+        arch: a transformers model type, such as ``qwen3``; one with images, such as ``qwen3_vl``, has a processor.
         seed: of the weights.
         chat_template: give the tokenizer a minimal template for chat messages, and a newline as a character.
+        image_size: the side of the largest image that a model with images reads, in pixels.
         overrides: further fields of that architecture's config.
 
     Returns:
@@ -90,8 +94,9 @@ def new_model(
     from safetensors import SafetensorError
 
     tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
+    sees = arch in FAMILIES
     if chat_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.chat_template = new_vision.chat_template(arch) if sees else CHAT_TEMPLATE
     fields: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_hidden_layers": num_hidden_layers,
@@ -101,45 +106,52 @@ def new_model(
         "tie_word_embeddings": tie_word_embeddings,
         **overrides,
     }
-    model = _random_model(arch, fields, tokenizer, seed)
+    seen = (new_vision.add_image_tokens(tokenizer, arch), image_size) if sees else None
+    model = _random_model(arch, fields, tokenizer, seed, seen)
     folder = Path(folder)
     try:
         with quiet(), replaced_folder(folder) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
+            if sees:
+                new_vision.write_image_processor(aside, arch, image_size)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return folder
 
 
-def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) -> Any:
+def _random_model(
+    arch: str, fields: dict[str, Any], tokenizer: Any, seed: int, seen: tuple[dict[str, int], int] | None
+) -> Any:
+    """Returns the model; ``seen`` are the tokens of images and their size, of a model with images."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if arch not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if arch not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and seen is None:
         match = closest(arch, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) or "qwen3"
         raise ModelError(f"transformers makes no {arch} language model; take one such as {match}")
     check_sizes(fields)
     sizes = {"vocab_size": len(tokenizer), "intermediate_size": 3 * fields["hidden_size"]}
     sizes["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     try:
-        config = AutoConfig.for_model(
-            arch,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **(sizes | fields),
-        )
+        whole = {**ends, **sizes, **fields}
+        if seen is not None:
+            whole = new_vision.vision_fields(arch, whole, *seen)
+        config = AutoConfig.for_model(arch, **whole)
         for name, value in config.to_dict().items():
             # A pure step has no dropout, but some architectures set it by default.
             if name not in fields and isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            auto = AutoModelForCausalLM if seen is None else AutoModelForImageTextToText
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     # transformers has no error of its own for fields that do not fit together.
     except Exception as error:
+        if isinstance(error, ModelError):
+            raise
         why = " ".join(str(error).split())
         raise ModelError(
             f"transformers makes no {arch} of these fields: {type(error).__name__}: {why:.200}"

@@ -22,6 +22,7 @@ from verl_fn.backends.hf.logprobs import (
 )
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
+from verl_fn.backends.hf.vision import Seen
 from verl_fn.state import PER_ROW, Batch, TokenOutputs, top_count
 
 __all__ = ["PER_ROW", "Staged", "check_head", "check_needs", "check_targets", "token_outputs"]
@@ -122,7 +123,8 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     if sequence is not None:
         tokens, positions = sequence.part(tokens), sequence.part(positions)
     # Some models keep hidden states in fp32, whatever the dtype of their weights.
-    hidden = skeleton.hidden_states(tokens, positions, staged.packing).to(skeleton.output_layer.weight.dtype)
+    seen = Seen.of(skeleton.family, skeleton.config, batch)
+    hidden = skeleton.hidden_states(tokens, positions, staged.packing, seen).to(skeleton.output_layer.weight.dtype)
     wanted = set(needs)
     # The outputs for token t are read at token t - 1, where the model has seen exactly the tokens before t.
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)

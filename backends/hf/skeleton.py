@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_fn.backends.hf.attention import NAME, Packing
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.logprobs import Kernels
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
+from verl_fn.backends.hf.vision import Family, Seen, check_images, family_of
 from verl_fn.state import Batch, Buffers, Key, Params, SharedSetting
 from verl_fn.state.guards import expect_tokens
 
@@ -110,6 +112,7 @@ class Skeleton(nn.Module):
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
         adapters: the model's adapters, if it has any.
         trained: whether a model without adapters is trained.
+        frozen_tower: whether the module that sees images is not trained.
         longest: the most tokens of a row.
         fit: how the model is run.
         files: the contents of the other files of the model's folder; a checkpoint holds them too.
@@ -123,6 +126,7 @@ class Skeleton(nn.Module):
         self.head = head
         self.adapters = Adapters()
         self.trained = True
+        self.frozen_tower = False
         self.longest = longest
         self.fit = fit or Fit()
         self.files: dict[str, bytes] = {}
@@ -175,7 +179,8 @@ class Skeleton(nn.Module):
         Raises:
             LoraError: this model cannot have them.
         """
-        self.adapters = inject(self.model, lora, self.output_layer, key, folder)
+        frozen = self.tower if self.frozen_tower else None
+        self.adapters = inject(self.model, lora, self.output_layer, key, folder, without=frozen)
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self._inside = {canonical(name): name for name in names}
 
@@ -183,9 +188,28 @@ class Skeleton(nn.Module):
     def trainable(self) -> frozenset[str] | None:
         """The names of trained parameters: of the adapters and a value head, or None for all parameters."""
         if self.adapters.lora is None:
-            return None if self.trained else frozenset()
+            if not self.trained:
+                return frozenset()
+            return None if not self.frozen_tower else self._outside_tower()
         head = set(self.output_layer.parameters()) if self.head == "value" else set()
         return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
+
+    def _outside_tower(self) -> frozenset[str]:
+        assert self.tower is not None
+        inside = set(self.tower.parameters())
+        return frozenset(name for name, p in self.model.named_parameters() if p not in inside)
+
+    def freeze_tower(self, frozen: bool, folder: str | Path) -> None:
+        """Sets whether the module that sees images is not trained.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if frozen and self.tower is None:
+            raise ModelError(
+                f"{folder} has no tower for images that could be frozen; set freeze_vision_tower to false"
+            )
+        self.frozen_tower = frozen
 
     def move_buffers(self, device: torch.device) -> None:
         """Moves the model's constants, such as rotary frequencies, to a device."""
@@ -197,6 +221,16 @@ class Skeleton(nn.Module):
     def config(self) -> Any:
         """The model's config."""
         return self.model.config
+
+    @property
+    def family(self) -> Family | None:
+        """What models with images of this kind have in common; None for a model of text and for a value model."""
+        return family_of(self.config) if self.head == "lm" else None
+
+    @property
+    def tower(self) -> nn.Module | None:
+        """The module that sees images, if the model has one."""
+        return None if self.family is None else getattr(self.body, self.family.tower)
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -261,10 +295,13 @@ class Skeleton(nn.Module):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The list of modules with most parameters; empty if the model has no list."""
-        lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList)]
-        largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=None)
-        return list(largest or ())
+        """The modules of the longest stack of the language model; empty if it has none."""
+        return _stack(self.body if self.family is None else getattr(self.body, self.family.text))
+
+    @property
+    def tower_layers(self) -> Sequence[nn.Module]:
+        """The modules of the tower's longest stack; empty without a tower."""
+        return () if self.tower is None else _stack(self.tower)
 
     @property
     def output_layer(self) -> nn.Linear:
@@ -294,10 +331,11 @@ class Skeleton(nn.Module):
         """Raises an error for a batch that this model cannot compute.
 
         Raises:
-            ValueError: a row is too long, or has a token that the model does not know.
+            ValueError: a row is too long, has a token that the model does not know, or images that it cannot read.
         """
         self.check_longest(int(batch.lengths.max()))
         expect_tokens(batch, self.config.get_text_config().vocab_size)
+        check_images(self.family, self.config, batch, padded=self.padded)
 
     def check_longest(self, tokens: int) -> None:
         """Raises an error for a row that is too long to be computed as if no other row were there.
@@ -318,13 +356,15 @@ class Skeleton(nn.Module):
                 f"original_max_position_embeddings: a longer row would change all rows of a micro-batch (longrope)"
             )
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-        """Returns the last hidden state of each packed token, ``[T, H]``.
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing, seen: Seen | None = None) -> Tensor:
+        """Returns the last hidden state of each packed token, ``[T, H]``; ``seen`` are the images of the rows.
 
         Raises:
             ValueError: a row is too long to be computed as if no other row were there.
         """
         self.check_longest(packing.longest)
+        if seen is not None:
+            return self._of_images(tokens, positions, packing, seen)
         if self.padded:
             return self._of_padded(tokens, packing)
         # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
@@ -338,6 +378,28 @@ class Skeleton(nn.Module):
             packing=packing,
         )
         return outputs.last_hidden_state[0]
+
+    def _of_images(self, tokens: Tensor, positions: Tensor, packing: Packing, seen: Seen) -> Tensor:
+        """Runs the language model on packed rows with the features of images in place of image tokens."""
+        mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
+        packing = attrs.evolve(packing, blocks=seen.blocks)
+        with sdpa_kernel(SDPBackend.MATH) if packing.plain else contextlib.nullcontext():
+            outputs = self.read(tokens, positions[None], seen, attention_mask=mask, use_cache=False, packing=packing)
+        hidden: Tensor = outputs.last_hidden_state[0]
+        return hidden
+
+    def read(self, tokens: Tensor, positions: Tensor, seen: Seen, **given: Any) -> Any:
+        """Runs the language model on tokens and the features of images; ``given`` is passed to it.
+
+        Args:
+            tokens: of all rows.
+            positions: of families with one axis, ``[1, T]``.
+            seen: the images.
+            given: arguments of the language model.
+        """
+        places = positions if seen.positions is None else seen.positions.T[:, None]
+        model = getattr(self.body, seen.family.text)
+        return model(**seen.embedded(self.body, tokens), position_ids=places, **given)
 
     def _of_padded(self, tokens: Tensor, packing: Packing) -> Tensor:
         """Runs the model as it is on a table of rows; causal attention hides the padding after a row."""
@@ -368,6 +430,13 @@ class Skeleton(nn.Module):
         finally:
             del body.forward
         return logits
+
+
+def _stack(model: nn.Module) -> Sequence[nn.Module]:
+    """Returns the list of modules with most parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=None)
+    return list(largest or ())
 
 
 def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from verl_fn.backends.hf.folder import build, check_same_config, check_same_mode
 from verl_fn.backends.hf.lora import Lora, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
+from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
@@ -65,6 +66,7 @@ class Local(Base):
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
+        freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
         device: the device that computes and on which states are made.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
         exact: log-probs equal those of a ``Sampler`` with ``exact`` in every bit, and do not depend on micro-batches;
@@ -95,6 +97,7 @@ class Local(Base):
         checkpointing: bool = False,
         lora: Lora | None = None,
         row_layout: str = "auto",
+        freeze_vision_tower: bool = False,
         device: str | torch.device = "cpu",
         deterministic: bool = False,
         exact: bool = False,
@@ -106,6 +109,7 @@ class Local(Base):
         self.checkpointing = checkpointing
         self.lora = lora
         self.row_layout = row_layout
+        self.freeze_vision_tower = freeze_vision_tower
         self.device = torch.device(device)
         # Calls share the skeleton and the cached copies.
         self._skeleton: Skeleton | None = None
@@ -266,7 +270,7 @@ class Local(Base):
         skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
             lora=self.lora, row_layout=self.row_layout, frozen=self.dtype, device=self.device,
-            trained=self._trains,
+            trained=self._trains, freeze_tower=self.freeze_vision_tower,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             if self.exact:
@@ -291,7 +295,8 @@ class Local(Base):
         return self._skeleton
 
     def _split(self, batch: Batch, together: str | None = None) -> Split:
-        return split_by_tokens(batch, self.max_tokens, together, padded=self._built().padded)
+        padded, beside = self._built().padded, beside_tokens(batch)
+        return split_by_tokens(batch, self.max_tokens, together, padded=padded, beside=beside)
 
     def _completed(self, params: Params) -> Mapping[str, Tensor]:
         """Returns the parameters by name, with zeros for adapters that they lack.

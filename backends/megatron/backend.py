@@ -26,6 +26,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.hf.vision import PIXELS
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor, How
@@ -310,6 +311,8 @@ class Megatron(Base):
         """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
+        if PIXELS in batch:
+            raise ValueError("the batch has images, which Megatron does not read here; use local or fsdp")
         sizes, routers, padded = self.layout.sizes, self._built().routers, self._built().padded
         if routers is not None:
             routers.check(batch)

@@ -61,7 +61,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
 
 
 def check_head(skeleton: Skeleton, folder: str | Path) -> None:
-    """Refuses a model whose logits are more than the output layer's, with a factor and a bound.
+    """Refuses a model of images, and one whose logits are more than the output layer's, with a factor and a bound.
 
     Args:
         skeleton: transformers' model of the folder.
@@ -70,6 +70,11 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
     Raises:
         ModelError: the model is such.
     """
+    if skeleton.family is not None and skeleton.config.model_type != "gemma3":
+        raise ModelError(
+            f"{folder} is a {type(skeleton.model).__name__}: models with images do not run on Megatron here; set "
+            "actor.strategy to local or fsdp"
+        )
     bias = skeleton.head == "lm" and skeleton.output_layer.bias is not None
     if skeleton.fit.own_head or bias:
         raise ModelError(

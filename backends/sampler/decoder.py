@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
+import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing, packed_attention, softmax
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.hf.vision import Seen, attentions
 from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.weight_sync import whole_of_parts
-from verl_fn.state import Batch, split_by_tokens
+from verl_fn.state import POSITIONS, Batch, split_by_tokens
 
 NAME = "verl_fn_decode"
 # The most tokens, padding included, that a decoder without a cache computes at a time.
@@ -218,7 +220,7 @@ class GeneralDecoder:
         self.model = model
         if not isinstance(self, RowDecoder):
             register()
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(attentions(model.config, NAME))
         skeleton.move_buffers(device)
         self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
@@ -227,6 +229,9 @@ class GeneralDecoder:
         self._frozen: frozenset[str] = frozenset()
         self._taken: set[str] = set()
         self._cache = Cache(0, 0)
+        # For each slot, how far the positions of text lie behind its places, since images have fewer positions than
+        # tokens.
+        self._behind = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin(self, frozen: Collection[str] = ()) -> None:
         self._frozen = frozenset(frozen)
@@ -264,10 +269,17 @@ class GeneralDecoder:
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.slots or length > self._cache.length:
             self._cache = Cache(slots, length)
+            self._behind = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         where = Where.of_rows(rows, slots, self.device)
-        return self._logits(rows.tokens.to(self.device), where, rows.last.to(self.device))
+        rows = rows.to(self.device)
+        behind = rows[POSITIONS][rows.last] if POSITIONS in rows else rows.last.new_zeros(len(rows), 2)
+        self._behind[slots.to(self.device)] = behind[:, 0] - behind[:, 1:].amax(1)
+        seen = Seen.of(self.skeleton.family, self.skeleton.config, rows)
+        if seen is not None and where.packing is not None:
+            where.packing = attrs.evolve(where.packing, blocks=seen.blocks)
+        return self._logits(rows.tokens, where, rows.last, seen)
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
         slots = torch.arange(len(tokens), device=self.device)
@@ -277,6 +289,7 @@ class GeneralDecoder:
         for tensors in self._cache.layers.values():
             for t in tensors:
                 t[targets, :, :length] = t[sources, :, :length]
+        self._behind[targets] = self._behind[sources]
 
     def drop_cache(self) -> None:
         self._cache = Cache(0, 0)
@@ -284,16 +297,26 @@ class GeneralDecoder:
     def drop_weights(self) -> None:
         self._weights, self._taken = {}, set()
 
-    def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
+    def _logits(
+        self, tokens: Tensor, where: Where, last: Tensor | None, seen: Seen | None = None
+    ) -> Float[Tensor, "n V"]:
+        places = where.positions[None]
+        if (family := self.skeleton.family) is not None and family.axes:
+            # Only text follows a prompt, so it has one position on all axes of images.
+            text = where.positions - self._behind[where.slots]
+            places = torch.stack([where.positions, text, text, text])[:, None]
+
         def forward(skeleton: Skeleton) -> Tensor:
-            outputs = skeleton.body(
-                input_ids=tokens[None],
-                position_ids=where.positions[None],
-                attention_mask=self._mask,
-                use_cache=False,
-                cache=self._cache,
-                where=where,
-            )
+            given: dict[str, Any] = {
+                "attention_mask": self._mask,
+                "use_cache": False,
+                "cache": self._cache,
+                "where": where,
+            }
+            if seen is None:
+                outputs = skeleton.body(input_ids=tokens[None], position_ids=places, **given)
+            else:
+                outputs = skeleton.read(tokens, places, seen, **given)
             hidden = outputs.last_hidden_state[0]
             return skeleton.logits(hidden if last is None else hidden[last])
 

@@ -23,12 +23,12 @@ from verl_fn.backends.hf.exact import token_logprobs
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
-from verl_fn.backends.sampler.decoder import Decoder
+from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder
 from verl_fn.backends.sampler.exact import ExactDecoder
 from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive
-from verl_fn.state import Batch, isolated, uniform_at
+from verl_fn.state import Batch, isolated, uniform_at, with_images
 
 # The most prompt tokens of one prefill: a bound of its memory.
 PREFILL_TOKENS = 16384
@@ -97,6 +97,7 @@ class Sampler(Serving):
         super().__init__(
             folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight, routed_experts
         )
+        self.reads_images = type(self.decoder) is GeneralDecoder and self.decoder.skeleton.family is not None
         self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
@@ -183,6 +184,7 @@ class _Run:
         self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
         self.in_flight = sampler.capabilities.versions_per_token
         self.prompts = [request.prompt for request in requests]
+        self.images = [request.images for request in requests]
         sampling, self.n = requests[0].sampling, requests[0].sampling.n
         self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
@@ -276,7 +278,7 @@ class _Run:
             self.offsets.append(length - self.step)
         fresh = slice(first, len(self.rows))
         self.begun += len(which)
-        batch = Batch.from_rows([self.prompts[prompt] for prompt in slot_of])
+        batch = self._rows([self.prompts[prompt] for prompt in slot_of], list(slot_of))
         logits = self.decoder.prefill(batch, torch.tensor(list(slot_of.values())))
         if self.recorder is not None:
             self._keep_routes(self.recorder.take(), batch, self.rows[first:], which)
@@ -301,8 +303,18 @@ class _Run:
                 budget -= ends[last]
                 last += 1
             rows = [text[:end] for text, end in zip(texts[first:last], ends[first:last], strict=True)]
-            yield self.decoder.prefill(Batch.from_rows(rows), torch.arange(first, last))
+            batch = self._rows(rows, [row // self.n for row in self.rows[first:last]])
+            yield self.decoder.prefill(batch, torch.arange(first, last))
             first = last
+
+    def _rows(self, rows: Sequence[Sequence[int] | Tensor], prompts: list[int]) -> Batch:
+        """Returns rows with the images of the prompts that they begin with; what follows a prompt is text."""
+        batch = Batch.from_rows(rows)
+        if all(self.images[prompt] is None for prompt in prompts):
+            return batch
+        lengths = batch.spread(torch.tensor([len(self.prompts[prompt]) for prompt in prompts]))
+        batch = batch.with_tokens(response_mask=(batch.positions >= lengths).float())
+        return with_images(batch, [self.images[prompt] for prompt in prompts])
 
     def _keep_routes(self, routed: Int[Tensor, "T l k"], batch: Batch, rows: list[int], which: list[int]) -> None:
         """Keeps the experts of prompts, each for the rows that begin with it."""

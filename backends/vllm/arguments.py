@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.vision import family_of
 from verl_fn.errors import UserError, did_you_mean, install
 
 TESTED = ("0.24.0",)
@@ -149,7 +150,10 @@ def engine_arguments(
     for name in engine_kwargs:
         if name in KEPT:
             raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
-    text = read_config(folder).get_text_config()
+    config = read_config(folder)
+    if family_of(config) is not None and config.model_type != "gemma3":
+        raise ModelError(f"{folder}: models with images do not run in vLLM here; set rollout.name=sampler")
+    text = config.get_text_config()
     heads = text.num_attention_heads
     if heads % tensor_parallel_size:
         raise ModelError(

@@ -90,7 +90,7 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("images", [{"bytes": "x", "path": None}], "the column images has images, videos or sounds"),
+        ("images", [{"bytes": "x", "path": None}], "image 1(: .*x cannot be read| is no image)"),
         ("video_path", "a.mp4", "the column video_path has images"),
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),

@@ -20,6 +20,7 @@ from verl_fn.state import (
     Key,
     Metrics,
     Request,
+    RowImages,
     Sample,
     Sampling,
     TokenOutputs,
@@ -120,8 +121,9 @@ def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key
     """Returns the requests for responses to problems, or for conversations where there is an environment."""
     if w.converses:
         return conversations_of(problems, sampling, key)
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length, w.truncation)
-    return requests_for(prompts, sampling, key, [problem.id for problem in problems])
+    images: list[RowImages | None] = []
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length, w.truncation, images)
+    return requests_for(prompts, sampling, key, [problem.id for problem in problems], images)
 
 
 def conversations_of(problems: Sequence[Problem], sampling: Sampling, key: Key) -> list[Request]:

@@ -11,7 +11,7 @@ import torch
 from verl_fn.config.algorithms import SFT, Distill, Rejection
 from verl_fn.data.examples import encode_rows, pack_examples, packed
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Node, TokenOutputs, conversations, node
+from verl_fn.state import Batch, Key, Node, RowImages, TokenOutputs, conversations, node
 from verl_fn.steps import cross_entropy, distill_top_k, total_loss
 from verl_fn.steps import distill as distill_loss
 
@@ -42,9 +42,10 @@ def sft(options: SFT) -> Algorithm[ActorState]:
         return ActorState(actor, state.key, state.step + 1), report
 
     def evaluate(state: ActorState, problems: Sequence[Problem], w: Workers) -> Report:
-        groups = encode_rows(problems, w.tokenizer, w.end_tokens)
+        images: list[RowImages | None] = []
+        groups = encode_rows(problems, w.tokenizer, w.end_tokens, images)
         sources = [problem.data_source for problem, rows in zip(problems, groups, strict=True) for _ in rows]
-        batch = packed([row for rows in groups for row in rows])
+        batch = packed([row for rows in groups for row in rows], images)
         needs = ("logprobs", LIKELIEST) if w.gives_likeliest else ("logprobs",)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, needs))
         report = {"val/loss": float(total_loss(cross_entropy(), outputs, weighted(batch, options, w))[0])}

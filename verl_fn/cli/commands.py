@@ -209,6 +209,10 @@ def prepare(args: argparse.Namespace) -> int:
         from verl_fn.data.prepare import prepare_arithmetic
 
         rows = prepare_arithmetic(args.out)
+    elif args.dataset == "squares":
+        from verl_fn.data.squares import prepare_squares
+
+        rows = prepare_squares(args.out)
     else:
         from verl_fn.data.prepare import prepare_gsm8k
 

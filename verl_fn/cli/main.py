@@ -17,7 +17,7 @@ from verl_fn.errors import UsageError, UserError
 from verl_fn.runs.screen import OutputClosed, complain, say
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
-PREPARED = ("gsm8k", "arithmetic", "smollm2")
+PREPARED = ("gsm8k", "arithmetic", "squares", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 BENCHMARKS = (
     "purity", "sampler", "exact", "imports", "large-data", "crash", "faults", "families", "first-step",
@@ -248,8 +248,8 @@ def _add_prepare(command: Callable[..., argparse.ArgumentParser]) -> None:
         "dataset",
         type=source,
         metavar="SOURCE",
-        help="gsm8k, arithmetic or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data set, "
-        "hub:datasets/OWNER/NAME, either with @REVISION",
+        help="gsm8k, arithmetic, squares or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data "
+        "set, hub:datasets/OWNER/NAME, either with @REVISION",
     )
     prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
     prepare.add_argument("--out", required=True, help="the folder to write")

@@ -64,6 +64,7 @@ class RolePlan(TrainedConfig):
         row_layout: ``packed``, ``padded`` or ``auto``; see ``hf.checks.fit_of``.
         router_replay: whether updates replay the experts of tokens, for ``megatron``.
         exact: whether log-probs equal the rollout engine's in every bit, for ``local`` and ``fsdp``.
+        freeze_vision_tower: whether the module that sees images is not trained.
     """
 
     name: str
@@ -76,6 +77,7 @@ class RolePlan(TrainedConfig):
     row_layout: str = "auto"
     router_replay: bool = False
     exact: bool = False
+    freeze_vision_tower: bool = False
 
     @property
     def sharers(self) -> int:
@@ -313,6 +315,7 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
         row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
         exact=name == "actor" and cfg.rollout.exact != "off",
+        freeze_vision_tower=role.trained and table == "actor" and cfg.actor.freeze_vision_tower,
     )
 
 

@@ -420,6 +420,9 @@ class ActorConfig(TrainedConfig):
     """The actor, and every other model without a value head."""
 
     router_replay: RouterReplayConfig = sub(RouterReplayConfig)
+    freeze_vision_tower: bool = opt(
+        False, "do not train the module of a model with images that sees them; adapters leave it as it is"
+    )
 
 
 @attrs.frozen(kw_only=True)

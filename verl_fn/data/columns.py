@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeAlias
 
+from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.entries import is_filled, is_media
+from verl_fn.data.images import COLUMNS, check_marks, images_in, with_marks
 from verl_fn.data.rows import DataError, Inexact, Row
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
@@ -24,10 +26,12 @@ _LIKE_MARKS = re.compile(
 )
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
-_NO_MEDIA = "only text is trained on: remove it, or leave the row out"
+_NO_MEDIA = (
+    "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
+)
 
 
-def prompt_of(place: str, value: Any, column: str) -> str | Messages:
+def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Messages:
     """Returns a prompt after checking it: a string, or chat messages.
 
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
@@ -36,9 +40,11 @@ def prompt_of(place: str, value: Any, column: str) -> str | Messages:
         place: the file and row, for error messages.
         value: what the column holds.
         column: its name.
+        images: how many images the row has, of which the prompt shows each.
 
     Raises:
-        DataError: it is neither, or a string that holds messages as JSON, or it has images, videos or sounds.
+        DataError: it is neither, or a string that holds messages as JSON, or it has videos, sounds, or more or fewer
+            images.
 
     Example:
         >>> prompt_of("a.jsonl, line 1", "2+2?", "prompt")
@@ -50,18 +56,25 @@ def prompt_of(place: str, value: Any, column: str) -> str | Messages:
                 f"{place}: {column} is a string that holds messages as JSON, which would be trained on as text; "
                 "write a list of messages (a function of data.convert can, with json.loads)"
             )
-        _check_marks(place, value, column)
+        if images:
+            check_marks(place, column, value, images)
+        _check_marks(place, value.replace(MARK, "") if images else value, column)
         return value
+    if images:
+        value = with_marks(f"{place}: {column}", value)
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         for i, message in enumerate(value):
-            _check_parts(f"{place}: message {i} of {column}", message)
+            _check_parts(f"{place}: message {i} of {column}", message, images)
         if all(map(_is_message, value)):
             messages = [
                 {key: inner for key, inner in message.items() if key != "tool_calls" or inner}
                 for message in without_nulls(value)
             ]
             # Templates look at the content of every message. Only tool calls can be without.
-            return tuple(m if "content" in m else m | {"content": None} for m in messages)
+            whole = tuple(m if "content" in m else m | {"content": None} for m in messages)
+            if images:
+                check_marks(place, column, whole, images)
+            return whole
     if value in ("", []):
         raise DataError(f"{place}: {column} is empty")
     raise DataError(
@@ -71,7 +84,7 @@ def prompt_of(place: str, value: Any, column: str) -> str | Messages:
 
 
 EXACT = 2**53  # from here on, neighbouring whole numbers are the same float
-OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs")
+OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", *COLUMNS)
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
@@ -82,13 +95,15 @@ def fields_of(place: str, row: Row) -> dict[str, Any]:
 
     Example:
         >>> fields_of("a.jsonl, line 1", {"ability": "math"})
-        {'place': 'a.jsonl, line 1', 'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {}}
+        {'place': 'a.jsonl, line 1', 'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {},
+        'images': ()}
     """
     return {
         "place": place,
         "extra_info": extra_info_of(place, row),
         "tools": tools_of(place, row),
         "chat_template_kwargs": template_kwargs_of(place, row),
+        "images": images_in(place, row),
     }
 
 
@@ -303,7 +318,7 @@ def _is_message(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get("content"), str) or (calls and value.get("content") is None)
 
 
-def _check_parts(place: str, message: Mapping[str, Any]) -> None:
+def _check_parts(place: str, message: Mapping[str, Any], images: int) -> None:
     content = message.get("content")
     if isinstance(content, list):
         kinds = {str(part.get("type", "")) for part in content if isinstance(part, Mapping)}
@@ -315,7 +330,7 @@ def _check_parts(place: str, message: Mapping[str, Any]) -> None:
         if is_media(key) and is_filled(value):
             raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
     if isinstance(content, str) and message.get("role") != "assistant":
-        _check_marks(place, content, "its content")
+        _check_marks(place, content.replace(MARK, "") if images else content, "its content")
 
 
 def _check_marks(place: str, text: str, what: str) -> None:

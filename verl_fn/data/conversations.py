@@ -51,7 +51,9 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
-        value = prompt_of(place, row[MESSAGES], MESSAGES)
+        fields = fields_of(place, row)
+        images = len(fields["images"])
+        value = prompt_of(place, row[MESSAGES], MESSAGES, images)
         if isinstance(value, str):
             raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
         check_turns(place, value, MESSAGES)
@@ -62,7 +64,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
                 'with "weight": 0'
             )
         if row.get(prompt_key) is not None:
-            _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
+            _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key, images), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
             _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value, last)
         if value[last + 1 :]:
@@ -73,7 +75,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
             answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
             id=number,
             data_source=source_of(place, row, MESSAGES),
-            **fields_of(place, row),
+            **fields,
             messages=value[: last + 1],
         )
 
@@ -92,8 +94,9 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
     required = (prompt_key, COMPLETION)
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
-        prompt, completion = (prompt_of(place, row[column], column) for column in required)
         common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
+        prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
+        completion = prompt_of(place, row[COMPLETION], COMPLETION)
         if isinstance(completion, str):
             return Problem(prompt, completion, **common)
         check_turns(place, completion, COMPLETION)

@@ -10,16 +10,22 @@ import torch
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import ended, watched
 from verl_fn.data.conversations import Conversation
-from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of
+from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
+from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.data.traits import strings
-from verl_fn.state import Batch
+from verl_fn.state import Batch, RowImages, with_images
 
 
-def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> list[list[Example]]:
+def encode_rows(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    end_tokens: int | Sequence[int],
+    images: list[RowImages | None] | None = None,
+) -> list[list[Example]]:
     """Returns the rows of each problem.
 
     A problem with an answer has one row, and a judged problem one for each response. A conversation has one, or more
@@ -29,6 +35,7 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
         problems: what is learned from.
         tokenizer: the model's tokenizer.
         end_tokens: the model's ``end_tokens``, or the first of them; it ends answers that no template writes.
+        images: gets what each row holds of its images, or None.
 
     Raises:
         DataError: a prompt or a response has characters that the tokenizer does not know, or its template cannot
@@ -36,17 +43,23 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
     """
     ends = all_ends(tokenizer, end_tokens)
     rendered = watched(lambda: [_rendered(problem, tokenizer, ends) for problem in problems])
+    seen = [_show(problem, parts, tokenizer) for problem, parts in zip(problems, rendered, strict=True)]
     rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
     # String prompts have no template.
     plain = [problem for problem in problems if _is_plain(problem)]
-    prompts = iter(encode_prompts(plain, tokenizer))
-    results = []
-    for problem, parts in zip(problems, rendered, strict=True):
+    shown: list[RowImages | None] = []
+    prompts = iter(zip(encode_prompts(plain, tokenizer, images=shown), shown, strict=True))
+    results, held = [], list[RowImages | None]()
+    for problem, parts, of_problem in zip(problems, rendered, seen, strict=True):
         if _is_plain(problem):
-            results.append(_answers(problem, next(prompts), tokenizer, ends))
+            prompt, own = next(prompts)
+            results.append(_answers(problem, prompt, tokenizer, ends))
+            held += [own] * len(results[-1])
             continue
         results.append([next(rows) for _ in parts])
         for ids, _ in results[-1]:
+            with named(problem):
+                held.append(kept(ids, of_problem))
             if has_unknown(ids, tokenizer):
                 raise DataError(f"{label_of(problem)}: {describe_unknown('messages', _texts(problem), tokenizer)}")
             if ids[-1] not in ends:
@@ -60,7 +73,22 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
                 f"{label_of(problem)}: chosen and rejected are the same tokens, so neither is preferred; remove the "
                 "row"
             )
+    if images is not None:
+        images += held
     return results
+
+
+def _show(problem: Problem, rows: list[Parts], tokenizer: Any) -> Any:
+    """Returns the images of a problem of chat messages, and writes their tokens into the texts of its rows."""
+    if _is_plain(problem):
+        return None
+    with named(problem):
+        seen = seen_by(problem, tokenizer)
+        if seen is not None:
+            for parts in rows:
+                texts = fill([text for text, _ in parts], seen, problem)
+                parts[:] = [(text, learned) for text, (_, learned) in zip(texts, parts, strict=True)]
+        return seen
 
 
 def encode_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> list[Example]:
@@ -83,7 +111,9 @@ def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int |
     Raises:
         DataError: as ``encode_examples``.
     """
-    return packed(encode_examples(problems, tokenizer, end_tokens))
+    images: list[RowImages | None] = []
+    rows = encode_rows(problems, tokenizer, end_tokens, images)
+    return packed([row for of_problem in rows for row in of_problem], images)
 
 
 def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Sequence[int]) -> Batch:
@@ -151,14 +181,15 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | 
     )
 
 
-def packed(examples: Sequence[Example]) -> Batch:
-    """Packs rows and their ``response_mask``.
+def packed(examples: Sequence[Example], images: Sequence[RowImages | None] = ()) -> Batch:
+    """Packs rows, their ``response_mask``, and their images if any row has some.
 
     Example:
         >>> packed([([4, 5], [0.0, 1.0])])["response_mask"].tolist()
         [0.0, 1.0]
     """
-    return Batch.from_rows([ids for ids, _ in examples], {"response_mask": [mask for _, mask in examples]})
+    batch = Batch.from_rows([ids for ids, _ in examples], {"response_mask": [mask for _, mask in examples]})
+    return with_images(batch, images) if images else batch
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -16,10 +17,11 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Convert, Entry, Kind
+from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.rendering import prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Key
+from verl_fn.state import Key, RowImages
 
 BLOCK = 4096  # problems of the stream whose files are drawn together
 ROUNDS = 6
@@ -114,7 +116,11 @@ def read_problems(
 
 
 def encode_prompts(
-    problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None, truncation: str = "error"
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    max_length: int | None = None,
+    truncation: str = "error",
+    images: list[RowImages | None] | None = None,
 ) -> list[list[int]]:
     """Returns the token ids of each prompt.
 
@@ -125,7 +131,8 @@ def encode_prompts(
         problems: the problems whose prompts are encoded.
         tokenizer: the model's tokenizer.
         max_length: the longest prompt allowed, in tokens.
-        truncation: what becomes of longer ones; see ``truncated``.
+        truncation: what becomes of longer ones; see ``truncated``. Prompts with images are not cut.
+        images: gets what each prompt holds of its images, or None.
 
     Raises:
         DataError: a prompt is too long and not cut, has characters that the tokenizer does not know, or consists of
@@ -136,12 +143,35 @@ def encode_prompts(
         >>> encode_prompts([Problem("cab", "")], char_tokenizer("abc"))
         [[1, 6, 4, 5]]
     """
-    prompts = []
-    for problem, ids in zip(problems, token_ids(_texts(problems, tokenizer), tokenizer), strict=True):
+    prompts, texts = [], _texts(problems, tokenizer)
+    seen = [_filled(texts, i, tokenizer, problem) if problem.images else None for i, problem in enumerate(problems)]
+    for problem, ids, shown in zip(problems, token_ids(texts, tokenizer), seen, strict=True):
         ids = begun(ids, tokenizer) if isinstance(problem.prompt, str) else ids
-        _check_prompt(problem, ids, tokenizer, max_length if truncation == "error" else None)
+        cuts = truncation != "error" and not problem.images
+        _check_prompt(problem, ids, tokenizer, None if cuts else max_length)
         prompts.append(ids if max_length is None else truncated(ids, max_length, truncation))
+        if images is not None:
+            with named(problem):
+                images.append(kept(ids, shown))
     return prompts
+
+
+def _filled(texts: list[str], number: int, tokenizer: Any, problem: Problem) -> Any:
+    """Returns the images of a problem, and writes their tokens into its text."""
+    with named(problem):
+        seen = seen_by(problem, tokenizer)
+        if seen is not None:
+            texts[number] = fill([texts[number]], seen, problem)[0]
+        return seen
+
+
+@contextlib.contextmanager
+def named(problem: Problem) -> Iterator[None]:
+    """Puts the name of a problem in front of errors about it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{label_of(problem)}: {error}") from error
 
 
 def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
@@ -151,7 +181,8 @@ def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
         DataError: as ``encode_prompts``.
     """
     strings = any(isinstance(problem.prompt, str) for problem in problems)
-    if _unknown(tokenizer) is not None or (strings and tokenizer.bos_token_id is not None):
+    shown = any(problem.images for problem in problems)
+    if shown or _unknown(tokenizer) is not None or (strings and tokenizer.bos_token_id is not None):
         return list(map(len, encode_prompts(problems, tokenizer)))
     counts = token_counts(_texts(problems, tokenizer), tokenizer)
     for problem, count in zip(problems, counts, strict=True):
@@ -257,19 +288,21 @@ def problem_rows(prompt_key: str = "prompt") -> Kind:
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
     ``ground_truth``, which ``truth`` makes a string. Optional are ``extra_info``, ``ability``, which becomes a part
-    of it, ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
+    of it, ``tools``, JSON schemas that the chat template shows, ``chat_template_kwargs``, and ``images`` or
+    ``image``, of which the prompt shows each by a mark ``<image>`` or a part of the type image.
 
     Args:
         prompt_key: the column of prompts.
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
+        fields = fields_of(place, row)
         return Problem(
             data_source=source_of(place, row),
-            prompt=prompt_of(place, row[prompt_key], prompt_key),
+            prompt=prompt_of(place, row[prompt_key], prompt_key, len(fields["images"])),
             answer=ground_truth_of(place, row["reward_model"]),
             id=number,
-            **fields_of(place, row),
+            **fields,
         )
 
     required = ("data_source", prompt_key, "reward_model")

@@ -253,6 +253,9 @@ def _judged(
     chosen: tuple[Response, ...],
     rejected: tuple[Response, ...],
 ) -> Judged:
+    fields = fields_of(place, row)
+    if fields["images"]:
+        raise DataError(f"{place}: the row has images, which are not read beside judged responses; leave the row out")
     return Judged(
         prompt=prompt,
         answer="" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"]),
@@ -260,5 +263,5 @@ def _judged(
         data_source=source_of(place, row, SOURCE),
         chosen=chosen,
         rejected=rejected,
-        **fields_of(place, row),
+        **fields,
     )

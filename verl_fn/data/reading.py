@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 import verl_fn
+from verl_fn.backends.hf.processor import SETTINGS
 from verl_fn.backends.hf.tokenizer import ARGUMENTS, template_text
 from verl_fn.data.encoded import Asked, Encoded, Encoder, Part, assembled
 from verl_fn.data.entries import Entry
@@ -190,6 +191,10 @@ def _tokens(tokenizer: Any) -> Iterator[str]:
     yield repr(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
     yield repr(tokenizer.split_special_tokens)
     yield repr(() if tokenizer.eos_token_id is None else all_ends(tokenizer, tokenizer.eos_token_id))
+    # What images become.
+    for name in (*SETTINGS, "config.json"):
+        file = Path(tokenizer.name_or_path) / name
+        yield file.read_text() if file.is_file() else ""
 
 
 def _versions(of_all: bool) -> Iterator[str]:

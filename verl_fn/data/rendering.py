@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.processor import MARK, parts_of
 from verl_fn.backends.hf.tokenizer import chat_texts, end_tokens
 from verl_fn.data.columns import learned_turns
 from verl_fn.data.rows import DataError
@@ -161,9 +162,18 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
 
 
 def _renderer(tokenizer: Any, problem: Problem) -> Any:
-    return functools.partial(
-        chat_texts, tokenizer, tools=problem.tools, chat_template_kwargs=problem.chat_template_kwargs
-    )
+    def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+        if problem.images:
+            conversations = [([_in_parts(m) for m in messages], begun) for messages, begun in conversations]
+        return chat_texts(tokenizer, conversations, problem.tools, problem.chat_template_kwargs)
+
+    return render
+
+
+def _in_parts(message: Message) -> Message:
+    """Returns a message whose content has a part for each image that is marked in it."""
+    content = message.get("content")
+    return {**message, "content": parts_of(content)} if content and MARK in content else message
 
 
 def _without_end(number: int, message: Message, ends: Sequence[str]) -> Message:

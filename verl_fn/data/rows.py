@@ -204,8 +204,9 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Block]:
             rest = [name for name in schema.names if name not in names and schema.names.count(name) == 1]
             if twice := [name for name in names if schema.names.count(name) > 1]:
                 raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
-            # Other columns may hold images, many of which at once would not fit into memory.
-            for batch in file.iter_batches(FEW if more else MANY, columns=[*names, *rest]):
+            # These columns may hold images, many of which at once would not fit into memory.
+            heavy = any(map(columns.others, names))
+            for batch in file.iter_batches(FEW if heavy else MANY, columns=[*names, *rest]):
                 unread = {name: len(batch) - batch.column(name).null_count for name in rest}
                 numbers = range(number, number + len(batch))
                 yield Block(f"{path}, row", numbers, batch.select(names), damage.format(number), unread)

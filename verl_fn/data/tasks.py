@@ -13,7 +13,7 @@ import attrs
 from verl_fn.state import Key
 
 # Data sources of prepared files, whose rows name them and whose answers have a rule.
-GSM8K, ARITHMETIC = "openai/gsm8k", "arithmetic"
+GSM8K, ARITHMETIC, SQUARES = "openai/gsm8k", "arithmetic", "squares"
 
 HELD_OUT_SHARE = 8  # one prompt in so many is held out
 HELD_OUT = 512  # held-out problems of a task by default
@@ -32,6 +32,7 @@ class Problem:
         extra_info: further fields of the data.
         chat_template_kwargs: arguments of the chat template for this problem; they replace the run's.
         tools: JSON schemas of the functions that the assistant can call, for the template to show.
+        images: the contents of image files; ``<image>`` stands for each in the prompt.
         place: file and row, for error messages; empty for a problem that no file has.
     """
 
@@ -42,6 +43,7 @@ class Problem:
     extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
     tools: tuple[Mapping[str, Any], ...] = ()
+    images: tuple[bytes, ...] = attrs.field(default=(), repr=False)
     place: str = attrs.field(default="", eq=False, repr=False)
 
 

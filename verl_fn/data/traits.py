@@ -11,11 +11,12 @@ from typing import Any
 import attrs
 import numpy as np
 
+from verl_fn.backends.hf.processor import MARK
 from verl_fn.data.columns import MARKS
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS = 1, 2, 4, 8, 16
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES = 1, 2, 4, 8, 16, 32
 
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
 
@@ -42,7 +43,8 @@ class Traits:
     Attributes:
         prompts: 64 bits of a digest of each prompt; equal prompts have equal ones.
         flags: bits: ``JSON`` for a prompt that is JSON, ``EMPTY`` for an empty answer, ``SPECIAL`` and
-            ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row.
+            ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
+            its images.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -110,7 +112,7 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     for one in problems:
         group = (one.data_source, tuple(sorted(_fields(one))), tuple(one.chat_template_kwargs))
         groups.append(places.setdefault(group, len(places)))
-    prompts = [hashlib.blake2b(_hashable(one.prompt), digest_size=8).digest() for one in problems]
+    prompts = [hashlib.blake2b(_hashable(one), digest_size=8).digest() for one in problems]
     return Traits(
         np.frombuffer(b"".join(prompts), np.uint64),
         np.array([_flags(one, special) for one in problems], np.uint8),
@@ -143,8 +145,10 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags = JSON if _is_json(problem.prompt) else 0
     flags |= 0 if problem.answer else EMPTY
     flags |= TOOLS if problem.tools else 0
+    flags |= IMAGES if problem.images else 0
     if special is not None:
-        flags |= SPECIAL if any(map(special.search, strings(problem.prompt))) else 0
+        texts = [text.replace(MARK, "") if problem.images else text for text in strings(problem.prompt)]
+        flags |= SPECIAL if any(map(special.search, texts)) else 0
         flags |= SPECIAL_ANSWER if special.search(problem.answer) else 0
     return flags
 
@@ -168,6 +172,8 @@ def _fields(problem: Problem) -> set[str]:
     return (names | {name for call in calls for name in call}) - {"role", "content", "function", "type", *followed}
 
 
-def _hashable(prompt: Any) -> bytes:
+def _hashable(problem: Problem) -> bytes:
+    prompt = problem.prompt
     # A string is never equal to messages, whose JSON begins with "[".
-    return ("'" + prompt if isinstance(prompt, str) else _json(prompt)).encode(errors="surrogatepass")
+    text = ("'" + prompt if isinstance(prompt, str) else _json(prompt)).encode(errors="surrogatepass")
+    return text + b"".join(hashlib.blake2b(image).digest() for image in problem.images)

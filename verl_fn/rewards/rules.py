@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fn.data.tasks import ARITHMETIC, GSM8K, TASKS, Problem, Task
+from verl_fn.data.tasks import ARITHMETIC, GSM8K, SQUARES, TASKS, Problem, Task
 from verl_fn.rewards.reward import Answer, RewardError, describe
 from verl_fn.scores import boxed, equal
 
 Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
-SOURCES = (*TASKS, GSM8K, ARITHMETIC, *MATH)
+SOURCES = (*TASKS, GSM8K, ARITHMETIC, SQUARES, *MATH)
 
 GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
@@ -37,6 +37,8 @@ def rule_for(data_source: str) -> Rule:
         return gsm8k
     if data_source == ARITHMETIC:
         return arithmetic
+    if data_source == SQUARES:
+        return one_word
     if data_source in MATH:
         return mathematics
     raise RewardError(
@@ -95,6 +97,18 @@ def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any
     numbers = re.findall(r"-?\d+", response)
     pred = numbers[-1] if numbers else ""
     score = float(pred == problem.answer)
+    return {"score": score, "acc": score, "pred": pred}
+
+
+def one_word(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
+    """Scores 1 if a response is the ground truth and nothing else, whatever its case and a last full stop.
+
+    Example:
+        >>> one_word(Problem("<image>Which colour?", "red"), " Red.", True)
+        {'score': 1.0, 'acc': 1.0, 'pred': 'red'}
+    """
+    pred = response.strip().lower().removesuffix(".")
+    score = float(finished and pred == problem.answer)
     return {"score": score, "acc": score, "pred": pred}
 
 

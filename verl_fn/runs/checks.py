@@ -24,6 +24,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.megatron.fidelity import check_head
 from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
@@ -35,7 +36,7 @@ from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
-from verl_fn.data.traits import TOOLS, Traits, traits_of
+from verl_fn.data.traits import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
@@ -73,6 +74,7 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
         )
     _check_rules(plan, source, tokenizer)
     _check_tools(plan, source, tokenizer)
+    _check_images(plan, source, tokenizer)
     check_other_models(plan, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
@@ -236,6 +238,36 @@ def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
             f"env.name: {rows} rows have tools in the column tools, and the model would only see the environment's; "
             "let the environment give them, and remove the column (a function of data.convert can)"
         )
+
+
+def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
+    """Checks that all parts of a run read images, if rows have any.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if not isinstance(source, FileData | StreamedData):
+        return
+    training = source.first if isinstance(source, StreamedData) else source.training
+    if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in (training, source.validation)):
+        return
+    if plan.env.name:
+        raise ConfigError("env.name: rows have images, and conversations with an environment show none; leave it out")
+    if plan.trainer.journal == "samples":
+        raise ConfigError("trainer.journal = samples keeps no images, and rows have some; set it to digests")
+    for name, role in plan.roles.items():
+        table = f"{name} ({role.folder})"
+        if role.head != "lm":
+            raise ConfigError(
+                f"{table}: a model with a value head reads no images, and rows have some; take an algorithm without "
+                "one, such as algorithm.name=grpo"
+            )
+        if family_of(read_config(role.folder)) is None:
+            raise ConfigError(f"{table}: this model reads no images, and rows have some; take one that does")
+        if pads_rows(role.folder, role.head, role.row_layout):
+            raise ConfigError(f"{table}: padded rows have no images; set model.layout to auto")
+        if role.sharers > 1:
+            raise ConfigError(f"{table}: ranks cannot share rows with images; set their number for a row to 1")
 
 
 def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
@@ -507,9 +539,16 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
     }
     for role in plan.roles.values():
         skeleton = skeletons[role.folder, role.head, role.row_layout]
-        if role.strategy != "megatron" and (role.lora or role.enable_gradient_checkpointing):
-            lora, checkpointing = Lora(*role.lora) if role.lora else None, role.enable_gradient_checkpointing
-            hollow(role.folder, role.head, key=Key.from_seed(0), checkpointing=checkpointing, lora=lora)
+        changed = role.lora or role.enable_gradient_checkpointing or role.freeze_vision_tower
+        if role.strategy != "megatron" and changed:
+            hollow(
+                role.folder,
+                role.head,
+                key=Key.from_seed(0),
+                checkpointing=role.enable_gradient_checkpointing,
+                lora=Lora(*role.lora) if role.lora else None,
+                freeze_tower=role.freeze_vision_tower,
+            )
         if role.exact:
             device = build.device(plan.driver)
             dtype = dtype_of(compute_dtype(role.dtype, role.folder, device), "actor.dtype")

@@ -1,0 +1,238 @@
+"""Images of problems: the columns that hold them, and the pictures that image processors take.
+
+A problem holds its images as the bytes of image files. A mark, ``<image>``, says where in the prompt each belongs;
+content of messages that is a list of parts becomes text with marks when a row is read.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of, shown
+from verl_fn.data.rows import DataError, Row, one_line
+from verl_fn.data.tasks import Problem
+from verl_fn.state import RowImages
+
+COLUMNS = ("images", "image")
+MOST_PIXELS = 2**26
+_KEYS = ("bytes", "path", "image")
+
+
+class FromFile(bytes):
+    """The content of a file that a row names; the file may have another at the next start, so no cache holds it."""
+
+
+def images_in(place: str, row: Row) -> tuple[bytes, ...]:
+    """Returns the images in the columns ``images`` and ``image`` of a row, as bytes of image files.
+
+    An image is bytes, the path of a file, an object with ``bytes``, ``path`` or ``image``, as data sets of the
+    Hugging Face hub have them, or what a function of ``data.convert`` may make: a PIL image or an array.
+
+    Args:
+        place: the file and row, for errors; paths are relative to the file's folder.
+        row: its columns.
+
+    Raises:
+        DataError: one of them is no image, is missing, or is too large.
+    """
+    found: list[Any] = []
+    for column in COLUMNS:
+        if (value := row.get(column)) is not None:
+            found += value if isinstance(value, list | tuple) else [value]
+    images = [_content(f"{place}: image {number}", value, place) for number, value in enumerate(found, 1)]
+    for number, content in enumerate(images, 1):
+        opened(f"{place}: image {number}", content)
+    return tuple(images)
+
+
+def _content(name: str, value: Any, place: str) -> bytes:
+    if isinstance(value, Mapping):
+        held = [value[key] for key in _KEYS if value.get(key)]
+        if not held:
+            raise DataError(f"{name} is an object without bytes and path: {sorted(value)}")
+        return _content(name, held[0], place)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        return _file(name, value, place)
+    if hasattr(value, "__array__") and not isinstance(value, Image.Image):
+        try:
+            value = Image.fromarray(value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{name} is an array that is no image: {error}; write height x width x 3, uint8"
+            ) from error
+    if isinstance(value, Image.Image):
+        written = io.BytesIO()
+        value.convert("RGB").save(written, "PNG")
+        return written.getvalue()
+    raise DataError(f"{name} is a {type(value).__name__}; write the bytes of an image file, or its path")
+
+
+def _file(name: str, path: str, place: str) -> bytes:
+    if "://" in path or path.startswith("data:"):
+        raise DataError(f"{name} is the address {path!r:.60}; nothing is downloaded: write bytes, or a file's path")
+    file = Path(place.rpartition(", ")[0]).expanduser().parent / Path(path).expanduser()
+    try:
+        return FromFile(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{name}: {file} cannot be read: {error.strerror or error}") from error
+
+
+def opened(name: str, content: bytes) -> Any:
+    """Returns an image, whose pixels are read when they are needed.
+
+    Args:
+        name: of the image, for errors.
+        content: of an image file.
+
+    Raises:
+        DataError: it is no image, or too large.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of large images Pillow warns, and refuses larger ones; there is one limit here.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content))
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{name} is too large: {one_line(error)}; make it smaller") from error
+    # A damaged file makes Pillow raise errors of many classes.
+    except Exception as error:
+        raise DataError(f"{name} is no image that Pillow can read ({len(content)} bytes)") from error
+    if image.width * image.height > MOST_PIXELS:
+        raise DataError(
+            f"{name} is too large: it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}; make it "
+            "smaller"
+        )
+    return image
+
+
+def pictures(problem: Problem) -> list[Any]:
+    """Returns the images of a problem in RGB.
+
+    Raises:
+        DataError: the file of one is damaged.
+    """
+    found = []
+    for number, content in enumerate(problem.images, 1):
+        name = f"image {number}"
+        image = opened(name, content)
+        try:
+            found.append(image.convert("RGB"))
+        except Exception as error:
+            raise DataError(f"{name} is damaged: {one_line(error)}") from error
+    return found
+
+
+def with_marks(place: str, value: Any) -> Any:
+    """Returns messages whose content is text, with a mark for each part that is an image.
+
+    Args:
+        place: the file, the row and the column, for errors.
+        value: what the column holds; anything but a list of messages is returned as it is.
+
+    Raises:
+        DataError: a part is neither text nor an image, or is an image that is not in the column ``images``.
+
+    Example:
+        >>> with_marks("a.jsonl", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+        [{'role': 'user', 'content': '<image>?'}]
+    """
+    if not isinstance(value, list):
+        return value
+    messages = []
+    for i, message in enumerate(value):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            texts = [_part(f"{place}: message {i}", part) for part in message["content"]]
+            message = {**message, "content": "".join(texts)}
+        messages.append(message)
+    return messages
+
+
+def _part(place: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    held = {name: inner for name, inner in part.items() if name != "type" and inner} if kind else {}
+    if kind == "text" and held.keys() <= {"text"}:
+        return str(held.get("text", ""))
+    if kind == "image" and held.keys() <= {"text"}:
+        return MARK
+    if kind == "image":
+        raise DataError(f"{place} holds its image in {', '.join(sorted(held))}; write it into the column images")
+    raise DataError(f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read")
+
+
+def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any]], images: int) -> None:
+    """Checks that a prompt has one mark for each image, and none in a turn of the assistant.
+
+    Raises:
+        DataError: it has not.
+
+    Example:
+        >>> check_marks("a.jsonl, line 1", "prompt", "<image>?", 2)
+        Traceback (most recent call last):
+        verl_fn.data.rows.DataError: a.jsonl, line 1: prompt has 1 marks <image> for 2 images; write one for each
+    """
+    said = [("user", prompt)] if isinstance(prompt, str) else [(m["role"], m["content"] or "") for m in prompt]
+    if any(role in ("assistant", "tool") and MARK in text for role, text in said):
+        raise DataError(
+            f"{place}: {column} has the mark {MARK} in a message of the assistant or of a tool; images are read only "
+            "in messages of the user and the system"
+        )
+    if (marks := sum(text.count(MARK) for _, text in said)) != images:
+        raise DataError(f"{place}: {column} has {marks} marks {MARK} for {images} images; write one for each")
+
+
+def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
+    """Returns the images of a problem as its model reads them; None without images.
+
+    Raises:
+        DataError: the model reads no images, or cannot read these.
+    """
+    if not problem.images:
+        return None
+    try:
+        processor = processor_of(tokenizer)
+        return shown(pictures(problem), processor), processor
+    except ModelError as error:
+        raise DataError(str(error)) from error
+
+
+def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) -> list[str]:
+    """Returns texts with the tokens of a problem's images in place of the marks that the chat template has written.
+
+    Raises:
+        DataError: the texts have more or fewer marks than there are images.
+    """
+    images, processor = seen
+    mark = processor.in_text if isinstance(problem.prompt, str) else processor.mark
+    tokens: Iterator[str] = iter(images.tokens)
+    if isinstance(problem.prompt, str):
+        texts = [text.replace(MARK, mark) for text in texts]
+    marks = sum(text.count(processor.mark) for text in texts)
+    if marks != len(images.tokens):
+        raise DataError(
+            f"the text of the prompt has {marks} marks {processor.mark} for {len(images.tokens)} images; take a chat "
+            "template that writes one for each part of the type image, and no such text in messages"
+        )
+    return [filled(text, tokens, processor.mark) for text in texts]
+
+
+def kept(ids: Sequence[int], seen: tuple[Shown, Processor] | None) -> RowImages | None:
+    """Returns what a row of these tokens holds of its images.
+
+    Raises:
+        DataError: the tokens do not fit the images.
+    """
+    if seen is None:
+        return None
+    try:
+        return images_of(ids, *seen)
+    except ModelError as error:
+        raise DataError(str(error)) from error
