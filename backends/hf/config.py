@@ -8,13 +8,9 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_fn.errors import UserError
-
-if TYPE_CHECKING:
-    from verl_fn.backends.hf.skeleton import Skeleton
-
 
 # A model folder's own code is never run, and nothing is downloaded.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
@@ -78,7 +74,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_same_config(skeleton: Skeleton, folder: str | Path) -> None:
+def check_same_config(skeleton: Any, folder: str | Path) -> None:
     """Raises an error unless the config in ``folder`` describes the same model as a skeleton's.
 
     Raises:
