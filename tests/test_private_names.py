@@ -43,7 +43,8 @@ USED = {
         "backends/checkpoint/export.py": {"_weight_conversions"},
         "backends/hf/checks.py": {"_model_mapping"},
         "backends/hf/config.py": {"_extra_content"},
-        "backends/hf/folder.py": {"_model_mapping"},
+        "backends/hf/folder.py": {"_is_hf_initialized", "_model_mapping"},
+        "backends/hf/vision.py": {"_model_mapping"},
     },
     "megatron-core": {
         "backends/megatron/distributed_optimizer.py": {"_defer_param_sync", "_get_model_param_range_map"},

@@ -6,7 +6,8 @@ import pytest
 from judge_server import completion, serving
 
 from verl_fn.config import ConfigError, load, notes
-from verl_fn.config.schema import PATTERN, PROMPT, RewardConfig
+from verl_fn.config.options import PATTERN, PROMPT
+from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import RewardError
 from verl_fn.rewards.judge import Judge, Question, Replies

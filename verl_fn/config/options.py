@@ -270,6 +270,23 @@ def is_address(instance: Any, attribute: Any, value: str) -> None:
         raise ValueError("must have no user, password or query; reward.api_key_env names the variable with the key")
 
 
+# What a judge is asked by default, and where its score stands in a reply.
+PROMPT = """\
+Grade an answer to a question.
+
+Question:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Answer to grade:
+{response}
+
+End with a line "Score: N", where N is a number from 0 (wrong) to 1 (right)."""
+PATTERN = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
+
+
 def has_response(instance: Any, attribute: Any, value: str) -> None:
     """Validates a judge's prompt: without the response, all responses would get one score."""
     if "{response}" not in value:

@@ -13,6 +13,8 @@ from .algorithms import AlgorithmTable, uses_critic
 from .names import is_reference, is_task, reasoning_names, verifiers_name
 from .options import (
     MOST,
+    PATTERN,
+    PROMPT,
     ConfigError,
     all_or_some,
     each_above_zero,
@@ -59,20 +61,6 @@ ASKED = (BY_JUDGE, given("api", "chat", label=""))
 GIVEN = frozenset(
     name + many for name in ("data_source", "solution_str", "ground_truth", "extra_info") for many in ("", "s")
 )
-PROMPT = """\
-Grade an answer to a question.
-
-Question:
-{prompt}
-
-Reference answer:
-{ground_truth}
-
-Answer to grade:
-{response}
-
-End with a line "Score: N", where N is a number from 0 (wrong) to 1 (right)."""
-PATTERN = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
 
 
 @attrs.frozen(kw_only=True)

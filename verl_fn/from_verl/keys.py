@@ -458,6 +458,9 @@ PROVIDER_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
         "it changes a buffer of the model between calls, which no state holds; remove it"),
     "moe_input_jitter_eps": "it draws random numbers in each pass; remove it",
+    "moe_router_force_load_balancing": "it draws random experts in each pass; remove it",
+    "moe_router_force_biased": "it draws random numbers for each layer; remove it",
+    "moe_expert_capacity_factor": "it drops tokens by what else is in their micro-batch; remove it",
 }  # fmt: skip
 # Arguments of vLLM that a user cannot set here: its engine refuses them.
 ENGINE_ARGUMENTS = frozenset({

@@ -240,7 +240,7 @@ def test_a_folders_own_code_is_never_run(model, tmp_path, monkeypatch, model_typ
 
 
 def test_every_call_that_loads_says_that_code_is_not_run():
-    """Calls of from_pretrained and from_config name the option, or pass options that do."""
+    """Calls of from_pretrained and from_config name the option, or pass options that do; adapters have no code."""
     import ast
 
     from test_house import FILES, name_of
@@ -250,5 +250,7 @@ def test_every_call_that_loads_says_that_code_is_not_run():
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("from_pretrained", "from_config"):
+                if ast.unparse(node.func) == "PeftModel.from_pretrained":
+                    continue
                 passed = {keyword.arg for keyword in node.keywords}
                 assert passed & {"trust_remote_code", None}, f"{name_of(file)}, line {node.lineno}"
