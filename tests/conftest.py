@@ -128,4 +128,4 @@ def tiny(tmp_path_factory):
     """A Qwen3 folder of 0.02 M parameters with the alphabet of ``reverse``."""
     from verl_fn.backends.hf.new_model import new_model
 
-    return new_model(tmp_path_factory.mktemp("tiny"), chars="abcdefgh>", hidden_size=32)
+    return new_model(tmp_path_factory.mktemp("tiny"), chars="abcdefgh>", hidden_size=32, max_position_embeddings=256)

@@ -61,7 +61,7 @@ def test_layouts_after_one_that_fails_are_measured(tmp_path, monkeypatch, capsys
         return inside(folder, shape, text, *args)
 
     monkeypatch.setattr(first_step, "run_layout", run_layout)
-    monkeypatch.setattr(first_step, "run_together", lambda command, ranks, name: rank_here(command))
+    monkeypatch.setattr(first_step, "run_together", lambda command, *_: rank_here(command))
     path = tmp_path / "result.json"
     options = ["--losses", "sft", "--rows", "4", "--longest", "8", "--device", "cpu", "--json", str(path)]
     assert first_step.main(["--layouts", "local", "fsdp:3", "local:bf16", *options]) == 1
@@ -74,7 +74,7 @@ def test_layouts_after_one_that_fails_are_measured(tmp_path, monkeypatch, capsys
 
 def test_a_model_of_the_users(tmp_path, monkeypatch, capsys):
     folder = new_model(tmp_path / "mine", chars="abc", hidden_size=16)
-    monkeypatch.setattr(first_step, "run_together", lambda command, ranks, name: rank_here(command))
+    monkeypatch.setattr(first_step, "run_together", lambda command, *_: rank_here(command))
     options = ["--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(tmp_path / "result.json")]
     first_step.main(["--model", str(folder), "--layouts", "local", *options, "--losses", "sft", "value"])
     result = json.loads((tmp_path / "result.json").read_text())
