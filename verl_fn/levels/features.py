@@ -1,6 +1,6 @@
 """Level 4: parts of an architecture that text through a dense model does not reach.
 
-A feature passes only if its own code ran, which a counter in that code shows, and if its parameters changed.
+A feature passes only if its own code ran, as a counter in that code shows, and if its parameters changed.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def environment(bridge: str, device: str) -> dict[str, str]:
     """Returns the environment of the processes of all levels."""
     changed = {"PYTHONUNBUFFERED": "1"}
     if bridge:
-        # A module that is run has the current folder before all others, which may hold another Megatron.
+        # A module that is run has the current folder before all others, and it may hold another Megatron.
         first = [*map(str, search_path(bridge)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         changed |= {"PYTHONPATH": os.pathsep.join(first), "PYTHONSAFEPATH": "1", UNTESTED: "1"}
     if device == "cpu":

@@ -14,7 +14,7 @@ from verl_fn.benchmarks.families import random_folder, tiny_like
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import UsageError
 
-TASK = "count"  # its prompts are plain strings, which any tokenizer reads
+TASK = "count"  # its prompts are plain strings that any tokenizer reads
 DUMMY = "weights are random, so pretrained weights and their import were not tested"
 
 

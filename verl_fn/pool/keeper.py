@@ -1,7 +1,7 @@
 """Starts a worker process, keeps it, and ends it with everything that it has started.
 
-The trainer starts this file as a script, which forks the worker. On Linux a process whose parent has ended becomes a
-child of the keeper, so sessions of their own and double forks don't hide processes from it.
+The trainer starts this file as a script, and the script forks the worker. On Linux a process whose parent has ended
+becomes a child of the keeper, so sessions of their own and double forks don't hide processes from it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def work(connection: int, module: str) -> None:
-    """Becomes a worker, which serves the trainer by ``serve`` of a module, and ends the process."""
+    """Becomes a worker that serves the trainer by ``serve`` of a module, and ends the process."""
     os.setpgid(0, 0)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Where memory runs out, the kernel ends this process and not the trainer.

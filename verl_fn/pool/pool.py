@@ -50,7 +50,7 @@ def environment(names: Sequence[str] = (), *, same_interpreter: bool = True) -> 
     """Returns the variables of ``ENVIRONMENT`` and ``names``.
 
     Args:
-        names: further variables, which are set.
+        names: further variables that are set.
         same_interpreter: whether the process runs the trainer's interpreter; if not, ``OF_INTERPRETER`` is left out.
     """
     known = ENVIRONMENT if same_interpreter else [name for name in ENVIRONMENT if name not in OF_INTERPRETER]

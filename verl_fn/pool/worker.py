@@ -1,6 +1,6 @@
 """What workers for reward functions and for environments share: their connection, and how they load the user's code.
 
-The trainer sends a greeting, which names the code. Its answer is a string if the code cannot be used. Then it sends
+The trainer sends a greeting that names the code. Its answer is a string if the code cannot be used. Then it sends
 calls. The worker reports each call twice: its number with None when it begins, so that the trainer knows which calls
 may hang, and with its outcome when it ends. A string as the outcome says how the code failed.
 """
