@@ -126,10 +126,13 @@ def _all_equal(digest: bytes) -> bool:
 
 
 def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a backend for a comparison: its options, its optimizer and a hash of its config."""
+    """Returns the arguments of a backend for a comparison: its options, its optimizer and a hash of its config.
+
+    A dtype equals its name.
+    """
     config = folder / "config.json"
     return {
-        **{name: str(value) for name, value in options.items()},
+        **{name: str(value).removeprefix("torch.") for name, value in options.items()},
         "model (config.json)": _hash(config.read_bytes() if config.is_file() else b"none"),
         "optimizer": described(optimizer),
     }

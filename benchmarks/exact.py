@@ -43,7 +43,7 @@ class Pair:
     @classmethod
     def of(cls, args: Any, exact: bool) -> Pair:
         trainer = Local(
-            args.folder, adamw(args.lr), compute_dtype=args.dtype, max_tokens=args.budgets[0], device=args.device,
+            args.folder, adamw(args.lr), dtype=args.dtype, max_tokens=args.budgets[0], device=args.device,
             lora=Lora(args.lora_rank) if args.lora_rank else None, row_layout=args.layout,
             checkpointing=args.checkpointing, exact=exact,
         )  # fmt: skip

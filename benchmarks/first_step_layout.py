@@ -23,7 +23,7 @@ PLACE = "place"
 COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
 STRINGS = {PLACE, "updates_by"}
 ON_CPU = Path(__file__).resolve().parents[1] / "tests/backends/helpers"
-DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "max_tokens"}
+DECIDED = {"folder", "optimizer", "head", "dtype", "device", "max_tokens"}
 
 
 def _value(text: str, key: str, value: str) -> int | bool | str:
@@ -122,6 +122,6 @@ class Layout:
         if self.name == "megatron" and device == "cpu":
             megatron_on_cpu()
         return _class(self.name)(
-            model, optimizer, head=head, compute_dtype=self.dtype, device=device,
+            model, optimizer, head=head, dtype=self.dtype, device=device,
             max_tokens=max(256, 4 * int(batch.lengths.max())), **{"deterministic": True, **options},
         )  # fmt: skip

@@ -92,7 +92,7 @@ def _computing(backend: Any, base: Params) -> list[Tensor]:
 
 def made(kind: str, folder: Path, dtype: str, device: str) -> Any:
     """Returns a backend with adapters for every linear layer."""
-    options: dict[str, Any] = {"compute_dtype": dtype, "lora": Lora(rank=4, alpha=8.0), "device": device}
+    options: dict[str, Any] = {"dtype": dtype, "lora": Lora(rank=4, alpha=8.0), "device": device}
     optimizer = chain(adamw(1e-3))
     if kind == "local":
         from verl_fn.backends.local import Local

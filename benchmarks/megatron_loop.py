@@ -55,7 +55,7 @@ class Ours:
 
         self.backend = Megatron(
             folder, chain(clip_by_global_norm(CLIP), adamw(constant(LR))), max_tokens=workload.BUDGET,
-            compute_dtype="bfloat16", checkpointing=checkpointing, provider=provider, device=device, **(sizes or {}),
+            dtype="bfloat16", checkpointing=checkpointing, provider=provider, device=device, **(sizes or {}),
         )  # fmt: skip
         self.state = self.backend.load_pretrained()
 

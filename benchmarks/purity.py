@@ -92,7 +92,7 @@ def run(shape: Shape, device: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _write_config(shape, folder)
         optimizer = chain(clip_by_global_norm(CLIP), adamw(constant(LR)))
-        backend = Local(folder, optimizer, compute_dtype=shape.dtype, max_tokens=shape.budget, device=device)
+        backend = Local(folder, optimizer, dtype=shape.dtype, max_tokens=shape.budget, device=device)
         state = backend.init(Key.from_seed(0))
         tensors = {name: t.clone() for name, t in state.params.items()}
         batch = ragged_batch(shape, backend, state)

@@ -45,7 +45,7 @@ def ours(folder: str, batch: Batch, device: str) -> Step:
     """One update of ``Fsdp`` a call; returns the norm of its gradient."""
     backend = Fsdp(
         folder, chain(clip_by_global_norm(CLIP), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
-        compute_dtype="bfloat16",
+        dtype="bfloat16",
     )  # fmt: skip
     held = {"state": backend.load_pretrained()}
 

@@ -44,7 +44,7 @@ class Engine:
             chain(clip_by_global_norm(1.0), adamw(constant(1e-6))),
             max_tokens=workload.BUDGET,
             device=device,
-            compute_dtype="bfloat16",
+            dtype="bfloat16",
             compile=device == "cuda",
             reshard_after_forward=False,
         )

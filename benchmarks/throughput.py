@@ -67,7 +67,7 @@ class Ours:
 
         backend = Fsdp(
             folder, chain(clip_by_global_norm(1.0), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
-            compute_dtype="bfloat16", checkpointing=checkpointing, compile=device == "cuda",
+            dtype="bfloat16", checkpointing=checkpointing, compile=device == "cuda",
             reshard_after_forward=False, deterministic=deterministic,
         )  # fmt: skip
         return backend, backend.load_pretrained()

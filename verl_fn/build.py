@@ -134,7 +134,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
 
     common: dict[str, Any] = {
         "head": role.head,
-        "compute_dtype": compute_dtype(role.dtype, role.folder, device),
+        "dtype": compute_dtype(role.dtype, role.folder, device),
         "max_tokens": role.max_tokens,
         "checkpointing": role.enable_gradient_checkpointing,
         "lora": Lora(*role.lora) if role.lora else None,

@@ -79,7 +79,8 @@ class Fsdp(Base):
         replicate: whole copies of the parameters; their gradients are summed.
         sp: neighbouring ranks that share each row (Ulysses).
         head: ``lm`` for a policy, ``value`` for a critic.
-        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
+            and reductions.
         max_tokens: the most tokens of a micro-batch; with ``sp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
@@ -106,7 +107,7 @@ class Fsdp(Base):
         replicate: int = 1,
         sp: int = 1,
         head: str = "lm",
-        compute_dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         max_tokens: int = 16384,
         checkpointing: bool = False,
         lora: Lora | None = None,
@@ -123,7 +124,7 @@ class Fsdp(Base):
         require_same(settings(Path(folder), optimizer, options))
         super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
-        self.dtype = dtype_of(compute_dtype, "compute_dtype")
+        self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.lora = lora

@@ -30,19 +30,20 @@ LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def dtype_of(name: str, option: str) -> torch.dtype:
-    """Returns the dtype that a backend's ``option`` names.
+def dtype_of(given: str | torch.dtype, option: str) -> torch.dtype:
+    """Returns the dtype that a backend's ``option`` is or names.
 
     Raises:
-        ValueError: there is no such dtype.
+        ValueError: no backend computes in it.
 
     Example:
-        >>> dtype_of("bfloat16", "compute_dtype")
-        torch.bfloat16
+        >>> dtype_of("bfloat16", "dtype"), dtype_of(torch.float32, "dtype")
+        (torch.bfloat16, torch.float32)
     """
-    if name not in DTYPES:
-        raise ValueError(f"{option} is {name!r}; it must be one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    dtype = given if isinstance(given, torch.dtype) else DTYPES.get(given)
+    if dtype is None or dtype not in DTYPES.values():
+        raise ValueError(f"{option} is {given!r}; it must be one of {', '.join(DTYPES)}")
+    return dtype
 
 
 _deterministic = SharedSetting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)

@@ -61,7 +61,8 @@ class Local(Base):
         folder: a Hugging Face model folder.
         optimizer: from ``verl_fn.steps``.
         head: ``lm`` for a policy, ``value`` for a critic.
-        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
+            and reductions.
         max_tokens: the most tokens of a micro-batch.
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
@@ -92,7 +93,7 @@ class Local(Base):
         optimizer: Optimizer,
         *,
         head: str = "lm",
-        compute_dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         max_tokens: int = 16384,
         checkpointing: bool = False,
         lora: Lora | None = None,
@@ -104,7 +105,7 @@ class Local(Base):
     ) -> None:
         super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic)
         self.exact = exact
-        self.dtype = dtype_of(compute_dtype, "compute_dtype")
+        self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.lora = lora

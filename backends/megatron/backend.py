@@ -69,7 +69,8 @@ class Megatron(Base):
         ep: ranks that share the experts.
         sp: whether ranks that share matrices share the tokens between them too.
         head: ``lm`` for a policy, ``value`` for a critic.
-        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
+            and reductions.
         max_tokens: the most tokens of a micro-batch; with ``cp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Megatron-Bridge's provider.
@@ -99,7 +100,7 @@ class Megatron(Base):
         ep: int = 1,
         sp: bool = False,
         head: str = "lm",
-        compute_dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         max_tokens: int = 16384,
         checkpointing: bool = False,
         provider: Mapping[str, Any] | None = None,
@@ -115,7 +116,7 @@ class Megatron(Base):
         require_same(settings(Path(folder), optimizer, options))
         super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
         self.layout = Layout.of(Sizes(tp, pp, cp, ep, sp))
-        self.dtype = dtype_of(compute_dtype, "compute_dtype")
+        self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         check_updates_by(updates_by, optimizer)

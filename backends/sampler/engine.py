@@ -45,7 +45,8 @@ class Sampler(Serving):
     Args:
         folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
         device: the device to compute on.
-        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
+        dtype: of weights and cache, by name or as torch's: ``float32`` or ``bfloat16``. Log-probs are fp32 in both
+            cases.
         slots: the most rows that are decoded at a time.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
@@ -78,7 +79,7 @@ class Sampler(Serving):
         folder: str | Path,
         *,
         device: str | torch.device = "cpu",
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         slots: int = 64,
         verify: str = "first",
         in_flight: bool = False,

@@ -59,7 +59,8 @@ class Vllm(Growing):
     Args:
         folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
         device: ``cpu`` or ``cuda``.
-        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
+        dtype: of weights and cache, by name or as torch's: ``float32`` or ``bfloat16``. Log-probs are fp32 in both
+            cases.
         slots: the most rows that are decoded at a time.
         max_length: the most tokens of a row; by default the model's.
         tensor_parallel_size: GPUs among which the model is split.
@@ -85,7 +86,7 @@ class Vllm(Growing):
         folder: str | Path,
         *,
         device: str = "cuda",
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         slots: int = 256,
         max_length: int | None = None,
         tensor_parallel_size: int = 1,
@@ -121,7 +122,7 @@ class Vllm(Growing):
         arguments = engine_arguments(
             Path(folder),
             device=device,
-            dtype=dtype,
+            dtype=str(self.dtype).removeprefix("torch."),
             slots=slots,
             max_length=length,
             tensor_parallel_size=tensor_parallel_size,

@@ -80,20 +80,20 @@ def test_padded_rows(folders, checkpointing):
 @pytest.mark.parametrize(("embeddings", "checkpointing"), [("tied", False), ("untied", True)])
 def test_local_in_bf16(folders, embeddings, checkpointing):
     folder = folders[embeddings]
-    one = local(folder, checkpointing=checkpointing, compute_dtype="bfloat16")
-    other = local(folder, max_tokens=16, checkpointing=not checkpointing, compute_dtype="bfloat16")
+    one = local(folder, checkpointing=checkpointing, dtype="bfloat16")
+    other = local(folder, max_tokens=16, checkpointing=not checkpointing, dtype="bfloat16")
     # No clip: ratios near its bounds could fall on either side.
     check_backend(one, other, loss=cross_entropy() - 0.01 * entropy(), tolerance=BF16)
 
 
 def test_bf16_is_fp32_with_less_precision(folders):
-    half = local(folders["tied"], compute_dtype="bfloat16")
+    half = local(folders["tied"], dtype="bfloat16")
     check_backend(half, local(folders["tied"]), loss=cross_entropy(), tolerance=BF16_AGAINST_FP32)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"compute_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"dtype": "bfloat16"}], ids=str)
 def test_local_with_a_value_head(folders, options):
-    tolerance = BF16 if "compute_dtype" in options else FP32
+    tolerance = BF16 if "dtype" in options else FP32
     one = local(folders["tied"], head="value", **options)
     other = local(folders["tied"], head="value", max_tokens=16, **options)
     check_backend(one, other, loss=value_clip(), tolerance=tolerance)

@@ -50,7 +50,7 @@ def test_check_backend_catches_the_other(make, right):
 
 def test_check_backend_catches_a_stale_copy_of_a_model(tmp_path):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1)
-    stale = mutants.StaleLocal(folder, mutants.optimizer(), compute_dtype="bfloat16", max_tokens=24)
+    stale = mutants.StaleLocal(folder, mutants.optimizer(), dtype="bfloat16", max_tokens=24)
     require_caught(partial(check_backend, tolerance=0.05), stale, "Persistence")
 
 

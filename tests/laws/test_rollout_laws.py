@@ -70,7 +70,7 @@ def test_mock_refuses_a_prompt_that_its_script_lacks():
 def test_sampler(tmp_path, options, dtype, tolerance):
     # Larger weights than a new model has, so that its distributions are far from uniform.
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, initializer_range=0.3)
-    trainer = Local(folder, sgd(constant(0.1)), compute_dtype=dtype)
+    trainer = Local(folder, sgd(constant(0.1)), dtype=dtype)
     check_rollout(lambda: Sampler(folder, **options), trainer, tolerance=tolerance)
 
 

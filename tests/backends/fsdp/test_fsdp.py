@@ -77,7 +77,7 @@ def test_broken_backends_are_caught_on_one_rank(one, shallow, name):
 
 
 def test_laws_in_bf16(two, shallow):
-    options = {"compute_dtype": "bfloat16", "head": "value", "lora": LORA, "checkpointing": True}
+    options = {"dtype": "bfloat16", "head": "value", "lora": LORA, "checkpointing": True}
     two.run("laws", shallow, options, BF16)
 
 
@@ -100,7 +100,7 @@ def test_the_first_steps_are_those_of_one_process(four, untied, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "tolerance"), [({}, 1e-6), ({"sp": 2}, 1e-6), ({"compute_dtype": "bfloat16"}, BF16)], ids=str
+    ("options", "tolerance"), [({}, 1e-6), ({"sp": 2}, 1e-6), ({"dtype": "bfloat16"}, BF16)], ids=str
 )
 def test_without_adapters_the_parameters_are_the_base_model(two, folder, options, tolerance):
     assert max(two.run("adapters_off", folder, options | {"lora": LORA})) <= tolerance
@@ -117,7 +117,7 @@ def test_layers_are_compiled_once_for_all_sizes(two, untied):
     two.run("compiled_once", untied, {"sp": 2})
 
 
-KEPT = {"reshard_after_forward": False, "compute_dtype": "bfloat16"}
+KEPT = {"reshard_after_forward": False, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_is_private_to_torch_is_there(one, folder):
 @pytest.mark.parametrize(("dtype", "tolerance", "reshard"), [("float32", FP32, False), ("bfloat16", 0.05, True)])
 def test_what_is_trained_may_change_from_call_to_call(one, two, untied, dtype, tolerance, reshard):
     for ranks in (one, two):
-        options = {"compute_dtype": dtype, "reshard_after_forward": reshard}
+        options = {"dtype": dtype, "reshard_after_forward": reshard}
         assert max(ranks.run("trained_in_turn", untied, options)) < tolerance
 
 
@@ -224,7 +224,7 @@ def test_sequence_parallelism_wants_heads_to_share(four, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"head": "value"}], ids=str)
 def test_frozen_shards_lie_in_the_compute_dtype(two, untied, options):
-    for bytes_each, error in two.run("narrow_base", untied, {"lora": LORA, "compute_dtype": "bfloat16", **options}):
+    for bytes_each, error in two.run("narrow_base", untied, {"lora": LORA, "dtype": "bfloat16", **options}):
         assert bytes_each == {"frozen": 2, "trained": 4}
         assert "model.embed_tokens.weight, are frozen in this backend's model and lie in its compute dtype" in error
 
@@ -234,7 +234,7 @@ def test_a_model_that_is_never_trained_has_half_the_bytes(two, folder, tmp_path)
         assert full == 2 * half > 0 and "made with the optimizer frozen()" in error
 
 
-NARROW = {"lora": LORA, "compute_dtype": "bfloat16"}
+NARROW = {"lora": LORA, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"lora": LORA}, NARROW], ids=str)
@@ -278,7 +278,7 @@ def test_the_benchmark_of_scaling(warm, tmp_path, capsys):
     assert results["update"]["2"]["efficiency"]["median"] == 1.0
 
 
-@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16", "checkpointing": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "checkpointing": True}], ids=str)
 def test_the_callers_settings_change_nothing(two, folder, options):
     for differences in two.run("rank_calls.settings", folder, options):
         assert differences == dict.fromkeys(("autocast", "no_grad", "inference_mode", "default device"))

@@ -33,7 +33,7 @@ def same(told):
         ({"sp": 2}, "another sp than rank 0"),
         ({"max_tokens": 24}, "another max_tokens than rank 0 ('24' instead of '16384')"),
         ({"head": "value"}, "another head than rank 0"),
-        ({"compute_dtype": "bfloat16"}, "another compute_dtype than rank 0"),
+        ({"dtype": "bfloat16"}, "another dtype than rank 0"),
         ({"checkpointing": True}, "another checkpointing than rank 0"),
         ({"device": "cuda"}, "another device than rank 0"),
         ({"deterministic": True}, "another deterministic than rank 0"),
@@ -42,6 +42,10 @@ def same(told):
 )
 def test_ranks_with_other_settings(two, folder, options, says):
     assert f"LayoutError: ranks [1] were given {says}" in same(two.run("rank_checks.other_settings", folder, options))
+
+
+def test_a_dtype_equals_its_name(two, folder):
+    assert two.run("rank_checks.equal_dtypes", folder) == [None, None]
 
 
 def test_ranks_with_other_optimizers(two, folder):

@@ -42,7 +42,7 @@ from verl_fn.testing.backend_case import BackendCase, check_persistence, check_r
 from verl_fn.testing.backends import check_splits, check_updates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARED = ("head", "compute_dtype", "checkpointing", "lora")  # what Local takes too
+SHARED = ("head", "dtype", "checkpointing", "lora")  # what Local takes too
 
 
 def megatron(folder, options, cls=Megatron, **more):

@@ -102,7 +102,7 @@ def huge_gradients(folder):
 
 def not_updated(folder):
     """A model that is never trained needs no optimizer and half the bytes; and the error of a gradient."""
-    half = THEIRS | {"compute_dtype": "bfloat16"}
+    half = THEIRS | {"dtype": "bfloat16"}
     trained, backend, batch = megatron(folder, half), megatron(folder, half, optimizer=frozen()), tiny_batch()
     full, state = trained.init(KEY).params, backend.init(KEY)
     assert [{t.element_size() for t in params.values()} for params in (full, state.params)] == [{4}, {2}]

@@ -32,7 +32,7 @@ from verl_fn.testing import check_backend, tiny_batch, tiny_pairs
 KEY = Key.from_seed(0)
 SHARED = (
     "head",
-    "compute_dtype",
+    "dtype",
     "checkpointing",
     "lora",
     "row_layout",
@@ -333,7 +333,7 @@ def narrow_base(folder, options):
 
 def never_trained(folder, into):
     """A reference in bf16 has half the bytes, and says and restores the same."""
-    half = {"compute_dtype": "bfloat16", "max_tokens": 24}
+    half = {"dtype": "bfloat16", "max_tokens": 24}
     trained, backend, batch = Fsdp(folder, optimizer(), **half), Fsdp(folder, frozen(), **half), tiny_batch()
     full, state = trained.load_pretrained().params, backend.load_pretrained()
     outputs = [b.forward(params, batch) for b, params in ((trained, full), (backend, state.params))]

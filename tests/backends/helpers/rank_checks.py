@@ -38,6 +38,11 @@ def other_settings(folder, options):
     return error_of(lambda: Fsdp(folder, optimizer(), **odd({}, options)))
 
 
+def equal_dtypes(folder):
+    """A name and a dtype of torch."""
+    return error_of(lambda: Fsdp(folder, optimizer(), dtype=odd("bfloat16", torch.bfloat16)))
+
+
 def other_optimizers(folder):
     return [error_of(lambda m=make: Fsdp(folder, odd(optimizer(), m()))) for make in OPTIMIZERS.values()]
 

@@ -80,7 +80,7 @@ def engine():
     if moe:
         reported_experts()
     more = {"engine_kwargs": {"block_size": 32}, "routed_experts": True} if moe else {}
-    return Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, **more)
+    return Vllm(folder(), device="cpu", dtype=torch.float32, slots=16, max_length=64, **more)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def after_real_updates(folder_or_shape, updates=10):
     """The gap after each of some updates of PPO, and how far the log-probs have moved in all."""
     folder = model(folder_or_shape) if folder_or_shape in workload.SHAPES else folder_or_shape
     optimizer = chain(clip_by_global_norm(1.0), adamw(constant(1e-5)))
-    trainer = Local(folder, optimizer, device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    trainer = Local(folder, optimizer, device="cuda", dtype="bfloat16", max_tokens=16384)
     state = trainer.load_pretrained(folder, Key.from_seed(0))
     engine = made(folder)
     engine.publish(0, trainer.weights(state.params))
@@ -96,7 +96,7 @@ def family(name):
     """For two versions: mean differences of log-probs to fp32 training, of the engine and of training in bf16."""
     folder = family_folder(name)
     exact, half = (
-        Local(folder, adamw(constant(1e-2)), device="cuda", compute_dtype=dtype, max_tokens=4096)
+        Local(folder, adamw(constant(1e-2)), device="cuda", dtype=dtype, max_tokens=4096)
         for dtype in ("float32", "bfloat16")
     )
     state = exact.load_pretrained(folder, Key.from_seed(0))
@@ -124,7 +124,7 @@ def family(name):
 def in_flight(shape, eager):
     """The mean gaps of the tokens of each version, where another thread publishes in the middle of a call."""
     folder = model(shape)
-    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", dtype="bfloat16", max_tokens=16384)
     states = [trainer.load_pretrained(folder, Key.from_seed(0)), trainer.init(Key.from_seed(1))]
     engine = made(folder, in_flight=True, enforce_eager=eager)
     engine.publish(0, trainer.weights(states[0].params))
@@ -146,7 +146,7 @@ def sleeping(shape):
 
     folder = model(shape)
     engine = made(folder)
-    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16")
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", dtype="bfloat16")
     state = trainer.load_pretrained(folder, Key.from_seed(0))
     engine.publish(0, trainer.weights(state.params))
     asked = requests_for(prompts(engine.vocab, 8), Sampling(16), KEY)
@@ -189,7 +189,7 @@ def recorded_experts():
     folder = new_model(
         tempfile.mkdtemp(), chars="abcdefgh", arch="qwen3_moe", hidden_size=256, num_hidden_layers=3, **sizes
     )
-    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16")
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", dtype="bfloat16")
     weights = trainer.weights(trainer.init(KEY).params)
     engines = (
         made(folder, max_length=128, routed_experts=True),
@@ -209,7 +209,7 @@ def recorded_experts():
 def tensor_parallel(shape):
     """The gap of an engine on two GPUs."""
     folder = model(shape)
-    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", dtype="bfloat16", max_tokens=16384)
     state = trainer.load_pretrained(folder, Key.from_seed(0))
     engine = made(folder, tensor_parallel_size=2, enforce_eager=True)
     gaps = []

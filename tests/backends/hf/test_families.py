@@ -152,7 +152,7 @@ def test_rows_do_not_depend_on_their_neighbours_in_any_layout(folder):
 def test_hidden_states_in_fp32_beside_weights_in_bf16(folder):
     """As Mamba has them."""
     batch = Batch.from_rows([[5, 9, 13, 7, 11]], {"response_mask": [[0.0] + [1.0] * 4]})
-    exact, half = (Local(folder("mamba"), sgd(0.0), compute_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    exact, half = (Local(folder("mamba"), sgd(0.0), dtype=dtype) for dtype in ("float32", "bfloat16"))
     params = exact.load_pretrained().params
     gap = half.forward(params, batch).logprobs - exact.forward(params, batch).logprobs
     assert 0 < float(gap.abs().mean()) < 0.05

@@ -32,20 +32,18 @@ def trained(backend, state, steps=3, loss=None):
     return state
 
 
-@pytest.mark.parametrize(
-    "options", [{"checkpointing": True}, {"head": "value"}, {"compute_dtype": "bfloat16"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"head": "value"}, {"dtype": "bfloat16"}], ids=str)
 def test_laws(options, tiny, tmp_path):
     """In fp32 with a model of one layer, since the check runs it a hundred times; beside it, without checkpointing.
 
     In bf16 the gradient of so small a model is mostly rounding.
     """
-    small = "compute_dtype" not in options
+    small = "dtype" not in options
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1) if small else tiny
     loss = value_clip() if options.get("head") == "value" else ppo_clip() - 0.01 * entropy()
     plain = options | {"checkpointing": False}
     one, other = (Local(folder, TX, max_tokens=24, lora=LORA, **given) for given in (options, plain))
-    check_backend(one, other, loss=loss, tolerance=0.05 if "compute_dtype" in options else 1e-5)
+    check_backend(one, other, loss=loss, tolerance=0.05 if "dtype" in options else 1e-5)
 
 
 def test_only_adapters_are_trained_and_names_are_those_of_the_model(tiny):
@@ -68,7 +66,7 @@ def test_only_adapters_are_trained_and_names_are_those_of_the_model(tiny):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_adapters_the_parameters_are_the_base_model(tiny, dtype):
     """The reference policy needs no second copy: it is the frozen leaves, which updates share and never touch."""
-    plain, backend = (Local(tiny, TX, compute_dtype=dtype, lora=lora) for lora in (None, LORA))
+    plain, backend = (Local(tiny, TX, dtype=dtype, lora=lora) for lora in (None, LORA))
     want, state = plain.forward(plain.load_pretrained().params, ragged()), backend.load_pretrained()
     reference = state.params.base
     assert tree.equal(backend.forward(state.params, ragged()), want)
@@ -95,7 +93,7 @@ def in_fp32(params):
 
 
 def test_frozen_parameters_lie_in_the_compute_dtype_and_compute_without_a_copy(tiny):
-    plain, backend = Local(tiny, TX), Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    plain, backend = Local(tiny, TX), Local(tiny, TX, dtype="bfloat16", lora=LORA)
     full, state = plain.load_pretrained().params, backend.load_pretrained()
     base, trained_names = state.params.base, state.params.trained()
     assert sum(t.nbytes for t in base.values()) == sum(t.nbytes for t in full.values()) // 2
@@ -115,7 +113,7 @@ def test_frozen_parameters_lie_in_the_compute_dtype_and_compute_without_a_copy(t
 def test_a_narrow_base_computes_what_its_fp32_copy_does(tiny, head):
     """Outputs, gradients, updates and publications, in every bit."""
     loss = value_clip() if head == "value" else ppo_clip() - 0.01 * entropy()
-    backend, batch = Local(tiny, TX, head=head, compute_dtype="bfloat16", lora=LORA), tiny_batch()
+    backend, batch = Local(tiny, TX, head=head, dtype="bfloat16", lora=LORA), tiny_batch()
     narrow = backend.load_pretrained()
     wide = tree.snapshot(attrs.evolve(narrow, params=in_fp32(narrow.params)))
     for _ in range(3):
@@ -132,7 +130,7 @@ def test_a_narrow_base_computes_what_its_fp32_copy_does(tiny, head):
 
 
 def test_a_frozen_parameter_that_is_to_be_trained_is_refused(tiny):
-    backend = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    backend = Local(tiny, TX, dtype="bfloat16", lora=LORA)
     state = backend.load_pretrained()
     params = attrs.evolve(state.params, trainable=None)
     state = attrs.evolve(state, params=params, optimizer=TX.init(params))
@@ -143,7 +141,7 @@ def test_a_frozen_parameter_that_is_to_be_trained_is_refused(tiny):
 
 def test_bf16_copies_of_the_adapters_are_made_anew(tiny, monkeypatch):
     """Going to and fro between policy and reference casts the adapters anew, and nothing else."""
-    backend = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    backend = Local(tiny, TX, dtype="bfloat16", lora=LORA)
     state, counts = backend.load_pretrained(), []
     copy = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, tensors: (counts.append(len(to)), copy(to, tensors)))
@@ -222,7 +220,7 @@ def rewritten(folder, change):
 def test_a_narrow_base_is_saved_restored_and_exported_bitwise(tiny, tmp_path):
     folder = export_model(tiny, tmp_path / "half", "bfloat16")
     few = attrs.evolve(LORA, targets=("q_proj",))  # most of the weights are frozen and keep their dtype
-    backend, wide = (Local(folder, TX, compute_dtype=dtype, lora=few) for dtype in ("bfloat16", "float32"))
+    backend, wide = (Local(folder, TX, dtype=dtype, lora=few) for dtype in ("bfloat16", "float32"))
     state = trained(backend, backend.load_pretrained())
     base, frozen = load_file(folder / "model.safetensors"), state.params.base
     assert tree.equal(frozen.leaves, {name: base[name] for name in frozen})
@@ -242,7 +240,7 @@ def test_a_narrow_base_is_saved_restored_and_exported_bitwise(tiny, tmp_path):
 
 
 def test_a_state_with_an_fp32_base_is_restored_as_its_cast(tiny, tmp_path):
-    backend, plain = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA), Local(tiny, TX, lora=LORA)
+    backend, plain = Local(tiny, TX, dtype="bfloat16", lora=LORA), Local(tiny, TX, lora=LORA)
     state = trained(plain, plain.load_pretrained())
     plain.save(state, tmp_path)
     restored, base = backend.restore(tmp_path), state.params.base

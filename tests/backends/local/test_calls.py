@@ -56,7 +56,7 @@ def local(tiny, **options):
 BACKENDS = {
     "local": local,
     "checkpointing": lambda tiny: local(tiny, checkpointing=True),
-    "bf16": lambda tiny: local(tiny, compute_dtype="bfloat16"),
+    "bf16": lambda tiny: local(tiny, dtype="bfloat16"),
     "mock": lambda tiny: Mock(8, adamw(0.01), max_tokens=24),
 }
 
@@ -307,7 +307,7 @@ def test_metrics_keep_no_graph(tiny, name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_edit_in_place_is_seen(tiny, dtype):
     """By the copies of trained and of frozen leaves alike."""
-    backend, batch = local(tiny, compute_dtype=dtype), tiny_batch()
+    backend, batch = local(tiny, dtype=dtype), tiny_batch()
     for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
         for trainable in (None, frozenset({"model.embed_tokens.weight"})):
             state = backend.init(Key.from_seed(0))
@@ -315,7 +315,7 @@ def test_an_edit_in_place_is_seen(tiny, dtype):
             before = backend.forward(params, batch)
             params[name].mul_(3.0)
             after = backend.forward(params, batch)
-            fresh = local(tiny, compute_dtype=dtype).forward(params, batch)
+            fresh = local(tiny, dtype=dtype).forward(params, batch)
             assert tree.equal(after, fresh) and not tree.equal(after, before)
 
 

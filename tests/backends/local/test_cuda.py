@@ -49,9 +49,7 @@ def test_flash_attention_on_packed_rows(model, batch, checkpointing, window, tmp
     options = {} if window is None else {"arch": "mistral", "sliding_window": window}
     folder = new_model(tmp_path, chars="abcdefgh>", hidden_size=256, **options)
     exact = Local(folder, OPTIMIZER, device="cuda")
-    half = Local(
-        folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", max_tokens=600, checkpointing=checkpointing
-    )
+    half = Local(folder, OPTIMIZER, device="cuda", dtype="bfloat16", max_tokens=600, checkpointing=checkpointing)
     state = exact.load_pretrained()
     want, _ = exact.forward_backward(state, batch, LOSS)
     got, _ = half.forward_backward(state, batch, LOSS)
@@ -99,19 +97,19 @@ def test_families_on_the_gpu(family, tmp_path):
     mask = [[0.0] + [1.0] * (len(row) - 1) for row in rows]
     batch = aggregate(Batch.from_rows(rows, {"response_mask": mask}))
     cpu, gpu = Local(folder, OPTIMIZER), Local(folder, OPTIMIZER, device="cuda", max_tokens=20)
-    half = Local(folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", checkpointing=True)
+    half = Local(folder, OPTIMIZER, device="cuda", dtype="bfloat16", checkpointing=True)
     want, _ = cpu.forward_backward(cpu.load_pretrained(), batch, LOSS)
     got, _ = gpu.forward_backward(gpu.load_pretrained(), batch, LOSS)
     assert gap(tree.map_tensors(torch.Tensor.cpu, got), want) < 1e-4
     params = half.load_pretrained().params
-    few = Local(folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", max_tokens=10)
+    few = Local(folder, OPTIMIZER, device="cuda", dtype="bfloat16", max_tokens=10)
     for other in (few.forward(params, batch), gpu.forward(params, batch)):
         assert float((half.forward(params, batch).logprobs - other.logprobs).abs().mean()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_means_bitwise(model, batch, dtype):
-    backend = Local(model, OPTIMIZER, device="cuda", compute_dtype=dtype, max_tokens=600, deterministic=True)
+    backend = Local(model, OPTIMIZER, device="cuda", dtype=dtype, max_tokens=600, deterministic=True)
     state = backend.load_pretrained()
     before = tree.digest(state)
     first, first_metrics = backend.forward_backward(state, batch, LOSS)
@@ -139,7 +137,7 @@ def test_a_donated_update_makes_no_second_copy(model, batch):
 def test_lora_shares_its_base_in_bf16_too(model, batch):
     """Reference and policy in turn: an update needs the adapters' memory only, and the base is the first model."""
     plain, backend = (
-        Local(model, OPTIMIZER, device="cuda", compute_dtype="bfloat16", deterministic=True, lora=lora)
+        Local(model, OPTIMIZER, device="cuda", dtype="bfloat16", deterministic=True, lora=lora)
         for lora in (None, LORA)
     )
     want, state = plain.forward(plain.load_pretrained().params, batch), backend.load_pretrained()
@@ -171,7 +169,7 @@ def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
 @pytest.mark.parametrize(("dtype", "of_norm", "of_updates"), [("float32", 1e-4, 1e-2), ("bfloat16", 1e-2, 0.1)])
 def test_a_state_on_the_cpu_is_updated_with_gradients_of_the_gpu(model, batch, dtype, of_norm, of_updates):
     """Both are spent, nothing is copied, and the next steps are those of a state that stays on the GPU."""
-    backend = Local(model, OPTIMIZER, device="cuda", compute_dtype=dtype, deterministic=True)
+    backend = Local(model, OPTIMIZER, device="cuda", dtype=dtype, deterministic=True)
     near = backend.load_pretrained()
     away = backend.place(backend.load_pretrained(), params="cpu", optimizer="cpu")
     where = {name: t.data_ptr() for name, t in away.params.items()}
@@ -241,10 +239,10 @@ def gpus():
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}, {"lora": LORA},
-        {"lora": LORA, "compute_dtype": "bfloat16", "checkpointing": True}, {"compile": True},
+        {}, {"dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}, {"lora": LORA},
+        {"lora": LORA, "dtype": "bfloat16", "checkpointing": True}, {"compile": True},
         {"compile": True, "sp": 2, "checkpointing": True},
-        {"compile": True, "lora": LORA, "compute_dtype": "bfloat16"},
+        {"compile": True, "lora": LORA, "dtype": "bfloat16"},
     ],
     ids=str,
 )  # fmt: skip
@@ -252,7 +250,7 @@ def test_sharded_laws_on_gpus(gpus, tmp_path, options):
     if options.get("sp", 1) > len(gpus.processes):
         pytest.skip("sequence parallelism wants two GPUs")
     folder = new_model(tmp_path, chars="abcd", hidden_size=64)
-    tolerance = 0.05 if "compute_dtype" in options else 1e-4
+    tolerance = 0.05 if "dtype" in options else 1e-4
     gpus.run("laws", folder, {"device": "cuda", "deterministic": True, **options}, tolerance)
 
 

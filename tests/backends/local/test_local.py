@@ -1,5 +1,7 @@
 """``local`` against plain transformers, over architectures, dtypes and layouts."""
 
+import functools
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.sampler import Sampler
 from verl_fn.state import Batch, Key, metrics, tree
 from verl_fn.steps import (
     adamw,
@@ -128,7 +131,7 @@ def test_value_head(tiny):
 
 def test_bf16_computes_in_bf16_and_keeps_fp32(tiny):
     batch = ragged()
-    exact, half = Local(tiny, OPTIMIZER), Local(tiny, OPTIMIZER, compute_dtype="bfloat16")
+    exact, half = Local(tiny, OPTIMIZER), Local(tiny, OPTIMIZER, dtype="bfloat16")
     state = exact.load_pretrained()
     want, _ = exact.forward_backward(state, batch, cross_entropy())
     got, _ = half.forward_backward(state, batch, cross_entropy())
@@ -141,7 +144,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(tiny):
 
 def test_bf16_copies_follow_the_parameters(tiny):
     """Log-probs after an update are those of the new parameters, and the old state's come back with it."""
-    backend, batch = Local(tiny, OPTIMIZER, compute_dtype="bfloat16"), ragged()
+    backend, batch = Local(tiny, OPTIMIZER, dtype="bfloat16"), ragged()
     old = backend.load_pretrained()
     before = backend.forward(old.params, batch).logprobs
     grads, _ = backend.forward_backward(old, batch, cross_entropy())
@@ -174,7 +177,7 @@ def test_place_moves_and_changes_no_value(tiny):
 
 def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path):
     """A reference has a third of the bytes of masters and their copies, and says the same in every bit."""
-    trained, backend = (Local(tiny, tx, compute_dtype="bfloat16") for tx in (OPTIMIZER, frozen()))
+    trained, backend = (Local(tiny, tx, dtype="bfloat16") for tx in (OPTIMIZER, frozen()))
     wide = Local(tiny, frozen())
     full, state = trained.load_pretrained(), backend.load_pretrained()
     assert tree.equal(state.params.leaves, {name: t.bfloat16() for name, t in full.params.items()})
@@ -185,6 +188,16 @@ def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path)
     assert all(tree.equal(backend.restore(tmp_path / name).params, state.params) for name in ("half", "full"))
     with pytest.raises(ValueError, match=r"trains no parameter.* made with the optimizer frozen\(\)"):
         backend.forward_backward(state, ragged(), cross_entropy())
+
+
+@pytest.mark.parametrize("kind", [Local, Sampler], ids=lambda kind: kind.__name__)
+def test_a_dtype_is_a_name_or_a_dtype_of_torch(tiny, kind):
+    make = functools.partial(kind, tiny, *([frozen()] if kind is Local else []))
+    for given in ("bfloat16", torch.bfloat16):
+        assert make(dtype=given).dtype == torch.bfloat16
+    for given, shown in ((torch.float16, "torch.float16"), ("bf16", "'bf16'")):
+        with pytest.raises(ValueError, match=rf"^dtype is {shown}; it must be one of float32, bfloat16$"):
+            make(dtype=given)
 
 
 def test_init_is_a_function_of_the_key(tiny):
@@ -265,7 +278,7 @@ def test_states_keep_their_meaning_when_another_folder_is_read(tiny, tmp_path):
 
 def test_a_frozen_leaf_that_is_written_through_another_value_is_cast_anew(tiny):
     """What is frozen in one value may be trained in another that shares its tensors."""
-    backend = Local(tiny, adamw(constant(0.05)), compute_dtype="bfloat16", max_tokens=24)
+    backend = Local(tiny, adamw(constant(0.05)), dtype="bfloat16", max_tokens=24)
     state, batch, norm = backend.init(Key.from_seed(0)), tiny_batch(), frozenset({"model.norm.weight"})
     grads, _ = backend.forward_backward(state, batch, ppo_clip())
     shared = attrs.evolve(state.params, trainable=norm)
@@ -273,7 +286,7 @@ def test_a_frozen_leaf_that_is_written_through_another_value_is_cast_anew(tiny):
     del shared
     state, _ = backend.apply_update(state, grads)
     after = backend.forward(attrs.evolve(state.params, trainable=norm), batch)
-    fresh = Local(tiny, adamw(constant(0.05)), compute_dtype="bfloat16", max_tokens=24)
+    fresh = Local(tiny, adamw(constant(0.05)), dtype="bfloat16", max_tokens=24)
     assert tree.equal(after, fresh.forward(state.params, batch)) and not tree.equal(after, before)
     nothing = attrs.evolve(state.params, trainable=frozenset())
     assert tree.equal(backend.forward(nothing, batch), backend.forward(attrs.evolve(nothing), batch))

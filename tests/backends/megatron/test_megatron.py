@@ -86,7 +86,7 @@ def test_the_base_of_adapters_is_the_reference(two, untied, options):
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2, "head": "value"}, {}], ids=str)
 def test_frozen_elements_lie_in_the_compute_dtype(two, untied, options):
-    found = call(two, "narrow_base", untied, {"lora": LORA, "compute_dtype": "bfloat16", **options})
+    found = call(two, "narrow_base", untied, {"lora": LORA, "dtype": "bfloat16", **options})
     assert found == [{"frozen": {2}, "trained": {4}}] * 2
 
 
@@ -94,7 +94,7 @@ def test_frozen_elements_lie_in_the_compute_dtype(two, untied, options):
     ("size", "options", "copied"),
     [
         (1, {}, False),
-        (1, {"compute_dtype": "bfloat16"}, False),
+        (1, {"dtype": "bfloat16"}, False),
         (2, {"pp": 2}, False),
         (2, {"tp": 2}, None),
         (2, {}, True),
@@ -117,13 +117,13 @@ def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype
     from verl_fn.steps import ppo_clip
     from verl_fn.testing import tiny_batch
 
-    one = Local(untied, optimizer(), max_tokens=24, lora=LORA, compute_dtype=dtype)
+    one = Local(untied, optimizer(), max_tokens=24, lora=LORA, dtype=dtype)
     state = one.init(KEY)
     for _ in range(2):
         state, _ = one.apply_update(state, one.forward_backward(state, tiny_batch(), ppo_clip())[0])
     one.save(state, tmp_path / "one")
     digest = tree.digest(dict(state.params))
-    options = [{"lora": LORA, "compute_dtype": dtype, **sizes} for sizes in ({"tp": 2}, {"pp": 2})]
+    options = [{"lora": LORA, "dtype": dtype, **sizes} for sizes in ({"tp": 2}, {"pp": 2})]
     assert call(two, "moves", untied, options[0], tmp_path / "one", tmp_path / "two") == [digest] * 2
     assert call(two, "moves", untied, options[1], tmp_path / "two", tmp_path / "three") == [digest] * 2
     for file in ("model.safetensors", "train_state.safetensors", "train_state.json", "lora.json"):
@@ -149,7 +149,7 @@ def test_the_first_steps_of_four_ranks(four, folder, options):
 
 
 def test_the_first_step_in_bf16(two, untied):
-    worst = call(two, "first_step", untied, {"tp": 2, "compute_dtype": "bfloat16"}, 9)[0]
+    worst = call(two, "first_step", untied, {"tp": 2, "dtype": "bfloat16"}, 9)[0]
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.05, worst
 
 
@@ -383,7 +383,7 @@ def test_log_probs_of_a_shared_vocabulary(two, entropy, heated, chunk):
         ({"cp": 0}, "cp = 0 must be at least 1"),
         ({"provider": {"num_layer": 3}}, "has no field num_layer that override_transformer_config could set"),
         ({"provider": {"bf16": True}}, "bf16 cannot be set; this backend decides it"),
-        ({"compute_dtype": "float16"}, "it must be one of float32, bfloat16"),
+        ({"dtype": "float16"}, "it must be one of float32, bfloat16"),
     ],
     ids=str,
 )

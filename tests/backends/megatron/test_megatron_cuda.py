@@ -72,14 +72,14 @@ def test_the_first_steps_in_fp32(ranks, folder, size, options):
 
 @pytest.mark.parametrize(("size", "options"), LAYOUTS, ids=str)
 def test_the_first_steps_in_bf16(ranks, folder, size, options):
-    worst = ranks(size).run("megatron_cases.first_step", folder, options | {"compute_dtype": "bfloat16"}, 9)[0]
+    worst = ranks(size).run("megatron_cases.first_step", folder, options | {"dtype": "bfloat16"}, 9)[0]
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.1, worst
 
 
 @pytest.mark.parametrize(("size", "options"), ADAPTERS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_steps_of_adapters(ranks, folder, dtype, size, options):
-    worst = ranks(size).run("megatron_cases.first_step", folder, options | {"compute_dtype": dtype}, 9)[0]
+    worst = ranks(size).run("megatron_cases.first_step", folder, options | {"dtype": dtype}, 9)[0]
     bars = (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-3, 5e-3, 0.1)
     for name, bar in zip(("loss", "grad_norm", "gradient"), bars, strict=True):
         assert worst[name] <= bar, worst
@@ -97,7 +97,7 @@ def test_the_first_steps_with_experts_in_fp32(ranks, experts, size, options):
 @pytest.mark.parametrize(("size", "options"), EXPERTS, ids=str)
 def test_the_first_steps_with_experts_in_bf16(ranks, experts, size, options):
     """A token that rounding sends to another expert changes the loss more than the rounding of its numbers."""
-    worst = ranks(size).run("megatron_cases.first_step", experts, options | {"compute_dtype": "bfloat16"}, 9)[0]
+    worst = ranks(size).run("megatron_cases.first_step", experts, options | {"dtype": "bfloat16"}, 9)[0]
     assert worst["loss"] <= 1e-2 and worst["copies"] == 0, worst
 
 
@@ -110,7 +110,7 @@ def test_replayed_routes_are_those_of_the_recording(ranks, experts, size, option
 @pytest.mark.parametrize("size", [1, 2])
 def test_replay_in_bf16(ranks, experts, size):
     """Splits of a batch whose tokens go to random experts, with transformer-engine's kernels."""
-    options = {"ep": size, "compute_dtype": "bfloat16"}
+    options = {"ep": size, "dtype": "bfloat16"}
     ranks(size).run("megatron_cases.replay_splits", experts, options, 0.05)
 
 
@@ -119,7 +119,7 @@ REPEATABLE = [(1, {}), (1, {"checkpointing": True}), *((2, more) for more in ({"
 
 @pytest.mark.parametrize(("size", "options"), REPEATABLE, ids=str)
 def test_the_first_steps_of_repeatable_backends(ranks, folder, size, options):
-    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+    options = options | {"dtype": "bfloat16", "deterministic": True}
     worst = ranks(size).run("megatron_cases.first_step", folder, options, 9)[0]
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.1, worst
 
@@ -128,19 +128,19 @@ def test_the_first_steps_of_repeatable_backends(ranks, folder, size, options):
 @pytest.mark.parametrize(("size", "options"), REPEATABLE, ids=str)
 def test_gradients_of_many_rows(ranks, folder, size, options, deterministic):
     """Some 13,000 tokens at once, for which transformer-engine's own repeatable attention would need terabytes."""
-    options = options | {"compute_dtype": "bfloat16", "deterministic": deterministic}
+    options = options | {"dtype": "bfloat16", "deterministic": deterministic}
     for same, peak in ranks(size).run("megatron_cases.repeats", folder, options, 2000):
         assert (same or not deterministic) and peak < 8 * 2**30
 
 
 @pytest.mark.parametrize(("size", "options"), EXPERTS, ids=str)
 def test_gradients_of_experts_repeat(ranks, experts, size, options):
-    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+    options = options | {"dtype": "bfloat16", "deterministic": True}
     assert all(same for same, _ in ranks(size).run("megatron_cases.repeats", experts, options, 200))
 
 
 def test_laws_in_bf16(ranks, folder):
-    ranks(1).run("megatron_cases.laws", folder, {"compute_dtype": "bfloat16", "deterministic": True}, 0.05)
+    ranks(1).run("megatron_cases.laws", folder, {"dtype": "bfloat16", "deterministic": True}, 0.05)
 
 
 OWN = [(1, {}), (1, {"head": "value"}), *((2, more) for more in ({}, {"tp": 2, "sp": True}, {"pp": 2}))]
@@ -151,14 +151,14 @@ OWN = [(1, {}), (1, {"head": "value"}), *((2, more) for more in ({}, {"tp": 2, "
 @pytest.mark.parametrize(("size", "options"), OWN, ids=str)
 def test_updates_of_megatrons_own_optimizer_are_ours(ranks, folder, size, options, dtype, placed):
     """Three, from the same gradients; of states on the GPU and of ones that lie on the CPU."""
-    options = options | {"compute_dtype": dtype}
+    options = options | {"dtype": dtype}
     reports = ranks(size).run("megatron_optimizer_cases.beside_ours", folder, options, "Megatron", placed)
     for weight, moment, norm, change, _ in reports:
         assert weight <= 1e-5 and moment <= 1e-4 and norm <= 1e-5 and change > 1e-3
 
 
 def test_laws_with_megatrons_own_optimizer(ranks, folder):
-    options = {"compute_dtype": "bfloat16", "deterministic": True}
+    options = {"dtype": "bfloat16", "deterministic": True}
     ranks(1).run("megatron_optimizer_cases.laws", folder, options, 0.05)
 
 
@@ -168,7 +168,7 @@ SHARDED = [(1, {}), *((2, more) for more in ({}, {"checkpointing": True}, {"head
 @pytest.mark.parametrize(("size", "options"), SHARDED, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_steps_with_megatron_fsdp(ranks, folder, dtype, size, options):
-    options = options | {"compute_dtype": dtype, "fsdp": True}
+    options = options | {"dtype": dtype, "fsdp": True}
     worst = ranks(size).run("megatron_fsdp_cases.first_step", folder, options, 9)[0]
     bars = (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-3, 5e-3, 0.1)
     for name, bar in zip(("loss", "grad_norm", "gradient"), bars, strict=True):
@@ -176,11 +176,11 @@ def test_the_first_steps_with_megatron_fsdp(ranks, folder, dtype, size, options)
 
 
 def test_laws_with_megatron_fsdp(ranks, folder):
-    options = {"compute_dtype": "bfloat16", "deterministic": True, "fsdp": True}
+    options = {"dtype": "bfloat16", "deterministic": True, "fsdp": True}
     ranks(1).run("megatron_fsdp_cases.laws", folder, options, 0.05)
 
 
-@pytest.mark.parametrize(("size", "options"), [(1, {}), (1, {"compute_dtype": "bfloat16"}), (2, {"tp": 2})], ids=str)
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (1, {"dtype": "bfloat16"}), (2, {"tp": 2})], ids=str)
 def test_a_state_on_the_cpu_leaves_nothing_on_the_gpu(ranks, folder, size, options):
     """State and buffers are freed, and the state that comes back is the same, bitwise."""
     for freed, expected, same in ranks(size).run("megatron_offload_cases.memory", folder, options):
@@ -188,6 +188,6 @@ def test_a_state_on_the_cpu_leaves_nothing_on_the_gpu(ranks, folder, size, optio
 
 
 def test_nothing_is_held_between_calls_and_no_bit_changes(ranks, folder):
-    options = {"compute_dtype": "bfloat16", "deterministic": True}
+    options = {"dtype": "bfloat16", "deterministic": True}
     for sizes, same in ranks(1).run("megatron_offload_cases.freed", folder, options):
         assert all(same) and [*sizes[2::4], *sizes[3::4]] == [[0, 0]] * 6

@@ -34,7 +34,7 @@ def test_the_first_steps_are_those_of_one_process(megatron_ranks, small, setting
 
 
 def test_the_first_steps_in_bf16(megatron_ranks, small):
-    worst = call(megatron_ranks(2), "first_step", small(**UNTIED), FSDP | {"compute_dtype": "bfloat16"}, 9)[0]
+    worst = call(megatron_ranks(2), "first_step", small(**UNTIED), FSDP | {"dtype": "bfloat16"}, 9)[0]
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.05, worst
 
 

@@ -29,7 +29,7 @@ def call(ranks, name, *args):
         ({}, {"lora": Lora(rank=4, alpha=8.0), "tp": 2}),
         (EXPERTS, {"ep": 2}),
         ({}, {}),
-        ({}, {"tp": 2, "compute_dtype": "bfloat16"}),
+        ({}, {"tp": 2, "dtype": "bfloat16"}),
     ],
     ids=str,
 )

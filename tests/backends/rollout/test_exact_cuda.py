@@ -72,7 +72,7 @@ def test_attention_over_a_cache_is_attention_over_packed_rows(heads, kv, dim, wi
     ids=str,
 )
 def test_log_probs_in_bf16_after_updates(options, graphs, folder):
-    trainer = Local(folder, adamw(1e-3), device="cuda", compute_dtype="bfloat16", exact=True, **options)
+    trainer = Local(folder, adamw(1e-3), device="cuda", dtype="bfloat16", exact=True, **options)
     engine = Sampler(folder, device="cuda", dtype="bfloat16", slots=24, exact=True)
     engine.decoder.graphs = graphs
     assert check_exact(trainer, engine, PROMPTS, updates=5) > 10_000
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_other_kernels(folder):
     batch = aggregate(Batch.from_rows(PROMPTS, rows))
     gradients = []
     for on in (False, True):
-        trainer = Local(folder, adamw(1e-3), device="cuda", compute_dtype="bfloat16", exact=on)
+        trainer = Local(folder, adamw(1e-3), device="cuda", dtype="bfloat16", exact=on)
         gradients.append(trainer.forward_backward(trainer.load_pretrained(), batch, cross_entropy())[0])
     plain, ours = gradients
     assert float((ours + plain.scale(-1.0)).global_norm() / plain.global_norm()) < 0.05

@@ -41,7 +41,7 @@ def gap(backend, engine, params, version):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_parameters_are_the_trainers(folder, dtype):
     """Experts and embeddings; what adapters are added to is made for each publication."""
-    backend = Local(folder, chain(adamw(1e-1)), max_tokens=24, lora=LORA, compute_dtype=dtype)
+    backend = Local(folder, chain(adamw(1e-1)), max_tokens=24, lora=LORA, dtype=dtype)
     engine, state = Sampler(folder, dtype=dtype), backend.load_pretrained()
     frozen = {*state.params.base} - {f"{layer}.weight" for layer in backend._built().adapters.layers}
     assert any("experts" in name for name in frozen)
