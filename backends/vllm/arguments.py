@@ -237,6 +237,7 @@ def check_heads(folder: Path, device: str) -> None:
     text = read_config(folder).get_text_config()
     if device != "cpu" or getattr(text, "kv_lora_rank", None):
         return
+    prepare_environment(device)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     widths, width = CPUAttentionBackend.get_supported_head_sizes(), _width(text)

@@ -78,14 +78,14 @@ def test_a_missing_package_is_named(model):
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
 def test_a_check_names_megatron_fsdp(tiny, tmp_path):
     report = check_run(tiny_run(tiny, tmp_path, "actor.strategy=megatron", f"{SIZES}.use_megatron_fsdp=true"))
-    assert "Megatron-FSDP over 1 ranks" in report
+    assert "Megatron-FSDP over 1 ranks" in report.text
 
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
 def test_a_check_says_that_megatrons_optimizer_computes_updates(tiny, tmp_path):
     for optimizer in ("verl_fn", "megatron"):
         report = check_run(tiny_run(tiny, tmp_path, "actor.strategy=megatron", f"{SIZES}.optimizer={optimizer}"))
-        lines = {line.split()[0]: line for line in report.splitlines()}
+        lines = {line.split()[0]: line for line in report.text.splitlines()}
         for role in ("actor", "critic"):
             assert ("by Megatron's own distributed optimizer" in lines[role]) == (optimizer == "megatron")
 

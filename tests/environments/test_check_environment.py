@@ -54,6 +54,16 @@ class ReadsJson(Good):
         return [{"role": "tool", "content": reply.split("=")[1] if "<tool_call>" in reply else "?"}]
 
 
+class ReadsJsonLater(ReadsJson):
+    """Only after its first reply."""
+
+    turns = 0
+
+    def step(self, reply):
+        self.turns += 1
+        return super().step(reply) if self.turns > 1 else Good.step(self, reply)
+
+
 class ChangesProblem(Good):
     def reset(self, problem):
         problem.extra_info["seen"] = True
@@ -84,7 +94,7 @@ class WrongGroup(Good):
 BROKEN = {
     "Repetition": [CountsInClass, OwnGenerator],
     "Independence": [SharesLast],
-    "Replies": [ReadsJson],
+    "Replies": [ReadsJson, ReadsJsonLater],
     "Purity": [ChangesProblem],
     "Signature": [SpeaksForTheModel, Infinite, Silent],
     "Group": [WrongGroup],

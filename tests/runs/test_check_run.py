@@ -1,6 +1,8 @@
 """``verl-fn train --check``: what a run would do and need, without doing it."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -72,7 +74,7 @@ def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
 
     def lines(budget, layout):
         budget = f"actor.ppo_max_token_len_per_gpu={budget}"
-        return check_run(tiny_run(tiny, tmp_path, *more, budget, f"model.layout={layout}"))
+        return check_run(tiny_run(tiny, tmp_path, *more, budget, f"model.layout={layout}")).text
 
     # bos, prompt, response and end token: 6 and 29 tokens.
     assert lines(35, "packed") and lines(35, "auto") and lines(58, "padded")
@@ -85,18 +87,22 @@ def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
 def test_a_check_says_where_the_engines_are(tiny, tmp_path):
     for placement, words in (("colocated", "colocated with"), ("apart", "apart from")):
         more = ["driver.kind=ray", "rollout.engines=2", f"rollout.placement={placement}"]
-        line = check_run(tiny_run(tiny, tmp_path, *more)).splitlines()[2]
+        line = check_run(tiny_run(tiny, tmp_path, *more)).text.splitlines()[2]
         assert line.startswith("rollout     2 x sampler") and f"{words} the training processes" in line
 
 
 def test_a_check_says_that_sampling_runs_ahead(tiny, tmp_path):
     more = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=2"]
-    ahead = [line for line in check_run(tiny_run(tiny, tmp_path, *more)).splitlines() if line.startswith("overlap")]
+    lines = check_run(tiny_run(tiny, tmp_path, *more)).text.splitlines()
+    ahead = [line for line in lines if line.startswith("overlap")]
     assert ahead == ["overlap     sampling runs up to 2 steps ahead of learning; correction: token"]
-    assert "overlap" not in check_run(tiny_run(tiny, tmp_path))
+    assert "overlap" not in check_run(tiny_run(tiny, tmp_path)).text
 
 
 MINE = """
+from verl_fn.environments import Done
+
+
 def score(data_source, solution_str, ground_truth):
     return 0.0
 
@@ -122,6 +128,10 @@ class Broken(Guess):
         raise ValueError("no problem of mine")
 
 
+class Fine(Guess):
+    tools = ()
+
+
 class Once(Broken):
     failed = False
 
@@ -130,12 +140,22 @@ class Once(Broken):
             return [{"role": "user", "content": problem.prompt}]
         Once.failed = True
         return super().reset(problem)
+
+    def step(self, reply):
+        return Done(0.0)
 """
 BROKEN = {
     "pass": "raised ValueError: no problem of mine",
     "__init__ = lambda self: 1 / 0": "raised ZeroDivisionError",
     "reset = lambda self, problem: 3": "returned 3",
     "reset = lambda self, problem: __import__('os')._exit(3)": "ended its process with exit code 3",
+    "reset = lambda self, problem: Done(1.0)": "returned Done",
+}
+# They begin, and fail at a reply.
+BROKEN_STEPS = {
+    "pass": "raised NotImplementedError.*the reply was empty, and step must answer whatever a model writes",
+    "step = lambda self, reply: reply": "returned ''",
+    "step = lambda self, reply: Done(float(reply.split()[0]))": "raised IndexError",
 }
 GRPO = ("algorithm.name=grpo", "rollout.n=2", "reward.functions=['{}:score']")
 
@@ -191,15 +211,26 @@ def test_a_check_refuses_what_only_processes_of_the_run_would_find(tiny, tmp_pat
 
 @pytest.mark.parametrize(("wrong", "reason"), list(BROKEN.items()))
 def test_a_check_ends_as_the_run_does_if_no_conversation_begins(tmp_path, wrong, reason):
-    """A run ends with its first evaluation or step; a check begins some of their conversations."""
+    """A run ends with its first evaluation or step; a check probes some of their conversations."""
     (tmp_path / "own.py").write_text(f"{MINE}\n\nclass Wrong(Broken):\n    {wrong}\n")
     model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
     more = ["algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=64", "env.timeout=5"]
     plan = tiny_run(model, tmp_path / "run", *more, f"env.name={tmp_path}/own.py:Wrong")
-    with pytest.raises(EnvError, match=f"env.name: none of 8 training conversations begins, .*{reason}"):
+    with pytest.raises(EnvError, match=f"env.name: all 8 training conversations fail, .*{reason}"):
         check_run(plan)
     with pytest.raises(EnvError, match=reason):
         train(plan, SILENT)
+
+
+@pytest.mark.parametrize(("wrong", "reason"), list(BROKEN_STEPS.items()))
+def test_a_check_refuses_an_environment_that_answers_no_reply(tmp_path, wrong, reason, capsys):
+    """A run would drop these conversations, except those that are cut off first."""
+    (tmp_path / "own.py").write_text(f"{MINE}\n\nclass Wrong(Fine):\n    {wrong}\n")
+    (tmp_path / "run.toml").write_text("")
+    model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    more = [f"model.path={model}", f"trainer.dir={tmp_path}/run", f"env.name={tmp_path}/own.py:Wrong"]
+    assert main(["train", str(tmp_path / "run.toml"), *TINY, *more, "data.max_prompt_length=64", "--check"]) == 1
+    assert re.search(f"error: env.name: all 8 training conversations fail, .*{reason}", capsys.readouterr().err)
 
 
 def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, capsys):
@@ -242,8 +273,9 @@ def test_a_run_that_continues_needs_no_weights_in_its_model_folder(tiny, tmp_pat
     more = ["algorithm.name=sft", "trainer.total_training_steps=1", "trainer.test_freq=-1", "data.val_size=1"]
     train(tiny_run(folder, tmp_path / "run", *more), SILENT)
     (folder / "model.safetensors").unlink()
-    assert "this run has finished, after 1 steps" in check_run(tiny_run(folder, tmp_path / "run", *more))
-    assert "2 steps" in check_run(tiny_run(folder, tmp_path / "run", *more, "trainer.total_training_steps=2"))
+    assert "this run has finished, after 1 steps" in check_run(tiny_run(folder, tmp_path / "run", *more)).text
+    longer = tiny_run(folder, tmp_path / "run", *more, "trainer.total_training_steps=2")
+    assert "2 steps" in check_run(longer).text
 
 
 def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
@@ -255,8 +287,9 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
         check_run(tiny_run(tiny, tmp_path / "run", *more))
     # Ranks on the CPU need none, and another cluster may have more.
     for other in ("driver.device=cpu", "ray.address=10.0.0.1:6379"):
-        assert "16 training processes" in check_run(
-            tiny_run(tiny, tmp_path / "run", *more, "driver.device=auto", other)
+        assert (
+            "16 training processes"
+            in check_run(tiny_run(tiny, tmp_path / "run", *more, "driver.device=auto", other)).text
         )
 
 
@@ -268,7 +301,7 @@ def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path):
 
     def dtypes(folder, *more):
         plan = tiny_run(folder, tmp_path / "run", "algorithm.name=grpo", "rollout.n=2", *more)
-        said = check_run(plan, 2**36, 1 if "driver.device=cuda" in more else None).splitlines()
+        said = check_run(plan, 2**36, 1 if "driver.device=cuda" in more else None).text.splitlines()
         rollout, actor = (next(line for line in said if line.startswith(name)) for name in ("rollout", "actor"))
         return rollout.split(", ")[1], actor.split("; ")[2]
 
@@ -285,12 +318,20 @@ def test_random_models_are_served_by_every_engine(tmp_path):
     assert list(WIDTHS) == attention.get_supported_head_sizes()
     vllm = ["driver.kind=ray", "rollout.name=vllm", "algorithm.name=grpo", "rollout.n=2", f"trainer.dir={tmp_path}"]
     plan = make_plan(load(overrides=[*vllm, "driver.device=cpu"]))
-    assert "vllm, float32" in check_run(plan)
+    assert "vllm, float32" in check_run(plan).text
     assert main(["new-model", str(tmp_path / "made"), "num_attention_heads=8"]) == 0
     check_heads(tmp_path / "made", "cpu")
     assert read_config(tmp_path / "made").head_dim == 32
     with pytest.raises(ModelError, match=r"set rollout\.name=sampler, or take a model with such heads"):
         check_heads(new_model(tmp_path / "narrow", chars="ab"), "cpu")
+
+
+def test_a_check_of_heads_keeps_vllm_quiet(tmp_path, monkeypatch):
+    """vLLM reads its level of logging when it is imported, and says what it has found in lines of INFO."""
+    pytest.importorskip("vllm")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    check_heads(new_model(tmp_path / "model", chars="ab", head_dim=32), "cpu")
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
 
 
 def test_trainer_and_engine_are_made_in_the_dtype_of_the_device(tiny, tmp_path, monkeypatch):

@@ -61,8 +61,9 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
 
         if args.gpu_memory and not args.gpus and build.device(plan.driver) == "cpu":
             raise UsageError("--gpu-memory plans for GPUs, and this machine has none: add --gpus, their number")
-        say(check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None, args.gpus))
-        return 0
+        report = check_run(plan, int(args.gpu_memory * 2**30) if args.gpu_memory else None, args.gpus)
+        say(report.text)
+        return 0 if report.fits else 1
     try:
         train(plan, show, live=sys.stdout.isatty() and not args.quiet, began=args.began)
     except Interrupted as error:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import attrs
+import torch
 
 from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, Through, WeightSource
 from verl_fn.errors import ArgumentError
@@ -136,20 +137,24 @@ class Conversing(Through):
         """Returns an iterator over the same samples; they all end together."""
         return iter(self.generate(requests, version=version))
 
-    def begin(self, request: Request) -> str | None:
-        """Begins a conversation, to see whether the environment and the chat template go together.
+    def probe(self, request: Request) -> str | None:
+        """Begins a conversation and gives an empty reply, which any model may draw, without an engine.
 
         Returns:
-            Why the environment has failed; None if it has begun.
+            Why the environment has failed; None if it has answered.
 
         Raises:
             EnvError: its messages or tools cannot be rendered, or are too long.
         """
-        one = Conversation(0, request, 0, 0)
+        one, ignored = Conversation(0, request, 0, 0), lambda _: None
         _check_json(one)
         with self._lock:
-            failures = self._advance([one], [], lambda _: None)
-        return failures[0] if failures else None
+            if failures := self._advance([one], [], ignored):
+                return failures[0]
+            failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+        return (
+            f"{failures[0]}; the reply was empty, and step must answer whatever a model writes" if failures else None
+        )
 
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         self._last_version = version or 0
@@ -286,6 +291,24 @@ class Conversing(Through):
             row.write(tokens, self._held())
         else:
             one.rows.append(TokenRow(prompt))
+
+
+def _empty_reply(one: Conversation, end: int) -> Sample:
+    """Returns the reply of a model that writes nothing but its end token."""
+    zeros = torch.zeros(1)
+    return Sample(
+        request=one.request.id,
+        number=0,
+        prompt=torch.tensor(one.rows[-1].ids),
+        tokens=torch.tensor([end]),
+        log_probs=zeros,
+        full_log_probs=None,
+        mask=torch.ones(1),
+        versions=torch.zeros(1, dtype=torch.int64),
+        finish_reason="stop",
+        temperature=1.0,
+        near_ties=0,
+    )
 
 
 def _check_json(one: Conversation) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -34,14 +34,27 @@ from .checks import (
 from .continuing import changes, find_origin, finished, run_date
 from .disk import check_disk, disk_line
 from .engine_size import cached_rows, fits, rows_of_engine, sized
-from .fitting import better_engine, counted, enough_gpus, layouts, longest_row, nearest, remedies
+from .fitting import Fit, better_engine, counted, enough_gpus, layouts, longest_row, nearest, remedies
 from .folder import Run
-from .memory import GIB, check_memory, engine_weights, largest, offloads, phases, role_memory, share
+from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share
 from .prepare import prepare
 from .screen import say
 
 
-def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> str:
+@attrs.frozen
+class Report:
+    """What ``check_run`` has found.
+
+    Attributes:
+        text: lines about the run; the last one says whether it can start, or fits its GPUs.
+        fits: False if the run needs more memory than its GPUs have.
+    """
+
+    text: str
+    fits: bool = True
+
+
+def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Report:
     """Runs the checks that precede training, and describes the run.
 
     Args:
@@ -55,7 +68,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
         each phase on a GPU, and settings that fit it.
 
     Raises:
-        UserError: the run could not start, or needs more memory than the GPU has.
+        UserError: the run could not start.
     """
     if gpus is None:
         check_device(plan)
@@ -69,7 +82,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     run = Run(plan, say)
     origin, changed = find_origin(plan, run), changes(run, plan)
     if (ended := finished(plan, origin)) is not None:
-        return f"this run has finished, after {ended.step} steps; nothing would be done"
+        return Report(f"this run has finished, after {ended.step} steps; nothing would be done")
     for sentence in changed:
         say(sentence)
     longest = longest_row(plan)
@@ -92,14 +105,14 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> st
     lines = [*_run_lines(plan, longest), disk_line(plan)]
     if gpus is None:
         check_disk(plan)
-    if on_gpus:
-        lines += _memory(plan, gpu, gpus, longest)
-        try:
-            check_memory(plan, ranks.training_ranks(plan), gpu)
-        except ConfigError:
-            say("\n".join(lines))
-            raise
-    return "\n".join(lines)
+    if not on_gpus:
+        return Report("\n".join([*lines, "the run can start; memory is counted on GPUs only"]))
+    lines += _memory_lines(plan, ranks.training_ranks(plan), gpu)
+    if gpu is None:
+        return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
+    lines += _cached_rows(plan, gpu, longest)
+    lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
+    return Report("\n".join(lines), fits(plan, gpu))
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
@@ -111,14 +124,6 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     if plan.learns_from == "samples":
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
-
-
-def _memory(plan: Plan, gpu: int | None, gpus: int | None, longest: int) -> Iterator[str]:
-    """Yields the lines about the memory of GPUs."""
-    yield from _memory_lines(plan, ranks.training_ranks(plan), gpu)
-    if gpu is not None:
-        yield from _cached_rows(plan, gpu, longest)
-        yield from _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
 
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
@@ -180,27 +185,25 @@ def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
 
 
 def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
-    """Yields whether a plan fits its GPU, and settings that fit or use it better."""
-    most, room = largest(counted(plan, gpu)), f"in {gpu / GIB:.4g} GiB"
+    """Yields settings that use the GPUs better, layouts that fit them, and whether the plan fits."""
+    if fits(plan, gpu) and plan.learns_from == "samples":
+        yield from (f"engine      {sentence}" for sentence in better_engine(plan, gpu))
+    found = layouts(plan, gpus, gpu)
+    more = None if found else enough_gpus(plan, gpus, gpu)
+    yield from _layout_lines(plan, gpus, gpu, found)
+    if more is not None:
+        yield f"            {more[0]} such GPUs are enough: {more[1]}"
+    most, room = largest(counted(plan, gpu)), f"{gpu / GIB:.4g} GiB"
     if fits(plan, gpu):
-        yield f"verdict     fits {room} (peak {most.nbytes / GIB:.1f} GiB, {most.title})"
-        for sentence in better_engine(plan, gpu) if plan.learns_from == "samples" else ():
-            yield f"engine      {sentence}"
+        yield f"fits: the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
     else:
-        changes = remedies(plan, gpus, gpu)
-        helps = " or\n            ".join(map(str, changes)) or "nothing that was tried"
-        least = "; set" if changes and changes[0].phase.nbytes <= gpu else "; the least is with"
-        note = f"the {most.title} needs {most.nbytes / GIB:.1f} GiB"
-        if (of_engine := share(plan, gpu)) and most.nbytes <= gpu:
-            note = f"the engine's weights take {engine_weights(plan) / GIB:.1f} of its {of_engine / GIB:.1f} GiB"
-        yield f"verdict     does not fit {room}: {note}{least}\n            {helps}"
-    yield from _layouts(plan, gpus, gpu)
+        yield f"does not fit: {_lacking(plan, gpu)}; {_help(plan, gpus, gpu, found, more)}"
 
 
-def _layouts(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
+def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iterator[str]:
     """Yields the layouts that fit, or what is missing for the one that needs least."""
     machine = f"{gpus} x {gpu / GIB:.4g} GiB"
-    if found := layouts(plan, gpus, gpu):
+    if found:
         yield f"layouts     with the largest budget of tokens that fits {machine}:"
         yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
         return
@@ -210,8 +213,26 @@ def _layouts(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
         what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"
         yield f"            the least is {least}: {what}"
         yield f"              {least.phase.describe()}"
-    if (more := enough_gpus(plan, gpus, gpu)) is not None:
-        yield f"            {more[0]} such GPUs are enough: {more[1]}"
+
+
+def _lacking(plan: Plan, gpu: int) -> str:
+    """Returns what a plan that does not fit lacks memory for."""
+    most = largest(counted(plan, gpu))
+    if most.nbytes > gpu:
+        return f"the {most.title} needs {most.nbytes / GIB:.1f} of {gpu / GIB:.4g} GiB"
+    weights, room = engine_weights(plan) / GIB, share(plan, gpu) / GIB
+    return f"the engine's weights take {weights:.1f} GiB, and rollout.gpu_memory_utilization gives it {room:.1f}"
+
+
+def _help(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit], more: tuple[int, Fit] | None) -> str:
+    """Returns what helps a plan that does not fit: the smallest change, another layout, or more GPUs."""
+    if changes := remedies(plan, gpus, gpu):
+        return f"set {', or '.join(map(str, changes))}"
+    if found:
+        return f"take the layout {found[0]}"
+    if more is not None:
+        return f"{more[0]} such GPUs are enough, with {more[1]}"
+    return "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"
 
 
 def _engines(plan: Plan) -> str:

@@ -47,7 +47,7 @@ from verl_fn.state import Key
 
 # Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
-# The most conversations of a kind that a check tries to begin.
+# The most conversations of a kind that a check probes.
 TRIES = 8
 
 
@@ -568,20 +568,21 @@ def _has_weights(folder: Path) -> bool:
 
 
 def check_processes(plan: Plan, source: Source) -> Iterator[str]:
-    """Starts what runs the user's reward functions and environment, as a run does, and begins a conversation.
+    """Starts what runs the user's reward functions and environment, as a run does, and probes a conversation.
 
-    If a conversation does not begin, others are tried: a run ends if none of a step's conversations begins.
+    The environment begins the conversation and answers an empty reply. If it fails, other conversations are tried: a
+    run ends if all of a step's conversations fail.
 
     Yields:
         Sentences about what a run would survive.
 
     Raises:
-        UserError: they cannot be used, or no conversation begins.
+        UserError: they cannot be used, or all conversations fail.
     """
     if not any(_elsewhere(plan, name) for name in plan.reward.functions):
         build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
     if plan.env.name and not _elsewhere(plan, plan.env.name):
-        # A conversation begins before the engine draws anything.
+        # Nothing is drawn, so no engine is needed.
         conversing: Any = build.conversing(plan.rollout, "cpu", plan.env, engine=lambda *_: MockRollout({}))
         sampling = build.sampling(plan.rollout, plan.data.max_response_length)
         # All of a step are tried until one begins.
@@ -591,12 +592,12 @@ def check_processes(plan: Plan, source: Source) -> Iterator[str]:
         for part, problems in (("training", sampled), ("held-out", source.held_out(TRIES))):
             failures = []
             for request in conversations_of(problems, sampling, Key.from_seed(0)):
-                if (failure := conversing.begin(request)) is None:
+                if (failure := conversing.probe(request)) is None:
                     break
                 failures.append(failure)
-            # Of more held-out problems others may begin.
+            # Conversations of the other held-out problems may go well.
             if failures and len(failures) == len(problems) and (part == "training" or len(problems) < TRIES):
-                raise EnvError(f"env.name: none of {len(failures)} {part} conversations begins, {failures[0]}")
+                raise EnvError(f"env.name: all {len(failures)} {part} conversations fail, {failures[0]}")
             if failures:
                 yield f"of the {part} problems, {failures[0]}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import TypeAlias
 
 import attrs
@@ -200,9 +200,9 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
 
 
 def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
-    """Returns up to two changes with which a plan fits, the ones that cost least first.
+    """Returns up to two changes with which a plan fits, the ones that cost least first; none if no change suffices.
 
-    Each is one change, or two if no single one suffices. If no two suffice, the best two are returned.
+    Each is one change, or two if no single one suffices.
     """
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
@@ -217,17 +217,16 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
         over if ranks.training_ranks(plan) < gpus and actor.strategy != "megatron" else None,
         ("actor.fsdp_config.offload_policy=true",) if actor.strategy == "fsdp" and not actor.offload else None,
     ]
-    known, tried = [change for change in changes if change is not None], []
+    known = [change for change in changes if change is not None]
     for count in (1, 2):
-        for chosen in combinations(known, count):
-            tried += [found for found in [_after(plan, chosen, gpu, gpus)] if found is not None]
-        if fitting := [one for one in tried if one.phase.nbytes <= gpu]:
-            return fitting[:2]
-    return sorted(tried, key=lambda one: one.phase.nbytes)[:1]
+        tried = (_after(plan, chosen, gpu, gpus) for chosen in combinations(known, count))
+        if fitting := list(islice((found for found in tried if found is not None), 2)):
+            return fitting
+    return []
 
 
 def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | None:
-    """Returns the plan after changes; those that are computed come last. None if the plan cannot have them."""
+    """Returns the plan after changes; the computed ones come last. None if it cannot have them, or does not fit."""
     settings: Settings = ()
     for change in sorted(changes, key=callable):
         more = change(with_settings(plan, settings, gpu), gpu) if callable(change) else change
@@ -235,7 +234,7 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
             return None
         settings += more
     after = _possible(plan, settings, gpus, gpu)
-    return None if after is None else Fit(settings, counted(after, gpu))
+    return Fit(settings, counted(after, gpu)) if after is not None and fits(after, gpu) else None
 
 
 def _smaller_share(plan: Plan, gpu: int) -> Settings | None:
