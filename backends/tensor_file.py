@@ -26,6 +26,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+FLOATING = {name for dtype, name in NAMES.items() if dtype.is_floating_point}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
@@ -145,7 +146,7 @@ def read(
         like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype.
         rows: returns the first row to read and the one after the last, given the number of all rows.
         device: where the tensors go.
-        cast: names of tensors that the file may hold as fp32 or bf16, whichever ``like`` has.
+        cast: names of tensors that the file may hold in any dtype of floating point.
 
     Raises:
         ValueError: the file has other names, shapes or dtypes.
@@ -170,7 +171,7 @@ def _check(
     if extra := sorted(saved.keys() - wanted.keys()):
         raise ValueError(f"{file} has {len(extra)} tensors too many, such as {extra[:3]}")
     for name, (dtype, shape) in wanted.items():
-        dtypes = {dtype, "F32", "BF16"} if name in cast else {dtype}
+        dtypes = FLOATING if name in cast else {dtype}
         if saved[name][0] not in dtypes or saved[name][1] != shape:
             raise ValueError(f"{file} has {name} as {saved[name][0]}{saved[name][1]}, not {dtype}{shape}")
 

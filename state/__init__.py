@@ -1,8 +1,8 @@
 """Immutable values (training states, batches, metrics, keys) and the functions that move and compare them."""
 
 from . import metrics, tree
-from .batch import Batch, Ragged, concatenate, read_only
-from .guards import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
+from .batch import Batch, Ragged, concatenate
+from .guards import NotDifferentiable, SharedSetting, isolated, read_only, refuse_derivatives
 from .images import POSITIONS, RowImages, with_images
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -258,35 +257,6 @@ class Batch(Node):
             return t.to(device, non_blocking=asynchronous)
 
         return tree.map_tensors(move, self)
-
-
-@contextlib.contextmanager
-def read_only(function: str, error: type[Exception], batch: Batch, **more: Tensor) -> Iterator[None]:
-    """Raises an error if the block writes in place into a field of a batch, or into one of ``more``.
-
-    Args:
-        function: the function that the block calls, for the error.
-        error: the class of the error.
-        batch: what the function gets.
-        **more: further tensors that it gets, by name.
-
-    Example:
-        >>> batch = Batch.from_rows([[1], [2]], per_row={"score": [1.0, 0.0]})
-        >>> with read_only("mine", ValueError, batch):
-        ...     batch["score"].sub_(0.5)
-        Traceback (most recent call last):
-        ValueError: mine writes into score in place, which others read after it, such as the metrics; make a new ...
-    """
-    ragged = {name: field.values for name, field in batch.ragged.items()}
-    fields = {**{name: getattr(batch, name) for name in CORE}, **batch.per_token, **batch.per_row, **ragged, **more}
-    # Tensors of an inference mode count no versions.
-    before = {name: (t, t._version) for name, t in fields.items() if not t.is_inference()}
-    yield
-    if written := [name for name, (t, version) in before.items() if t._version != version]:
-        raise error(
-            f"{function} writes into {' and '.join(written)} in place, which others read after it, such as the "
-            "metrics; make a new tensor (x = x - mean, not x -= mean), and give it to batch.with_tokens or with_rows"
-        )
 
 
 def _token_ids(row: Sequence[int] | Tensor, number: int) -> Tensor:

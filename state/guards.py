@@ -1,19 +1,21 @@
-"""Guards of a step's call: a caller's settings of torch, derivatives that a step has not, and kinds of arguments."""
+"""Guards of calls: a caller's settings of torch, derivatives that a step has not, arguments, and writes in place."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from verl_fn.errors import ArgumentError, UserError
 
 from . import tree
-from .batch import Batch
+from .batch import CORE, Batch
 from .train import Grads, Params, TrainState
 
 T = TypeVar("T")
@@ -99,6 +101,11 @@ class NotDifferentiable(UserError, RuntimeError):
     """A derivative was taken of a function that has none."""
 
 
+def transforming() -> bool:
+    """Returns whether a transformation of ``torch.func`` or forward-mode differentiation is going on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def refuse_derivatives(function: str, *values: Any) -> None:
     """Raises an error if a derivative with respect to ``values`` is being taken; without it, that would be 0.
 
@@ -117,7 +124,7 @@ def refuse_derivatives(function: str, *values: Any) -> None:
         Traceback (most recent call last):
         verl_fn.state.guards.NotDifferentiable: norm has no derivative, and torch would return 0; ...
     """
-    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+    if not transforming():
         return
     if any(_is_tracked(leaf) for leaf in tree.leaves(values) if isinstance(leaf, torch.Tensor)):
         raise NotDifferentiable(
@@ -133,6 +140,46 @@ def _is_tracked(t: torch.Tensor) -> bool:
             return True
         t = functorch.get_unwrapped(t)
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
+
+@contextlib.contextmanager
+def read_only(function: str, error: type[Exception], batch: Batch, **more: Tensor) -> Iterator[None]:
+    """Raises an error if the block writes in place into a field of a batch, or into one of ``more``.
+
+    Versions show writes to tensors and to views of them. On the CPU contents are compared as well, since writes to
+    ``t.data`` and ``t.numpy()`` count no version; ragged fields, such as images, are too large for that.
+
+    Args:
+        function: the function that the block calls, for the error.
+        error: the class of the error.
+        batch: what the function gets.
+        **more: further tensors that it gets, by name.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2]], per_row={"score": [1.0, 0.0]})
+        >>> with read_only("mine", ValueError, batch):
+        ...     batch["score"].sub_(0.5)
+        Traceback (most recent call last):
+        ValueError: mine writes into score in place, which others read after it, such as the metrics; make a new ...
+    """
+    fields = {**{name: getattr(batch, name) for name in CORE}, **batch.per_token, **batch.per_row, **more}
+    ragged = {name: field.values for name, field in batch.ragged.items()}
+    before = {name: (t, _stamp(t, name in fields)) for name, t in {**fields, **ragged}.items()}
+    yield
+    if written := [name for name, (t, stamp) in before.items() if _stamp(t, name in fields) != stamp]:
+        raise error(
+            f"{function} writes into {' and '.join(written)} in place, which others read after it, such as the "
+            "metrics; make a new tensor (x = x - mean, not x -= mean), and give it to batch.with_tokens or with_rows"
+        )
+
+
+def _stamp(t: Tensor, small: bool) -> tuple[int, int]:
+    """Returns the version of a tensor, and a checksum of its contents if it is small and the host can read it."""
+    # Tensors of an inference mode count no versions.
+    version = 0 if t.is_inference() else t._version
+    if not small or t.device.type != "cpu" or transforming():
+        return version, 0
+    return version, zlib.crc32(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def expect(function: str, kind: type, value: object) -> None:

@@ -32,7 +32,7 @@ from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.tensor_file import Rows, Span
 from verl_fn.errors import UserError
-from verl_fn.state import Buffers, tree
+from verl_fn.state import Buffers, TrainState, tree
 from verl_fn.state.tree import Scalar, flatten, unflatten
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
@@ -43,6 +43,22 @@ T = TypeVar("T")
 
 class CheckpointError(UserError, ValueError):
     """A folder does not hold a complete training state."""
+
+
+def check_dtypes(state: TrainState) -> None:
+    """Raises an error for a state that could be written and not restored.
+
+    Raises:
+        ValueError: a trained parameter or a moment is not in float32.
+    """
+    trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}
+    moments = {f"optimizer{path}": t for path, t in tree.paths(state.optimizer).items() if isinstance(t, Tensor)}
+    for place, t in (trained | moments).items():
+        if t.is_floating_point() and t.dtype != torch.float32:
+            raise ValueError(
+                f"state.{place} is {str(t.dtype).removeprefix('torch.')}, and what is trained is float32: a "
+                "checkpoint of this state could not be restored; make the state with .float() of it"
+            )
 
 
 def save_state(

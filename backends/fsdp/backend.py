@@ -148,6 +148,7 @@ class Fsdp(Base):
         self.layout.check(state.params)
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
+        checkpoint.check_dtypes(state)
         skeleton.check_trained(params)
         skeleton.check_buffers(params.buffers)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))

@@ -124,6 +124,7 @@ class Local(Base):
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
         skeleton = self._built()
+        checkpoint.check_dtypes(state)
         skeleton.check_trained(state.params)
         skeleton.check_buffers(state.buffers)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
 from verl_fn.backends.base import Base, one_at_a_time
+from verl_fn.backends.checkpoint.state_folder import check_dtypes
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
@@ -130,6 +131,7 @@ class Megatron(Base):
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the files that ``Local`` would write; each whole tensor is written by one of the ranks."""
         model = self._built()
+        check_dtypes(state)
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})

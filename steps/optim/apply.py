@@ -71,7 +71,9 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
     if not same_shapes or list(map(_DTYPE, gradients)) != list(map(_DTYPE, weights)):
         kinds = zip(names, map(_kind, gradients), map(_kind, weights), strict=True)
         name, gradient_kind, weight_kind = next(row for row in kinds if row[1] != row[2])
-        raise ValueError(f"the gradient of {name} is {gradient_kind}, and the parameter is {weight_kind}")
+        note = "; what is trained is float32, so make the state with .float() of its parameters"
+        cast = note if params[name].dtype != torch.float32 else ""
+        raise ValueError(f"the gradient of {name} is {gradient_kind}, and the parameter is {weight_kind}{cast}")
     check_device("the gradients lie", gradients, weights)
     # Values are made whole in one mode, so the first tensor of each tells.
     if any(t.is_inference() for t in (*gradients[:1], *weights[:1])):

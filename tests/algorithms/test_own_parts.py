@@ -1,5 +1,6 @@
 """Algorithms, estimators and losses of one's own on mocks: what they may return, and what is said if they do not."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import Pace, advance
-from verl_fn.state import Key, Node, Outcome, node
+from verl_fn.state import Key, Node, Outcome, node, read_only
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.contract import LossError
@@ -518,6 +519,31 @@ def centres(batch):
 def clips(batch):
     batch["score"][batch["score"] > 0.5] = 0.5
     return batch["response_mask"]
+
+
+WRITES = {
+    "a method": lambda t: t.mul_(2.0),
+    "a view": lambda t: t[1:].mul_(2.0),
+    "an output": lambda t: torch.mul(t, 2.0, out=t),
+    "data": lambda t: t.data.mul_(2.0),
+    "other data": lambda t: setattr(t, "data", t * 2.0),
+    "numpy": lambda t: np.multiply(t.numpy(), 2.0, out=t.numpy()),
+    "dlpack": lambda t: torch.from_dlpack(t).mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_every_way_of_writing_in_place_is_seen(write, mode):
+    with mode():
+        batch = rewarded()
+        with (
+            pytest.raises(ArgumentError, match="mine writes into token_level_rewards in place"),
+            read_only("mine", ArgumentError, batch),
+        ):
+            WRITES[write](batch["token_level_rewards"])
+        with read_only("mine", ArgumentError, batch, more=torch.zeros(2, requires_grad=True)):
+            batch["token_level_rewards"] * 2.0
 
 
 def test_an_estimator_may_not_write_in_place(here):

@@ -275,6 +275,8 @@ def narrow_base(folder, options):
         narrow, wide = (backend.apply_update(s, g)[0] for s, (g, _) in zip((narrow, wide), steps, strict=True))
     params = narrow.params
     assert tree.equal(tree.map_tensors(torch.Tensor.float, params), wide.params)
+    half = attrs.evolve(narrow, params=tree.map_tensors(torch.Tensor.bfloat16, params))
+    assert "is bfloat16, and what is trained is float32" in error_of(lambda: backend.save(half, folder))
     # The base of a value model lacks its head.
     for given in (params, *([] if "head" in options else [params.base])):
         source = backend.weights(given)

@@ -308,7 +308,7 @@ def narrow_base(folder, options):
     """The bytes of an element of frozen and of trained shards; steps with them are those with an fp32 base."""
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
     loss, narrow = loss_for(options.get("head", "lm")), backend.load_pretrained()
-    leaves = {name: sharded(local_of(t).float(), _in_fp32(t)) for name, t in narrow.params.items()}
+    leaves = {name: sharded(local_of(t).float(), _of_dtype(t, torch.float32)) for name, t in narrow.params.items()}
     wide = snapshot(attrs.evolve(narrow, params=attrs.evolve(narrow.params, leaves=leaves)))
     for _ in range(2):
         outputs = [backend.forward(state.params, batch, loss.needs) for state in (narrow, wide)]
@@ -322,6 +322,9 @@ def narrow_base(folder, options):
     sent = [chunk for bucket in backend.weights(params).held.buckets() for chunk in bucket]
     dtypes = {spec.name: spec.dtype for spec in backend.weights(params).specs}
     assert all(chunk.values.dtype == dtypes[chunk.name] for chunk in sent)
+    half = {name: sharded(shards[name].bfloat16(), _of_dtype(t, torch.bfloat16)) for name, t in params.items()}
+    halved = attrs.evolve(narrow, params=attrs.evolve(params, leaves=half))
+    assert "is bfloat16, and what is trained is float32" in error_of(lambda: backend.save(halved, folder))
     # Another backend of these ranks would train the base in its compute dtype.
     more = attrs.evolve(narrow, params=attrs.evolve(params, trainable=None))
     bytes_each = {
@@ -344,9 +347,9 @@ def never_trained(folder, into):
     return sizes, error_of(lambda: backend.forward_backward(again, batch, ppo_clip()))
 
 
-def _in_fp32(t):
+def _of_dtype(t, dtype):
     spec = torch_private.spec_of(t)
-    return torch_private.spec(spec.mesh, spec.placements, t.shape, torch.float32)
+    return torch_private.spec(spec.mesh, spec.placements, t.shape, dtype)
 
 
 def private_names(folder):

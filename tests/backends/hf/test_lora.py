@@ -135,7 +135,9 @@ def test_a_frozen_parameter_that_is_to_be_trained_is_refused(tiny):
     params = attrs.evolve(state.params, trainable=None)
     state = attrs.evolve(state, params=params, optimizer=TX.init(params))
     grads, _ = backend.forward_backward(state, ragged(), cross_entropy())
-    with pytest.raises(ValueError, match=r"is float32 .*, and the parameter is bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"is float32 .*, and the parameter is bfloat16 .*; what is trained is float32"
+    ):
         backend.apply_update(state, grads)
 
 
@@ -247,7 +249,15 @@ def test_a_state_with_an_fp32_base_is_restored_as_its_cast(tiny, tmp_path):
     assert tree.equal(restored.params.base.leaves, {name: t.bfloat16() for name, t in base.items()})
     assert tree.equal(restored.optimizer, state.optimizer)
     assert all(torch.equal(restored.params[name], state.params[name]) for name in state.params.trained())
-    # What is trained has one dtype.
+    # A frozen leaf may have been made by hand in any dtype. Trained ones and their moments have one.
+    for dtype in (torch.float16, torch.float64):
+        base = {name: t.to(dtype) for name, t in state.params.base.items()}
+        made = attrs.evolve(state, params=attrs.evolve(state.params, leaves={**state.params.leaves, **base}))
+        plain.save(made, tmp_path / str(dtype))
+        for one in (backend, plain):
+            again = one.restore(tmp_path / str(dtype))
+            assert tree.equal(again.params.base.leaves, {name: t.to(one.dtype) for name, t in base.items()})
+            assert tree.equal(*(one.forward(params, ragged()) for params in (again.params, made.params)))
     rewritten(tmp_path, lambda name, t: t.bfloat16() if "lora_A" in name else t)
     with pytest.raises(CheckpointError, match=r"lora_A.* as BF16\(4, 32\), not F32"):
         backend.restore(tmp_path)

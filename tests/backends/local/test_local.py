@@ -190,6 +190,27 @@ def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path)
         backend.forward_backward(state, ragged(), cross_entropy())
 
 
+def test_an_actor_that_is_reset_to_a_reference_in_bf16_is_told_to_be_cast(tiny, tmp_path):
+    """The masters of a frozen model lie in the dtype that computes."""
+    actor, reference = (Local(tiny, tx, dtype="bfloat16") for tx in (OPTIMIZER, frozen()))
+    state, batch = actor.load_pretrained(), ragged()
+    params = attrs.evolve(reference.load_pretrained().params, trainable=state.params.trainable)
+    narrow = attrs.evolve(state, params=params)
+    with pytest.raises(
+        ValueError, match=r"parameter is bfloat16 .*; what is trained is float32, so make .* \.float\(\)"
+    ):
+        actor.apply_update(narrow, actor.forward_backward(narrow, batch, cross_entropy())[0])
+    half = attrs.evolve(state, optimizer=tree.map_tensors(torch.Tensor.bfloat16, state.optimizer))
+    for odd, place in ((narrow, r"params\['model.embed_tokens.weight'\]"), (half, r"optimizer\S+exp_avg\S+")):
+        with pytest.raises(ValueError, match=rf"^state.{place} is bfloat16, and what is trained is float32: a check"):
+            actor.save(odd, tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
+    wide = attrs.evolve(state, params=tree.map_tensors(torch.Tensor.float, params))
+    wide, _ = actor.apply_update(wide, actor.forward_backward(wide, batch, cross_entropy())[0])
+    actor.save(wide, tmp_path / "wide")
+    assert wide.step == 1 and tree.equal(actor.restore(tmp_path / "wide"), wide)
+
+
 @pytest.mark.parametrize("kind", [Local, Sampler], ids=lambda kind: kind.__name__)
 def test_a_dtype_is_a_name_or_a_dtype_of_torch(tiny, kind):
     make = functools.partial(kind, tiny, *([frozen()] if kind is Local else []))
