@@ -179,7 +179,7 @@ def _stamp(t: Tensor, small: bool) -> tuple[int, int]:
     version = 0 if t.is_inference() else t._version
     if not small or t.device.type != "cpu" or transforming():
         return version, 0
-    return version, zlib.crc32(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return version, zlib.crc32(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def expect(function: str, kind: type, value: object) -> None:
