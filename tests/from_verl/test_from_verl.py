@@ -375,19 +375,51 @@ def test_tables_of_the_users_keep_their_inner_keys():
         assert said in " ".join(translation.not_possible) and not translation.unknown
 
 
+# What verl's scripts for models with images add to the ones for text.
+GEO3K = (
+    "data.image_key=images actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.lora_rank=0 "
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True "
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0"
+)
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B-Instruct", "/m/Qwen3-VL-8B-Instruct/", "Qwen3-VL-2B-Thinking"])
+def test_models_with_images(path):
+    words = f"{GRPO_LORA} {GEO3K} actor_rollout_ref.model.path={path}"
+    translation = translated(f"{words} actor_rollout_ref.actor.freeze_vision_tower=True")
+    assert translation.complete, translation.report()
+    assert translation.table["actor"]["freeze_vision_tower"] is True
+    assert not any("mm_" in name for name in translation.table["rollout"].get("engine_kwargs", {}))
+    adapters = translated(
+        f"{words} actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.exclude_modules=.*visual.*"
+    )
+    assert adapters.complete and adapters.table["actor"]["freeze_vision_tower"] is True
+    plain = translated(words)
+    assert plain.complete and "freeze_vision_tower" not in plain.table["actor"]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        "data.image_key=images", "+data.video_key=clips", "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
-        "actor_rollout_ref.model.path=/m/GLM-4.1V-9B-Thinking/", "actor_rollout_ref.model.path=openbmb/MiniCPM-o-2_6",
-        "actor_rollout_ref.model.path=/m/llava-hf", "actor_rollout_ref.actor.freeze_vision_tower=True",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
+        ("data.image_key=pictures", "rename it"),
+        ("data.image_key=images actor_rollout_ref.model.path=Qwen/Qwen3.5-27B", "docs/images.md"),
+        ("+data.video_key=clips", "videos are not read"),
+        ("actor_rollout_ref.model.path=/m/GLM-4.1V-9B-Thinking/", "docs/images.md"),
+        ("actor_rollout_ref.model.path=openbmb/MiniCPM-o-2_6", "docs/images.md"),
+        ("actor_rollout_ref.model.path=/m/llava-hf", "docs/images.md"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B", "docs/images.md"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-30B-A3B-Instruct", "docs/images.md"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B actor_rollout_ref.actor.strategy=megatron",
+         "which Megatron does not"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B "
+         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ranks cannot share rows with images"),
+        ("+data.mm_processor_kwargs.max_pixels=9", "preprocessor_config.json"),
+        ("actor_rollout_ref.model.exclude_modules=.*visual.*", "name the layers in target_modules"),
     ],
 )  # fmt: skip
-def test_models_that_see_are_refused_by_name(words):
-    assert any(
-        "are not read" in line or "text here" in line for line in translated(f"{GRPO_LORA} {words}").not_possible
-    )
+def test_what_models_with_images_cannot_do(words, said):
+    words = f"{GRPO_LORA} actor_rollout_ref.model.lora_rank=0 {words}"
+    assert any(said in line for line in translated(words).not_possible)
     for path in (
         "Qwen/Qwen3-8B",
         "/vlogs/m",

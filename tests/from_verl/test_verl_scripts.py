@@ -29,6 +29,12 @@ REFUSED = {
     "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh",
 }  # fmt: skip
 
+# Scripts for models with images.
+SEEING = {
+    "grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh", "grpo_trainer/run_qwen3_vl_8b_fsdp.sh",
+    "profile/run_qwen2_5_vl_7b_torch_memory.sh", "tuning/lora/run_qwen2_5_vl_7b_fsdp.sh",
+}  # fmt: skip
+
 
 def settings_of(values):
     """Returns settings of verl that mean these values, as verl names them today."""
@@ -78,7 +84,8 @@ def test_what_an_example_means_in_verl_is_what_its_translation_means_here(name):
 
 def test_most_of_verls_examples_for_text_models_translate():
     folders = [name for name in TABLE if name.partition("/")[0].endswith(("_trainer", "correction", "grouper"))]
-    ours = [name for name in folders if name in TRANSLATED and not name.startswith("mtp_trainer")]
+    ours = [name for name in folders if name in TRANSLATED.keys() - SEEING and not name.startswith("mtp_trainer")]
+    assert TRANSLATED.keys() >= SEEING
     assert len(ours) == 35 and len(ours) / (len(ours) + len(REFUSED)) > 34 / 42
     assert all(TABLE[name]["refused"] for name in REFUSED)
     assert sum(len(entry["differ"]) for entry in TABLE.values() if not entry["exit"]) == 0

@@ -1,13 +1,18 @@
 """Whole runs on questions about pictures: fine-tuning, GRPO with the embedded engine, replay, and what is refused."""
 
+import io
+
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from test_train import numbers
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.config import ConfigError, load, make_plan, structure
 from verl_fn.data.squares import ALPHABET, prepare_squares
 from verl_fn.errors import UserError
+from verl_fn.from_verl import read_settings, translate
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
@@ -55,6 +60,59 @@ def test_a_run_can_be_replayed_bitwise(data, model, tmp_path, name):
         assert "pixels" in journal and "position_ids" in journal
     found = replay(tmp_path / "run", 2, say=QUIET)
     assert found.difference is None and found.compared["state leaves"] > 20
+
+
+# Of verl's examples/grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh, for a smaller batch.
+GEO3K = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
+data.train_files=DATA/train.parquet data.val_files=DATA/train.parquet data.image_key=images data.train_batch_size=2
+data.max_prompt_length=1024 data.max_response_length=4 data.filter_overlong_prompts=True data.truncation=error
+actor_rollout_ref.model.path=MODEL actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=2
+actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.rollout.name=vllm
++actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0 actor_rollout_ref.rollout.n=2
+trainer.logger=console trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_training_steps=1"""
+INSTRUCTION = (
+    " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
+
+
+def geo3k_row(number, image):
+    """A row as verl's examples/data_preprocess/geo3k.py writes it."""
+    problem, answer = f"<image>Find x, number {number}.", "2 \\sqrt { 221 }"
+    return {
+        "data_source": "hiyouga/geometry3k", "prompt": [{"role": "user", "content": problem + INSTRUCTION}],
+        "images": [{"bytes": image, "path": None}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": "train", "index": number, "answer": answer, "question": problem},
+    }  # fmt: skip
+
+
+def test_verls_script_for_geo3k_trains_a_step(tmp_path):
+    rows = []
+    for number, mode in enumerate(("RGB", "RGBA", "L", "P")):
+        written = io.BytesIO()
+        Image.new("L", (48 + 16 * number, 32), 200).convert(mode).save(written, "PNG")
+        rows.append(geo3k_row(number, written.getvalue()))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    chars = "".join(sorted({*"<image>Find x, number 0123456789.", *INSTRUCTION}))
+    folder = new_model(tmp_path / "Qwen2.5-VL-tiny", chars=chars, arch="qwen2_5_vl", chat_template=True, **SIZES)
+    words = GEO3K.replace("MODEL", str(folder)).replace("DATA", str(tmp_path)).split()
+    translation = translate(read_settings(words))
+    assert translation.complete, translation.report()
+    # One process and the embedded engine in place of the script's GPU.
+    one = {"driver": {"kind": "local", "device": "cpu", "num_threads": 1}, "ray": {}}
+    rollout = {"name": "sampler", "n": 2, "dtype": "float32"}
+    table = translation.table | one | {"rollout": rollout, "trainer": {"dir": str(tmp_path / "run")}}
+    table["trainer"] |= {"total_training_steps": 1, "save_freq": 1}
+    table["actor"] = {k: v for k, v in table["actor"].items() if k not in ("strategy", "fsdp_config")}
+    train(make_plan(structure(table)), QUIET)
+    row = next(row for row in numbers(tmp_path / "run") if row["step"] == 1)
+    assert row["training/rollout_probs_diff_max"] < 1e-4 and row["actor/grad_norm"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,18 @@ import attrs
 from verl_fn.config.algorithms import GROUP_ESTIMATORS
 from verl_fn.config.options import home
 
-from .keys import ACTOR, ENGINE_ARGUMENTS, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT
+from .keys import (
+    ACTOR,
+    ENGINE_ARGUMENTS,
+    MEGATRON_CHOICES,
+    MODEL,
+    PROCESSOR_CACHE,
+    PROVIDER_FIELDS,
+    ROLES,
+    ROLLOUT,
+    TABLES,
+    TEXT,
+)
 from .reading import Settings
 
 Values = Mapping[str, Any]
@@ -23,6 +34,8 @@ CountRows = Callable[[Sequence[str]], int | None]
 VISION = re.compile(
     r"(?i)(^|[-_.])(vl|vlm|omni|vision|llava.*|internvl.*|qwenvl)([-_.\d]|$)|\d[._]?\d?v[-_]|minicpm-[ov]"
 )
+# Models with images that are trained here, by the same names; the ones with experts are not.
+SEEING = re.compile(r"(?i)^(?!.*-a\d+b)(.*[-_.])?((qwen2[._]5|qwen3)[-_]?vl|smolvlm2?|idefics3|gemma-3)([-_.]|$)")
 SHARED = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
@@ -440,6 +453,8 @@ def _of_engine(name: str, value: Any, values: Values) -> str | None:
     if name == "max_model_len":
         longest = values.get("data.max_prompt_length", 0) + values.get("data.max_response_length", 0)
         return "" if value >= longest else f"the longest prompt and response have {longest} tokens; remove it"
+    if name in PROCESSOR_CACHE:
+        return ""
     decided = name.partition(".")[0] in ENGINE_ARGUMENTS
     return "the engine decides it, from keys of the rollout table; remove it" if decided else None
 
@@ -464,14 +479,30 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
         table = key.removeprefix("reward.").partition("_kwargs.")[0]
         if value is None and table in ("custom_reward_function.reward", "data.apply_chat_template"):
             yield Move((key,), problem="a config cannot pass null on; leave the key out, or give another value")
-    for name in ("image", "video", "audio"):
+    for name in ("video", "audio"):
         # A whole dump of verl's has these keys with the names that its data loader looks for.
         key, standard = f"data.{name}_key", f"{name}s"
         if key in values and (key in settings.words or values[key] not in (None, standard)):
             yield Move((key,), problem=f"{TEXT}, and {name}s are not read; remove it if no row has any")
-    path = str(values[key := MODEL + "path"])
-    if VISION.search(path.rstrip("/").rpartition("/")[2]):
-        yield Move((key,), problem=f"{path} is named like a model of images or sounds, and these are not read here")
 
 
-COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run, tables, refused)
+def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
+    """Yields which part of a model with images is trained, and problems of such models."""
+    path, exclude = str(values[key := MODEL + "path"]), MODEL + "exclude_modules"
+    name = path.rstrip("/").rpartition("/")[2]
+    families = "docs/images.md has the families that are trained with images"
+    if not SEEING.search(name):
+        if VISION.search(name):
+            yield Move((key,), problem=f"{path} is named like a model of images or sounds; {families}")
+        if (column := "data.image_key") in settings.words:
+            yield Move((column,), problem=f"{path} is not named like a model with images; {families}")
+    elif (values.get(ACTOR + "strategy") or settings.engine) == "megatron":
+        yield Move((key,), problem=f"{path} is named like a model with images, which Megatron does not train here")
+    elif _sharers(values, settings, ACTOR) > 1:
+        sharers = ACTOR + "fsdp_config.ulysses_sequence_parallel_size"
+        yield Move((sharers,), problem="ranks cannot share rows with images; set it to 1")
+    if values.get(exclude) and values.get(MODEL + "lora_rank") and "visual" in str(values[exclude]):
+        yield Move((exclude,), "actor.freeze_vision_tower", True, "adapters leave the tower as it is")
+
+
+COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run, tables, images, refused)

@@ -84,6 +84,7 @@ SAME: Mapping[str, str] = {
        for verl, ours in ROLES.items()
        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                     "expert_model_parallel_size", "use_megatron_fsdp")},
+    ACTOR + "freeze_vision_tower": "actor.freeze_vision_tower",
     **{ACTOR + name: f"algorithm.{name}" for name in (
         "ppo_mini_batch_size", "ppo_epochs", "shuffle", "tau_pos", "tau_neg", "loss_agg_mode",
         "loss_scale_factor", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
@@ -118,10 +119,13 @@ PACKED = "rows are always packed, without padding"
 KERNELS = "kernels and their memory are not options here"
 COMPLETE = "checkpoints hold the whole state and a Hugging Face folder"
 OFFLOADED = "rollout.offload_trainer decides for all states: they move to the CPU while vLLM generates"
-TEXT = "models and problems are text here"
+TEXT = "problems are texts and images here"
 FSDP_ITSELF, MEGATRON_ITSELF = "the fsdp backend sets it itself", "the Megatron backend sets it itself"
 AS_AN_ENV = "a conversation needs an environment here; set env.name"
 NOT_SAVED = "the optimizer is AdamW with moments and weights in fp32"
+
+# Arguments of vLLM's about a cache of images that its own processor has made.
+PROCESSOR_CACHE = ("mm_processor_cache_gb", "disable_mm_preprocessor_cache")
 
 Rule = tuple[tuple[Any, ...], str]
 # Patterns of keys that may only have these values, and what is missing here otherwise. Null is always allowed. The
@@ -137,11 +141,12 @@ ONLY: Mapping[str, Rule] = {
     "data.sampler.*": ((), "data.shuffle decides on the order of rows; write the file in another order"),
     "data.datagen.*": ((), "rows are read only from files"),
     "data.apply_chat_template_kwargs": (({},), "it is a table of arguments"),
-    "data.mm_processor_kwargs*": (({},), TEXT),
+    "data.image_key": (("images", "image"), "images lie in the column images or image; rename it"),
+    "data.mm_processor_kwargs*": (({},), "write them into preprocessor_config.json in the model's folder"),
     "data.pad_mode": (("no_padding",), PACKED),
     "data.tokenizer": ((), "the tokenizer lies in the model's folder"),
     "data.*tool_*path": ((), AS_AN_ENV),
-    "*freeze_vision_tower": ((False,), f"{TEXT}; take a model without vision, and remove the key"),
+    "critic.*freeze_vision_tower": ((False,), "a model with images has no value head here"),
     "*.custom_chat_template": ((), "write it into chat_template.jinja in the model's folder"),
     "*.tokenizer_path": ((), "the tokenizer lies in the model's folder"),
     "*.hf_config_path": ((), "config.json lies in the model's folder"),
@@ -285,7 +290,7 @@ NO_EFFECT: Mapping[str, str] = {
     "data.return_*": "it selects what verl's data loader returns",
     "data.validation_shuffle": "metrics do not depend on the order of problems",
     "data.enable_thinking_default": "without it a template's own default counts",
-    "data.*image*": TEXT,
+    "data.*image*": "the model's own image processor makes patches, from preprocessor_config.json",
     "data.*video*": TEXT,
     "data.*audio*": TEXT,
     "data.ignore_input_ids_mismatch": "rows are tokenized as the template renders them",
@@ -323,7 +328,9 @@ NO_EFFECT: Mapping[str, str] = {
     ROLLOUT + "response_length": "it repeats data.max_response_length",
     ROLLOUT + "max_model_len": "prompt and response fit into it",
     ROLLOUT + "engine_kwargs.vllm.max_model_len": "prompt and response fit into it",
-    ROLLOUT + "limit_images": TEXT,
+    ROLLOUT + "limit_images": "a prompt may have any number of images",
+    **{f"{ROLLOUT}engine_kwargs.vllm.{name}": "images are processed once, before vLLM gets them"
+       for name in PROCESSOR_CACHE},
     ROLLOUT + "n_gpus_per_node": "rollout.nnodes is 0: engines share the GPUs of training",
     ROLLOUT + "enable_sleep_mode": "rollout.free_cache_engine decides",
     ROLLOUT + "sglang_engine_mode": "it configures another engine than vLLM",
