@@ -405,7 +405,15 @@ def maker(weight):
     return reinforce + weight * entropy()
 
 
+def with_defaults(weight=0.25):
+    return maker(weight)
+
+
 def test_options_of_a_loss(here):
+    # All options of a function may have defaults.
+    assert [term.factor for term in policy_loss(GRPO(policy_loss="me:with_defaults")).terms] == [1.0, 0.25]
+    with pytest.raises(ConfigError, match=r"maker is a function, .* or set algorithm\.policy_loss_kwargs"):
+        policy_loss(GRPO(policy_loss="me:maker"))
     made = policy_loss(GRPO(policy_loss="me:maker", policy_loss_kwargs={"weight": 0.5}))
     assert [term.factor for term in made.terms] == [1.0, 0.5]
     for name in ("reinforce", "maker"):

@@ -165,7 +165,8 @@ def test_all_metrics_are_listed_and_an_own_algorithm_is_compared_with_its_own_de
     rows = [row | {"mine/ratio": value} for row, value in zip(brief(4), (3.0, 1.0, 7.0, 2.0), strict=True)]
     own = [f"algorithm.name={tmp_path}/mine.py:mine", "algorithm.beta=0.5"]
     run = write(tmp_path / "a", rows, overrides=own)
-    _, found = page(report([run], tmp_path / "page.html"))
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert 'aria-label="ratio, mine/ratio, over steps.' in text
     at = found.cells.index("mine/ratio")
     assert found.cells[at : at + 5] == ["mine/ratio", "3", "2", "1", "7"]
     at = found.cells.index("algorithm.beta")

@@ -251,6 +251,17 @@ def test_a_check_makes_adapters_and_the_layers_that_compute_again(tiny, tmp_path
         check_run(again)
 
 
+def test_a_folder_that_is_not_there_may_be_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, says in (
+        ("Qwen/Qwen3-8B", "verl-fn prepare hub:Qwen/Qwen3-8B --out models/Qwen3-8B first"),
+        ("a/b/c", "verl-fn prepare hub:OWNER/NAME --out FOLDER first"),
+        ("model", "verl-fn prepare hub:OWNER/NAME --out FOLDER first"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.path: there is no folder .*{says}"):
+            check_run(tiny_run(folder, tmp_path / "run", "driver.device=auto"), 2**36, 1)
+
+
 def test_a_check_reads_the_names_of_weights(tiny, tmp_path):
     def refusal(change):
         folder = shutil.copytree(tiny, tmp_path / "damaged", dirs_exist_ok=True)

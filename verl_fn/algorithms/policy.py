@@ -61,12 +61,13 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     """
     if is_reference(options.policy_loss):
         loss = load_object(options.policy_loss, "algorithm.policy_loss")
-        if options.policy_loss_kwargs:
+        if options.policy_loss_kwargs or (not isinstance(loss, Loss) and takes(loss, (), {})):
             loss = _made(loss, options.policy_loss, options.policy_loss_kwargs)
         if not isinstance(loss, Loss):
             raise ConfigError(
                 f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
-                "decorate the function with @verl_fn.steps.loss(needs=[...])"
+                "decorate a function of outputs and batch with @verl_fn.steps.loss(needs=[...]), or set "
+                "algorithm.policy_loss_kwargs to the options of a function that makes a loss"
             )
         if loss.together is not None:
             raise ConfigError(

@@ -194,13 +194,24 @@ def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
     logged = sorted({metric for rows in runs for row in rows for metric in row})
     own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
     filled = []
-    for title, name, scale in (*CHARTS, *(("Your metric", metric, "linear") for metric in own)):
+    for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own)):
         for metric in (m for m in logged if m == name or (name.endswith("/") and m.startswith(name))):
             curves = {i: c for i, rows in enumerate(runs) if len((c := curve(rows, metric)).steps)}
             reward = scale == "share" and "/acc/" not in metric
             shown_title, shown_scale = ("Held-out reward", "linear") if reward else (title, scale)
             filled.append(Chart(shown_title, metric, shown_scale, curves))
     return filled
+
+
+def _short(metric: str) -> str:
+    """Returns the title of a user's metric: its name without its family.
+
+    Example:
+        >>> _short("actor/my_ratio"), _short("reward/digits/mean")
+        ('my_ratio', 'digits')
+    """
+    parts = metric.removesuffix("/mean").split("/", 1)
+    return parts[-1]
 
 
 def window(runs: Sequence[Sequence[Mapping[str, Any]]]) -> int:

@@ -117,9 +117,9 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     """Checks what can be checked of a plan for another machine without the model's tokenizer."""
+    check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
     check_code(plan)
-    check_model_folders(plan)
     check_ranks(plan, ranks.training_ranks(plan), installed=False)
     if plan.learns_from == "samples":
         parts = "a row: data.max_prompt_length and data.max_response_length"

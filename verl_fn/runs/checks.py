@@ -217,11 +217,19 @@ def check_model_folders(plan: Plan) -> None:
             key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
             if Path(role.folder).exists():
                 raise ConfigError(f"{key}: {role.folder} is a file; set the folder of a model")
+            name = _hub_name(Path(role.folder))
+            hub, folder = (name, f"models/{Path(name).name}") if name else ("OWNER/NAME", "FOLDER")
             raise ConfigError(
                 f"{key}: there is no folder {role.folder}. If another run makes it, do that one first. A run "
-                "downloads no models: for one of the Hugging Face hub, run verl-fn prepare hub:OWNER/NAME --out "
-                "FOLDER first and set the folder"
+                f"downloads no models: for one of the Hugging Face hub, run verl-fn prepare hub:{hub} --out {folder} "
+                "first and set the folder"
             )
+
+
+def _hub_name(folder: Path) -> str:
+    """Returns what may be the name of a model of the hub, of a path that was given as OWNER/NAME; else nothing."""
+    here = Path.cwd()
+    return "/".join(folder.parts[-2:]) if folder.parent.parent == here and not folder.parent.exists() else ""
 
 
 def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:

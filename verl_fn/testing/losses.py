@@ -271,7 +271,9 @@ def _extremes(case: _Case) -> None:
         given = {name: beside(data, batch[name]).clone() for name in others}
         result = evaluate(case.loss, TokenOutputs(known), batch.with_tokens(**given))
         where = f"where the model's log-probs lie {EXTREME:.0f} nats {side} all others"
-        _require_finite(result, where, "exp() of a log-ratio that is not clamped")
+        _require_finite(
+            result, where, "exp() of a log-ratio that is not clamped: write (logprobs - old).clamp(-20, 20).exp()"
+        )
 
 
 def _reads_advantages(case: _Case) -> bool:
