@@ -53,6 +53,23 @@ class Draws:
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
         """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
+        parts = self._drawn(logits, u)
+        self._parts.append(parts)
+        return self._checked(*parts[:2])
+
+    def columns(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> tuple[Tensor, ...]:
+        """Draws as ``draw`` does, and returns what ``results`` would, on the device of the logits."""
+        parts = self._drawn(logits, u)
+        return self._checked(*parts[:2]), *self._columns([part.flatten() for part in parts])[1:]
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Returns the draws since the last call in order: tokens, log-probs with and without the cut, near ties."""
+        parts = [torch.cat(part).flatten().cpu() for part in zip(*self._parts, strict=True)]
+        self._parts.clear()
+        return self._columns(parts)
+
+    def _drawn(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> tuple[Tensor, ...]:
+        """Draws, and returns what ``_columns`` needs; the first two are tokens and their probabilities."""
         if self.temperature == 0:
             return self._likeliest(logits)
         whole = logits.clone() if self._exact is not None else logits
@@ -69,13 +86,9 @@ class Draws:
         parts += () if doubtful is None else (doubtful,)
         if self._exact is not None:
             parts += (self._exact(whole, token[:, 0])[:, None],)
-        self._parts.append(parts)
-        return self._checked(token, prob)
+        return parts
 
-    def results(self) -> tuple[Tensor, ...]:
-        """Returns the draws since the last call in order: tokens, log-probs with and without the cut, near ties."""
-        parts = [torch.cat(part).flatten().cpu() for part in zip(*self._parts, strict=True)]
-        self._parts.clear()
+    def _columns(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self.temperature == 0:
             tokens, probs, near = parts
             return tokens, probs.log(), probs.log(), near
@@ -91,12 +104,11 @@ class Draws:
             cut = cut if self.cut else full
         return tokens, cut, full, near
 
-    def _likeliest(self, logits: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+    def _likeliest(self, logits: Float[Tensor, "n V"]) -> tuple[Tensor, ...]:
         best, ranked = logits.topk(2)
         token = ranked[:, :1].clone()
         prob = torch.softmax(logits, -1).gather(1, token)
-        self._parts.append((token, prob, best[:, 0] - best[:, 1] < 2 * self.noise))
-        return self._checked(token, prob)
+        return token, prob, best[:, 0] - best[:, 1] < 2 * self.noise
 
     def _checked(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
         """Returns the tokens, or ``nothing`` where the logits were NaN."""

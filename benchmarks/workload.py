@@ -43,6 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": _QWEN2
     | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7b": _QWEN2
+    | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
@@ -56,19 +61,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_model(folder: Path, shape: str, device: str) -> Path:
-    """A random model of a shape, drawn where that is fast, with a tokenizer of the printable characters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def write_config(folder: Path, shape: str) -> Any:
+    """The config of a shape, with a tokenizer of the printable characters; returns the config."""
+    from transformers import AutoConfig
 
     tokenizer = char_tokenizer("".join(map(chr, range(33, 127))))
     fields = {"vocab_size": len(tokenizer)} | SHAPES[shape]
     kind = fields.pop("model_type", "qwen2")
     config = AutoConfig.for_model(kind, bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
+    config.architectures = ["Qwen2ForCausalLM"] if kind == "qwen2" else None
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return config
+
+
+def write_model(folder: Path, shape: str, device: str) -> Path:
+    """A random model of a shape, drawn where that is fast; see ``write_config``."""
+    from transformers import AutoModelForCausalLM
+
+    config = write_config(folder, shape)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -25,6 +25,8 @@ from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder
 from verl_fn.backends.sampler.exact import ExactDecoder
+from verl_fn.backends.sampler.fused import FusedDecoder
+from verl_fn.backends.sampler.graphs import GraphRun
 from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive
@@ -149,18 +151,16 @@ class Sampler(Serving):
         """Does nothing, since a run keeps its rows itself."""
 
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
-        run = _Run(self, requests)
+        run = GraphRun(self, requests) if isinstance(self.decoder, FusedDecoder) else _Run(self, requests)
         answers = Answers(requests)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-            answers.collect(torch.tensor(run.drawn), run.results(), torch.tensor(run.versions))
-            run.drawn.clear()
-            run.versions.clear()
+            answers.collect(*run.take())
             yield from (
                 (row, answers.sample(row, row in run.finished, None, run.before.pop(row, None))) for row in rows
             )
 
-    def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
+    def _guarded(self, run: _Run | GraphRun, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
         steps = run.loop()
         while run.unfinished:
@@ -246,13 +246,14 @@ class _Run:
         """Whether a row has not ended."""
         return bool(self.rows) or self.begun < len(self.seeds)
 
-    def results(self) -> tuple[Tensor, ...]:
-        """Returns the draws since the last call as ``Answers.collect`` takes them."""
-        columns = self.draws.results()
+    def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        """Returns the draws since the last call; see ``Answers.collect``."""
+        columns, rows, versions = self.draws.results(), torch.tensor(self.drawn), torch.tensor(self.versions)
         if self.routed:
             columns = (*columns, torch.cat(self.routed).cpu())
-            self.routed.clear()
-        return columns
+        for taken in (self.routed, self.drawn, self.versions):
+            taken.clear()
+        return rows, columns, versions
 
     def _longest(self) -> int:
         return max(self.offsets) + self.step

@@ -46,7 +46,11 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
         return ExactDecoder(skeleton, shapes, device, dtype)
     if skeleton.padded or skeleton.fit.repeats:
         return RowDecoder(skeleton, shapes, device, dtype)
-    kind = LlamaDecoder if misfit(skeleton.config, shapes) is None else GeneralDecoder
+    if misfit(skeleton.config, shapes) is not None:
+        return GeneralDecoder(skeleton, shapes, device, dtype)
+    from verl_fn.backends.sampler.fused import FusedDecoder
+
+    kind = FusedDecoder if device.type == "cuda" else LlamaDecoder
     return kind(skeleton, shapes, device, dtype)
 
 
@@ -141,8 +145,16 @@ class Places:
         self._where: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
-    def of(cls, config: Any, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device) -> Places:
-        """Allocates places for weights of these shapes."""
+    def of(
+        cls,
+        config: Any,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        paired: bool = True,
+    ) -> Places:
+        """Allocates places for weights of these shapes; ``paired`` changes the order of rows, see ``_pair_rows``."""
         allocated = cls()
         dim = head_dim(config)
         q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -153,7 +165,7 @@ class Places:
             for part, place in zip(parts, whole.split(list(rows)), strict=True):
                 allocated._where[part] = place, parts[part]
 
-        turned = {count: _pair_rows(count, dim, device) for count in (q, kv, dim)}
+        turned = {count: _pair_rows(count, dim, device) if paired else None for count in (q, kv, dim)}
         for i in range(config.num_hidden_layers):
             layer = f"model.layers.{i}."
             for kind in ("weight", "bias"):
@@ -198,6 +210,9 @@ def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows
 class LlamaDecoder:
     """Runs Llama, Mistral, Qwen2 and Qwen3 in about fifteen operations a layer, without modules; see ``Decoder``."""
 
+    # Whether the two halves of a head lie as pairs in the fused weights.
+    paired = True
+
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -224,7 +239,7 @@ class LlamaDecoder:
     def begin(self, frozen: Collection[str] = ()) -> None:
         self._weights = None
         if not self._places:
-            self._places = Places.of(self.config, self.shapes, self.dtype, self.device)
+            self._places = Places.of(self.config, self.shapes, self.dtype, self.device, paired=self.paired)
 
     def write(self, chunk: Chunk) -> None:
         assert self._places is not None, "begin comes first"

@@ -1,0 +1,267 @@
+"""The decoder of GPUs: models of the Llama shape in eight kernels a layer, none of which needs the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from verl_fn.backends.draws import Draws
+from verl_fn.backends.hf.attention import packed_attention
+from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.sampler.decoder import Where
+from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
+from verl_fn.state import Batch
+
+# The cache has a multiple of so many places, so that a somewhat longer call needs no other graphs.
+PLACES = 128
+# So many rows are cut by top-k and top-p at a time: a bound of their fp32 logits.
+ROWS = 256
+
+
+class FusedLayer(NamedTuple):
+    """A layer's weights; projections of the same input are one."""
+
+    before: Tensor
+    qkv: Tensor
+    bias: Tensor | None
+    norms: tuple[Tensor, Tensor] | None
+    out: Tensor
+    out_bias: Tensor | None
+    after: Tensor
+    gate_up: Tensor
+    down: Tensor
+    window: int | None
+
+
+class FusedWeights(NamedTuple):
+    """All weights of a model of the Llama shape."""
+
+    embed: Tensor
+    layers: list[FusedLayer]
+    norm: Tensor
+    head: Tensor
+
+
+@attrs.frozen(eq=False)
+class Lanes:
+    """What a GPU knows about the rows that it decodes, by slot; the host reads it between steps only.
+
+    Attributes:
+        active: the slots that a step decodes; -1 stands for none.
+        tokens: the last token of each slot's row, which is not in the cache yet.
+        places: its place.
+        ends: the place of the row's last draw.
+        alive: whether the row goes on.
+        uniforms: the number in [0, 1) that draws the token after each place.
+        drawn: the token drawn for each place; likewise its log-prob with and without the cut, whether it is a near
+            tie, and the version of the weights.
+        version: of the weights of the next step.
+        stops: whether a token ends a row; the token after the last one stands for a draw from NaN.
+    """
+
+    active: Int[Tensor, " lanes"]
+    tokens: Int[Tensor, " slots"]
+    places: Int[Tensor, " slots"]
+    ends: Int[Tensor, " slots"]
+    alive: Bool[Tensor, " slots"]
+    uniforms: Float64[Tensor, "slots length"]
+    drawn: Int[Tensor, "slots length"]
+    log_probs: Float[Tensor, "slots length"]
+    full_log_probs: Float[Tensor, "slots length"]
+    near: Bool[Tensor, "slots length"]
+    versions: Int[Tensor, "slots length"]
+    version: Int[Tensor, ""]
+    stops: Bool[Tensor, " V_and_1"]
+
+    @classmethod
+    def of(cls, slots: int, length: int, vocab: int, device: torch.device) -> Lanes:
+        """Allocates them, with no row alive."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        floats, whether = (partial(zeros, slots, length, dtype=dtype) for dtype in (torch.float32, torch.bool))
+        return cls(
+            active=zeros(lanes_for(slots)) - 1,
+            tokens=zeros(slots),
+            places=zeros(slots),
+            ends=zeros(slots),
+            alive=zeros(slots, dtype=torch.bool),
+            uniforms=zeros(slots, length, dtype=torch.float64),
+            drawn=zeros(slots, length),
+            log_probs=floats(),
+            full_log_probs=floats(),
+            near=whether(),
+            versions=zeros(slots, length),
+            version=zeros(),
+            stops=zeros(vocab + 1, dtype=torch.bool),
+        )
+
+
+def lanes_for(rows: int) -> int:
+    """Returns the number of lanes of the smallest graph that decodes so many rows.
+
+    Example:
+        >>> [lanes_for(rows) for rows in (1, 9, 200, 300, 1000)]
+        [8, 16, 256, 384, 1024]
+    """
+    return max(8, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 128) * 128
+
+
+class FusedDecoder(LlamaDecoder):
+    """Runs Llama, Mistral, Qwen2 and Qwen3 with the kernels of ``fused_kernels``; see ``Decoder``.
+
+    What a step computes depends on tensors of the device only. On CUDA it is a graph, recorded for a few numbers of
+    lanes; on another device, where Triton interprets the kernels, the same step runs without one.
+    """
+
+    paired = False
+
+    def __init__(
+        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(skeleton, shapes, device, dtype)
+        self._turns = torch.empty(0, 2, self.dim // 2, dtype=dtype, device=device)
+        self.lanes: Lanes | None = None
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._fused: FusedWeights | None = None
+
+    def begin(self, frozen: Collection[str] = ()) -> None:
+        if not self._places:
+            self._graphs.clear()
+        super().begin(frozen)
+
+    def finish(self) -> None:
+        assert self._places is not None, "begin comes first"
+        tensors = self._places.tensors
+        embed = tensors["model.embed_tokens.weight"]
+        layers = [_fused(tensors, i, window_of(self.config, i)) for i in range(self.config.num_hidden_layers)]
+        self._fused = FusedWeights(embed, layers, tensors["model.norm.weight"], tensors.get("lm_head.weight", embed))
+
+    def reserve(self, slots: int, length: int) -> None:
+        if slots > self._cache.shape[2] or length > self._cache.shape[4]:
+            self._graphs.clear()
+            length = -(-length // PLACES) * PLACES
+            super().reserve(slots, length)
+            self.lanes = Lanes.of(slots, length, self.vocab, self.device)
+
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        for layer in self._cache:
+            layer[:, targets, :, :length] = layer[:, sources, :, :length]
+
+    def drop_cache(self) -> None:
+        self._graphs.clear()
+        self.lanes = None
+        super().drop_cache()
+
+    def drop_weights(self) -> None:
+        self._graphs.clear()
+        self._fused = None
+        super().drop_weights()
+
+    def fill(self, rows: Batch, slots: Int[Tensor, " B"]) -> None:
+        """Writes whole rows into ``slots``, without logits."""
+        self._hidden(rows.tokens.to(self.device), Where.of_rows(rows, slots, self.device))
+
+    def decode(self, slots: list[int], steps: int, draws: Draws) -> None:
+        """Draws so many tokens for the rows in these slots that are alive, without waiting for them."""
+        assert self.lanes is not None, "reserve comes first"
+        n = lanes_for(len(slots))
+        key = (n, draws.temperature, draws.top_k, draws.top_p)
+        if self._pool is not None and key not in self._graphs:
+            self._graphs[key] = self._recorded(self.lanes, n, draws)
+        self.lanes.active[:n] = torch.tensor(slots + [-1] * (n - len(slots)))
+        for _ in range(steps):
+            if self._pool is None:
+                self._step(self.lanes, n, draws)
+            else:
+                self._graphs[key].replay()
+
+    def _recorded(self, lanes: Lanes, n: int, draws: Draws) -> torch.cuda.CUDAGraph:
+        """Records a step; the one that runs first compiles kernels, and decodes no row."""
+        lanes.active.fill_(-1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(lanes, n, draws)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(lanes, n, draws)
+        return graph
+
+    def _step(self, lanes: Lanes, n: int, draws: Draws) -> None:
+        """Appends the last token of each active row to the cache, and draws the next one."""
+        from verl_fn.backends.sampler import fused_kernels as kernels
+
+        slots = lanes.active[:n]
+        places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
+        logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._loaded().head)
+        u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
+        if draws.cut or draws.temperature == 0:
+            split = zip(logits.split(ROWS), u[:, None].split(ROWS), strict=True)
+            parts = [draws.columns(some.float(), of_them) for some, of_them in split]
+            tokens, log_probs, full, near = (torch.cat(column) for column in zip(*parts, strict=True))
+        else:
+            tokens, log_probs, near = kernels.draw(logits, u, draws.temperature, draws.noise)
+            full = log_probs
+        kernels.advance(lanes, slots, places, tokens, log_probs, full, near)
+
+    def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
+        from verl_fn.backends.sampler import fused_kernels as kernels
+
+        T, kv, dim, eps, scaling = len(tokens), self.kv_heads, self.dim, self.config.rms_norm_eps, self.dim**-0.5
+        weights, slots, places = self._loaded(), where.slots, where.positions
+        x = embedding(tokens, weights.embed)
+        h = kernels.add_norm(x, None, weights.layers[0].before, eps)
+        following = [*(layer.before for layer in weights.layers[1:]), weights.norm]
+        for layer, cache, norm in zip(weights.layers, self._cache, following, strict=True):
+            qkv = linear(h, layer.qkv, layer.bias).view(T, self.heads + 2 * kv, dim)
+            kernels.rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, eps)
+            if where.packing is None:
+                attended = kernels.step_attention(qkv, cache, slots, places, scaling, layer.window)
+            else:
+                q, k, v = (part.transpose(0, 1)[None] for part in qkv.split((self.heads, kv, kv), 1))
+                attended, _ = packed_attention(
+                    self._rotary, q, k, v, None, packing=where.packing, scaling=scaling, sliding_window=layer.window
+                )
+            h = kernels.add_norm(x, linear(attended.reshape(T, -1), layer.out, layer.out_bias), layer.after, eps)
+            h = kernels.add_norm(x, linear(kernels.gated(linear(h, layer.gate_up)), layer.down), norm, eps)
+        return h
+
+    def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        return linear(hidden, self._loaded().head).float()
+
+    def _loaded(self) -> FusedWeights:
+        assert self._fused is not None, "load comes first"
+        return self._fused
+
+    def _turns_to(self, length: int) -> Float[Tensor, "length 2 half"]:
+        places = torch.arange(length, device=self.device)[None]
+        like = torch.zeros(1, dtype=self.dtype, device=self.device)
+        return torch.stack([x[0, :, : self.dim // 2] for x in self._rotary(like, places)], 1)
+
+
+def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> FusedLayer:
+    prefix = f"model.layers.{index}."
+    q_norm, k_norm = tensors.get(prefix + "q_norm"), tensors.get(prefix + "k_norm")
+    return FusedLayer(
+        before=tensors[prefix + "input_layernorm.weight"],
+        qkv=tensors[prefix + "qkv.weight"],
+        bias=tensors.get(prefix + "qkv.bias"),
+        norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        out=tensors[prefix + "self_attn.o_proj.weight"],
+        out_bias=tensors.get(prefix + "self_attn.o_proj.bias"),
+        after=tensors[prefix + "post_attention_layernorm.weight"],
+        gate_up=tensors[prefix + "gate_up"],
+        down=tensors[prefix + "mlp.down_proj.weight"],
+        window=window,
+    )

@@ -1,0 +1,382 @@
+"""Triton kernels of a decoding step, each of which does what takes several operations of torch; see ``FusedDecoder``.
+
+A token has a slot of the cache and a place in it. A token whose place is -1 belongs to no row: kernels that read or
+write the cache skip it. Values are rounded where transformers rounds them.
+"""
+
+# Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+
+from verl_fn.backends.draws import ONE
+
+if TYPE_CHECKING:
+    from verl_fn.backends.sampler.fused import Lanes
+
+# Keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
+KEYS, LOGITS = 64, 4096
+# A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
+MOST_SPLITS = 16
+
+
+def add_norm(
+    x: Float[Tensor, "T H"], delta: Float[Tensor, "T H"] | None, weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "T H"]:
+    """Adds ``delta`` to ``x`` in place, and returns the RMS norm of the sum."""
+    out = torch.empty_like(x)
+    T, H = x.shape
+    _add_norm[(T,)](
+        x, x if delta is None else delta, weight, out, eps, H=H, BLOCK=triton.next_power_of_2(H),
+        ADD=delta is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_norm(x, delta, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * H
+    at = tl.arange(0, BLOCK)
+    there = at < H
+    value = tl.load(x + row + at, mask=there, other=0.0)
+    if ADD:
+        more = tl.load(delta + row + at, mask=there, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        tl.store(x + row + at, value, mask=there)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)
+    narrow = (wide * scale).to(value.dtype).to(tl.float32)
+    scaled = narrow * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row + at, scaled.to(value.dtype), mask=there)
+
+
+def gated(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
+    """Returns ``silu(gate) * up``."""
+    T, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(T, width)
+    _gated[(T, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _gated(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * width + at, (active * up).to(gate.dtype), mask=at < width)
+
+
+def rotate_and_store(
+    qkv: Float[Tensor, "T heads_and_2kv dim"],
+    cache: Float[Tensor, "2 slots kv places dim"],
+    slots: Int[Tensor, " T"],
+    places: Int[Tensor, " T"],
+    turns: Float[Tensor, "length 2 half"],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
+    """Applies head norms and the rotary embedding in place, and writes keys and values into the cache.
+
+    Args:
+        qkv: queries, keys and values.
+        cache: of keys and values.
+        slots: the slot of each token.
+        places: the place of each token.
+        turns: cosines and sines of each place.
+        norms: the weights of the norms of queries and keys.
+        eps: of these norms.
+    """
+    T, dim, kv = len(qkv), qkv.shape[-1], cache.shape[2]
+    group = qkv.shape[1] // kv - 2
+    assert qkv.is_contiguous() and cache[0, 0].is_contiguous(), "the kernel computes addresses from shapes"
+    q_norm, k_norm = norms or (qkv, qkv)
+    _rotate_and_store[(T, kv)](
+        qkv, cache, slots, places, turns, q_norm, k_norm, eps, cache.stride(0), cache.stride(1), cache.shape[3],
+        KV=kv, GROUP=group, MEMBERS=triton.next_power_of_2(group), DIM=dim,
+        HALF=triton.next_power_of_2(dim // 2), NORMED=norms is not None, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _head_norm(first, second, weight, half, there, eps, DIM: tl.constexpr):
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+    low = tl.load(weight + half, mask=there, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(weight + DIM // 2 + half, mask=there, other=0.0).to(tl.float32)[None, :]
+    a, b = (a * scale).to(first.dtype).to(tl.float32), (b * scale).to(first.dtype).to(tl.float32)
+    return (a * low).to(first.dtype), (b * high).to(first.dtype)
+
+
+@triton.jit
+def _turned(first, second, cos, sin):
+    """Rotates element i together with element i + dim/2, rounded as in transformers."""
+    kind = first.dtype
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    low = (a * cos).to(kind).to(tl.float32) + (-b * sin).to(kind).to(tl.float32)
+    high = (b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)
+    return low.to(kind), high.to(kind)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _rotate_and_store(
+    qkv, cache, slots, places, turns, q_norm, k_norm, eps, c_kind, c_slot, length,
+    KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(places + token).to(tl.int64)
+    if place < 0:
+        return
+    slot = tl.load(slots + token).to(tl.int64)
+    half = tl.arange(0, HALF)
+    there = half < DIM // 2
+    cos = tl.load(turns + place * DIM + half, mask=there, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(turns + place * DIM + DIM // 2 + half, mask=there, other=0.0).to(tl.float32)[None, :]
+    row = qkv + token * ((GROUP + 2) * KV * DIM)
+    member = tl.arange(0, MEMBERS)
+    at = row + (head * GROUP + member)[:, None] * DIM + half[None, :]
+    asked = (member < GROUP)[:, None] & there[None, :]
+    first, second = tl.load(at, mask=asked, other=0.0), tl.load(at + DIM // 2, mask=asked, other=0.0)
+    if NORMED:
+        first, second = _head_norm(first, second, q_norm, half, there, eps, DIM)
+    first, second = _turned(first, second, cos, sin)
+    tl.store(at, first, mask=asked)
+    tl.store(at + DIM // 2, second, mask=asked)
+    one = tl.arange(0, 1)[:, None]
+    key = row + (GROUP * KV + head + one) * DIM + half[None, :]
+    first = tl.load(key, mask=there[None, :], other=0.0)
+    second = tl.load(key + DIM // 2, mask=there[None, :], other=0.0)
+    if NORMED:
+        first, second = _head_norm(first, second, k_norm, half, there, eps, DIM)
+    first, second = _turned(first, second, cos, sin)
+    tl.store(key, first, mask=there[None, :])
+    tl.store(key + DIM // 2, second, mask=there[None, :])
+    target = cache + slot * c_slot + (head * length + place) * DIM + one + half[None, :]
+    tl.store(target, first, mask=there[None, :])
+    tl.store(target + DIM // 2, second, mask=there[None, :])
+    value = row + ((GROUP + 1) * KV + head + one) * DIM + half[None, :]
+    tl.store(target + c_kind, tl.load(value, mask=there[None, :], other=0.0), mask=there[None, :])
+    upper = tl.load(value + DIM // 2, mask=there[None, :], other=0.0)
+    tl.store(target + c_kind + DIM // 2, upper, mask=there[None, :])
+
+
+def step_attention(
+    qkv: Float[Tensor, "n heads_and_2kv dim"],
+    cache: Float[Tensor, "2 slots kv places dim"],
+    slots: Int[Tensor, " n"],
+    places: Int[Tensor, " n"],
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "n heads dim"]:
+    """Returns the attention of one token of each row over the places of its slot up to its own."""
+    n, dim, kv = len(qkv), qkv.shape[-1], cache.shape[2]
+    group = qkv.shape[1] // kv - 2
+    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(4 * _processors(qkv.device), n * kv)))
+    out = qkv.new_empty(n, group * kv, dim)
+    # Of each share of a row: its weighted sum, and the logarithm of its weight.
+    sums = qkv.new_empty((n, group * kv, splits, dim), dtype=torch.float32) if splits > 1 else out
+    masses = qkv.new_empty((n, group * kv, splits), dtype=torch.float32) if splits > 1 else out
+    block = max(16, triton.next_power_of_2(dim))
+    _step_attention[(n, kv, splits)](
+        qkv, cache, slots, places, out, sums, masses, scaling, window or 0, cache.stride(0), cache.stride(1),
+        cache.shape[3], KV=kv, GROUP=group, MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
+        KEYS=KEYS, WINDOWED=window is not None, SPLITS=splits, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(n, group * kv)](
+            sums, masses, out, HEADS=group * kv, DIM=dim, BLOCK=block, SPLITS=splits, num_warps=1
+        )
+    return out
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["window", "length"])
+def _step_attention(
+    qkv, cache, slots, places, out, sums, masses, scaling, window, c_kind, c_slot, length,
+    KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # A token of no row sees no places, and its result is never read.
+    end = (tl.load(places + token) + 1).to(tl.int32)
+    slot = tl.maximum(tl.load(slots + token), 0).to(tl.int64)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(end - window, 0)
+    share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
+    first = begin + split * share
+    last = tl.minimum(first + share, end)
+    member, d = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
+    asked = (member < GROUP)[:, None] & (d < DIM)[None, :]
+    at = (head * GROUP + member)[:, None] * DIM + d[None, :]
+    query = tl.load(qkv + token * ((GROUP + 2) * KV * DIM) + at, mask=asked, other=0.0)
+    base = cache + slot * c_slot + head.to(tl.int64) * length * DIM
+    top = tl.full((MEMBERS,), -float("inf"), tl.float32)
+    mass = tl.zeros((MEMBERS,), tl.float32)
+    total = tl.zeros((MEMBERS, BLOCK), tl.float32)
+    for start in range(first, last, KEYS):
+        n = start + tl.arange(0, KEYS)
+        there = (n < last)[:, None] & (d < DIM)[None, :]
+        keys = tl.load(base + n[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        values = tl.load(base + c_kind + n[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
+        scores = tl.where((n < last)[None, :], scores, -float("inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        shares, shrink = tl.exp(scores - new[:, None]), tl.exp(top - new)
+        mass = mass * shrink + tl.sum(shares, 1)
+        total = tl.dot(shares.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+        top = new
+    result = total / tl.where(mass > 0, mass, 1.0)[:, None]
+    if SPLITS == 1:
+        tl.store(out + token * (GROUP * KV * DIM) + at, result.to(out.dtype.element_ty), mask=asked)
+    else:
+        part = (token * (GROUP * KV) + head * GROUP + member) * SPLITS + split
+        tl.store(sums + part[:, None] * DIM + d[None, :], result, mask=asked)
+        tl.store(masses + part, top + tl.log(mass), mask=member < GROUP)
+
+
+@triton.jit
+def _combine(sums, masses, out, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    mass = tl.load(masses + row * SPLITS + split)
+    mass = tl.exp(mass - tl.maximum(tl.max(mass), -3e38))
+    at = sums + (row * SPLITS + split)[:, None] * DIM + d[None, :]
+    parts = tl.load(at, mask=(d < DIM)[None, :], other=0.0)
+    whole = tl.sum(mass)
+    result = tl.sum(parts * mass[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def draw(
+    logits: Float[Tensor, "n V"], u: Float64[Tensor, " n"], temperature: float, noise: float
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"], Bool[Tensor, " n"]]:
+    """Draws as ``Draws.draw`` without top-k and top-p, and without fp32 logits of all rows in memory.
+
+    Args:
+        logits: in the dtype of the output layer.
+        u: the number in [0, 1) of each row.
+        temperature: divides the logits; above 0.
+        noise: how much two computations of a logit may differ, divided by the temperature.
+
+    Returns:
+        For each row its token, or ``V`` if logits are not finite, its log-prob, and whether the draw is a near tie.
+    """
+    n, V = logits.shape
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(n, dtype=torch.float32, device=logits.device)
+    near = torch.empty(n, dtype=torch.bool, device=logits.device)
+    blocks = triton.next_power_of_2(triton.cdiv(V, LOGITS))
+    _draw[(n,)](
+        logits, u, tokens, log_probs, near, V, logits.stride(0), temperature, noise, ONE=ONE, BLOCK=LOGITS,
+        BLOCKS=blocks, num_warps=8,
+    )  # fmt: skip
+    return tokens, log_probs, near
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _draw(
+    logits, u, tokens, log_probs, near, V, stride, temperature, noise,
+    ONE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    at = tl.arange(0, BLOCK)
+    top = -float("inf")
+    mass = 0.0
+    for start in range(0, V, BLOCK):
+        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
+        new = tl.maximum(top, tl.max(x))
+        level = tl.maximum(new, -3e38)
+        mass = mass * tl.exp(top - level) + tl.sum(tl.exp(x - level))
+        top = new
+    bad = (mass != mass) | (top == float("inf")) | (top == -float("inf"))
+    if bad:
+        tl.store(tokens + row, V)
+        tl.store(log_probs + row, 0.0)
+        tl.store(near + row, False)
+    else:
+        block = tl.arange(0, BLOCKS)
+        masses = tl.zeros((BLOCKS,), tl.int64)
+        for start in range(0, V, BLOCK):
+            x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
+            whole = (tl.exp(x - top) / mass * ONE).to(tl.int64)
+            masses = tl.where(block == start // BLOCK, tl.sum(whole), masses)
+        total = tl.sum(masses)
+        goal = tl.ceil((1.0 - tl.load(u + row)) * total.to(tl.float64)).to(tl.int64)
+        before = tl.cumsum(masses, 0)
+        start = tl.minimum(tl.sum((before < goal).to(tl.int32)), (V - 1) // BLOCK) * BLOCK
+        base_mass = tl.sum(tl.where(block < start // BLOCK, masses, 0))
+        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
+        prob = tl.exp(x - top) / mass
+        whole = (prob * ONE).to(tl.int64)
+        reached = base_mass + tl.cumsum(whole, 0)
+        index = tl.minimum(tl.sum((reached < goal).to(tl.int32)), tl.minimum(V - 1 - start, BLOCK - 1))
+        mine = at == index
+        p = tl.sum(tl.where(mine, prob, 0.0))
+        own = tl.sum(tl.where(mine, whole, 0))
+        above = tl.sum(tl.where(mine, reached, 0))
+        reach = 2 * noise * goal.to(tl.float32) * (1.0 - goal.to(tl.float32) / total.to(tl.float32))
+        gap = tl.minimum(above - goal, goal - (above - own)).to(tl.float32)
+        tl.store(tokens + row, start + index)
+        tl.store(log_probs + row, tl.log(p * (ONE / total.to(tl.float32))))
+        tl.store(near + row, gap < reach)
+
+
+def advance(
+    lanes: Lanes,
+    slots: Int[Tensor, " n"],
+    places: Int[Tensor, " n"],
+    tokens: Int[Tensor, " n"],
+    log_probs: Float[Tensor, " n"],
+    full: Float[Tensor, " n"],
+    near: Bool[Tensor, " n"],
+) -> None:
+    """Keeps the draws of rows that are alive, and ends the rows that are done."""
+    n = len(slots)
+    _advance[(triton.cdiv(n, 128),)](
+        slots, places, tokens, log_probs, full, near, lanes.tokens, lanes.places, lanes.ends, lanes.alive,
+        lanes.drawn, lanes.log_probs, lanes.full_log_probs, lanes.near, lanes.versions, lanes.version, lanes.stops,
+        n, lanes.drawn.shape[1], len(lanes.stops) - 1, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "length", "nothing"])
+def _advance(
+    slots, places, tokens, log_probs, full, near, l_tokens, l_places, l_ends, l_alive, l_drawn, l_log_probs, l_full,
+    l_near, l_versions, version, stops, n, length, nothing, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + lane, mask=lane < n, other=-1)
+    live = place >= 0
+    slot = tl.load(slots + lane, mask=live, other=0)
+    token = tl.load(tokens + lane, mask=live, other=0)
+    at = slot * length + place + 1
+    tl.store(l_drawn + at, token, mask=live)
+    tl.store(l_log_probs + at, tl.load(log_probs + lane, mask=live, other=0.0), mask=live)
+    tl.store(l_full + at, tl.load(full + lane, mask=live, other=0.0), mask=live)
+    tl.store(l_near + at, tl.load(near + lane, mask=live, other=0), mask=live)
+    tl.store(l_versions + at, tl.load(version), mask=live)
+    ended = (tl.load(stops + token, mask=live, other=0) != 0) | (
+        place + 1 >= tl.load(l_ends + slot, mask=live, other=0)
+    )
+    # A draw from NaN is no token that can be looked up.
+    tl.store(l_tokens + slot, tl.where(token == nothing, 0, token), mask=live)
+    tl.store(l_places + slot, place + 1, mask=live)
+    tl.store(l_alive + slot, ended == 0, mask=live)

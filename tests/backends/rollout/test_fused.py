@@ -1,0 +1,163 @@
+"""The decoder of GPUs draws what the fast decoder of CPUs draws: on CUDA, and here in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl_fn.backends.hf.folder import build
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.sampler import NotFiniteError, Sampler, llama
+from verl_fn.backends.sampler.fused import FusedDecoder
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.state import Key, Sampling, requests_for
+
+PROMPTS = [[1, 4], [1, 5, 4], [7], [1, 6, 6, 7, 5, 4, 4, 5]]
+WAYS = {
+    "plain": Sampling(max_tokens=24, n=3),
+    "temperature": Sampling(max_tokens=7, temperature=0.7),
+    "cut": Sampling(max_tokens=7, n=2, top_k=4, top_p=0.9),
+    "greedy": Sampling(max_tokens=7, temperature=0),
+    "stops": Sampling(max_tokens=24, n=2, stop_token_ids=(5, 6)),
+}
+ARCHS = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "llama": {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "mistral": {"sliding_window": 4},
+}
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def made(tmp_path, arch):
+    """A folder and weights in which no factor is one."""
+    folder = new_model(tmp_path / arch, chars="abcdefgh", arch=arch, **ARCHS[arch])
+    params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))[1]
+    generator = torch.Generator().manual_seed(1)
+    return folder, {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in params.items()}
+
+
+def engine(folder, params, **options):
+    sampler = Sampler(folder, slots=6, **options)
+    sampler.publish(0, Weights.of(params))
+    return sampler
+
+
+def fused_on_cpu(folder, params, **options):
+    """An engine whose decoder is the one of GPUs, interpreted."""
+    sampler = Sampler(folder, slots=6, **options)
+    skeleton, shapes = llama.model_of(folder)
+    sampler.decoder = FusedDecoder(skeleton, shapes, torch.device("cpu"), torch.float32)
+    sampler.publish(0, Weights.of(params))
+    return sampler
+
+
+def check_equal(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert (a.finish_reason, a.versions.tolist()) == (b.finish_reason, b.versions.tolist())
+        torch.testing.assert_close(a.log_probs, b.log_probs, atol=2e-5, rtol=0)
+        assert (a.full_log_probs is None) == (b.full_log_probs is None)
+        if a.full_log_probs is not None:
+            torch.testing.assert_close(a.full_log_probs, b.full_log_probs, atol=2e-5, rtol=0)
+
+
+def check(folder, params, fused, ways):
+    plain = engine(folder, params)
+    for name in ways:
+        requests = requests_for(PROMPTS, WAYS[name], Key.from_seed(0))
+        check_equal(fused.generate(requests, version=0), plain.generate(requests, version=0))
+
+
+def check_in_flight(folder, params, fused):
+    """Weights that arrive between two looks compute the cache again: rows end with the new version."""
+    requests = requests_for(PROMPTS, Sampling(max_tokens=24), Key.from_seed(0))
+    stream = fused.stream(requests, version=0)
+    samples = [next(stream)]
+    fused.publish(1, Weights.of({name: t * 1.5 for name, t in params.items()}))
+    samples += stream
+    assert {int(v) for sample in samples for v in sample.versions} == {0, 1}
+    late = max(samples, key=lambda sample: len(sample.tokens))
+    changed = int((late.versions == 0).sum())
+    # The rest of the row is what the new weights draw after the tokens of the old ones.
+    replayed = engine(folder, {name: t * 1.5 for name, t in params.items()})
+    prompt = [*late.prompt.tolist(), *late.tokens[:changed].tolist()]
+    scored = replayed.decoder
+    scored.reserve(1, len(prompt) + 1)
+    from verl_fn.state import Batch
+
+    logits = scored.prefill(Batch.from_rows([prompt]), torch.tensor([0]))
+    expected = logits.log_softmax(-1)[0, late.tokens[changed]]
+    torch.testing.assert_close(late.log_probs[changed], expected, atol=2e-5, rtol=0)
+
+
+def check_not_finite(folder, params, fused):
+    fused.publish(0, Weights.of(params | {"model.norm.weight": params["model.norm.weight"] * float("nan")}))
+    with pytest.raises(NotFiniteError, match="row 0"):
+        fused.generate(requests_for(PROMPTS, WAYS["plain"], Key.from_seed(0)), version=0)
+
+
+@CUDA
+@pytest.mark.parametrize("arch", ARCHS)
+def test_cuda_draws_what_the_cpu_draws(tmp_path, arch):
+    folder, params = made(tmp_path, arch)
+    fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda")
+    assert isinstance(fused.decoder, FusedDecoder)
+    check(folder, params, fused, WAYS)
+    fused.sleep()
+    fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
+    check(folder, params, fused, ["plain"])
+    fused.publish(1, Weights.of({name: t.cuda() * 1.5 for name, t in params.items()}))
+    fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
+    check(folder, params, fused, ["plain"])
+
+
+@CUDA
+@pytest.mark.parametrize("name", ["temperature", "cut"])
+def test_many_rows_with_long_contexts_draw_what_the_cpu_draws(tmp_path, name):
+    folder, params = made(tmp_path, "qwen2")
+    fused = Sampler(folder, slots=300, device="cuda")
+    fused.publish(0, Weights.of({key: t.cuda() for key, t in params.items()}))
+    prompts = [[4 + (i * j) % 8 for j in range(1 + (37 * i) % 900)] for i in range(1, 40)]
+    requests = requests_for(prompts, WAYS[name], Key.from_seed(0))
+    plain = Sampler(folder, slots=300)
+    plain.publish(0, Weights.of(params))
+    check_equal(fused.generate(requests, version=0), plain.generate(requests, version=0))
+
+
+@CUDA
+def test_weights_arrive_in_flight_on_cuda(tmp_path):
+    folder, params = made(tmp_path, "qwen3")
+    fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda", in_flight=True)
+    check_in_flight(folder, params, fused)
+
+
+@CUDA
+def test_nan_is_an_error_on_cuda(tmp_path):
+    folder, params = made(tmp_path, "qwen3")
+    check_not_finite(folder, params, engine(folder, params, device="cuda"))
+
+
+def test_the_interpreter_draws_what_the_fast_decoder_draws():
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as root:
+        for arch, ways in {"qwen3": ["cut"], "mistral": ["stops"]}.items():
+            folder, params = made(Path(root), arch)
+            check(folder, params, fused_on_cpu(folder, params), ways)
+        check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True))
+        check_not_finite(folder, params, fused_on_cpu(folder, params))
