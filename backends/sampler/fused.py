@@ -130,13 +130,12 @@ class FusedDecoder(LlamaDecoder):
         super().__init__(skeleton, shapes, device, dtype)
         self._turns = torch.empty(0, 2, self.dim // 2, dtype=dtype, device=device)
         self.lanes: Lanes | None = None
-        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._forget()
         self._fused: FusedWeights | None = None
 
     def begin(self, frozen: Collection[str] = ()) -> None:
         if not self._places:
-            self._graphs.clear()
+            self._forget()
         super().begin(frozen)
 
     def finish(self) -> None:
@@ -148,7 +147,7 @@ class FusedDecoder(LlamaDecoder):
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.shape[2] or length > self._cache.shape[4]:
-            self._graphs.clear()
+            self._forget()
             length = -(-length // PLACES) * PLACES
             super().reserve(slots, length)
             self.lanes = Lanes.of(slots, length, self.vocab, self.device)
@@ -158,12 +157,12 @@ class FusedDecoder(LlamaDecoder):
             layer[:, targets, :, :length] = layer[:, sources, :, :length]
 
     def drop_cache(self) -> None:
-        self._graphs.clear()
+        self._forget()
         self.lanes = None
         super().drop_cache()
 
     def drop_weights(self) -> None:
-        self._graphs.clear()
+        self._forget()
         self._fused = None
         super().drop_weights()
 
@@ -185,6 +184,11 @@ class FusedDecoder(LlamaDecoder):
             else:
                 self._graphs[key].replay()
 
+    def _forget(self) -> None:
+        """Drops the graphs, which hold addresses of weights and cache, and their memory."""
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
     def _recorded(self, lanes: Lanes, n: int, draws: Draws) -> torch.cuda.CUDAGraph:
         """Records a step; the one that runs first compiles kernels, and decodes no row."""
         lanes.active.fill_(-1)
@@ -194,7 +198,7 @@ class FusedDecoder(LlamaDecoder):
             self._step(lanes, n, draws)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._step(lanes, n, draws)
         return graph
 
