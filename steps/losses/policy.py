@@ -92,12 +92,23 @@ def reinforce() -> Loss:
     return reinforce
 
 
-def entropy() -> Loss:
-    """Returns the policy's entropy in nats as a loss. Subtract it for a bonus: ``ppo_clip() - 0.01 * entropy()``."""
+def entropy(cap: float | None = None) -> Loss:
+    """Returns the policy's entropy in nats as a loss. Subtract it for a bonus: ``ppo_clip() - 0.01 * entropy()``.
+
+    Args:
+        cap: a token whose entropy is at least this has no gradient. A bonus without a cap can outgrow advantages that
+            shrink, and the entropy then grows without end.
+
+    Example:
+        >>> batch = Batch.from_rows([[1, 1]], {"response_mask": [[1.0, 1.0]], "loss_weight": [[0.5, 0.5]]})
+        >>> entropy(cap=0.5)(TokenOutputs({"entropy": torch.tensor([0.2, 3.0])}), batch)[0].tolist()
+        [0.20000000298023224, 0.5]
+    """
 
     @loss(needs=["entropy"])
     def entropy(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        return outputs.entropy, {"actor/entropy_loss": weighted_sum(batch, outputs.entropy)}
+        per_token = outputs.entropy if cap is None else outputs.entropy.clamp(max=cap)
+        return per_token, {"actor/entropy_loss": weighted_sum(batch, per_token)}
 
     return entropy
 

@@ -79,7 +79,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     if options.use_kl_loss:
         loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
-        loss = loss - options.entropy_coeff * entropy()
+        loss = loss - options.entropy_coeff * entropy(options.entropy_cap)
     return loss
 
 

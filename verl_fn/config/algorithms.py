@@ -242,6 +242,13 @@ class PolicyOptimization(Aggregation):
         1.0, "learn only from this share of the tokens, the ones with the highest entropy", gt(0), le(1)
     )
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
+    entropy_cap: float | None = opt(
+        None,
+        "tokens with this entropy in nats, or more, get no bonus, so that it does not grow without end",
+        gt(0),
+        le(MOST),
+        when=given("entropy_coeff"),
+    )
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST), when=given("use_kl_loss"))
     kl_loss_type: str = opt(
