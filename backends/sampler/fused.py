@@ -208,7 +208,7 @@ class FusedDecoder(LlamaDecoder):
 
         slots = lanes.active[:n]
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
-        logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._loaded().head)
+        logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
         if draws.cut or draws.temperature == 0:
             split = zip(logits.split(ROWS), u[:, None].split(ROWS), strict=True)
@@ -223,7 +223,7 @@ class FusedDecoder(LlamaDecoder):
         from verl_fn.backends.sampler import fused_kernels as kernels
 
         T, kv, dim, eps, scaling = len(tokens), self.kv_heads, self.dim, self.config.rms_norm_eps, self.dim**-0.5
-        weights, slots, places = self._loaded(), where.slots, where.positions
+        weights, slots, places = self._whole(), where.slots, where.positions
         x = embedding(tokens, weights.embed)
         h = kernels.add_norm(x, None, weights.layers[0].before, eps)
         following = [*(layer.before for layer in weights.layers[1:]), weights.norm]
@@ -242,9 +242,9 @@ class FusedDecoder(LlamaDecoder):
         return h
 
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        return linear(hidden, self._loaded().head).float()
+        return linear(hidden, self._whole().head).float()
 
-    def _loaded(self) -> FusedWeights:
+    def _whole(self) -> FusedWeights:
         assert self._fused is not None, "load comes first"
         return self._fused
 

@@ -373,9 +373,8 @@ def _advance(
     tl.store(l_full + at, tl.load(full + lane, mask=live, other=0.0), mask=live)
     tl.store(l_near + at, tl.load(near + lane, mask=live, other=0), mask=live)
     tl.store(l_versions + at, tl.load(version), mask=live)
-    ended = (tl.load(stops + token, mask=live, other=0) != 0) | (
-        place + 1 >= tl.load(l_ends + slot, mask=live, other=0)
-    )
+    stopped = tl.load(stops + token, mask=live, other=0) != 0
+    ended = stopped | (place + 1 >= tl.load(l_ends + slot, mask=live, other=0))
     # A draw from NaN is no token that can be looked up.
     tl.store(l_tokens + slot, tl.where(token == nothing, 0, token), mask=live)
     tl.store(l_places + slot, place + 1, mask=live)

@@ -116,7 +116,7 @@ class GraphRun:
         places = torch.arange(1, lanes.uniforms.shape[1] + 1, device=self.device)
         lanes.uniforms[at] = uniform_at(self.seeds[rows.to(self.device)][:, None], places)
 
-    def _fill(self, rows: list[Sequence[int]], slots: list[int]) -> None:
+    def _fill(self, rows: Sequence[Sequence[int]], slots: list[int]) -> None:
         """Computes rows in parts; an empty one has nothing to compute."""
         there = [(row, slot) for row, slot in zip(rows, slots, strict=True) if len(row)]
         while there:

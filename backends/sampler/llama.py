@@ -50,8 +50,9 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
         return GeneralDecoder(skeleton, shapes, device, dtype)
     from verl_fn.backends.sampler.fused import FusedDecoder
 
-    kind = FusedDecoder if device.type == "cuda" else LlamaDecoder
-    return kind(skeleton, shapes, device, dtype)
+    # Triton has no bf16 products on older GPUs.
+    fused = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (FusedDecoder if fused else LlamaDecoder)(skeleton, shapes, device, dtype)
 
 
 def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:

@@ -12,15 +12,15 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.sampler import NotFiniteError, Sampler, llama
 from verl_fn.backends.sampler.fused import FusedDecoder
 from verl_fn.backends.weight_sync import Weights
-from verl_fn.state import Key, Sampling, requests_for
+from verl_fn.state import Batch, Key, Sampling, requests_for
 
 PROMPTS = [[1, 4], [1, 5, 4], [7], [1, 6, 6, 7, 5, 4, 4, 5]]
 WAYS = {
     "plain": Sampling(max_tokens=24, n=3),
     "temperature": Sampling(max_tokens=7, temperature=0.7),
-    "cut": Sampling(max_tokens=7, n=2, top_k=4, top_p=0.9),
+    "cut": Sampling(max_tokens=4, n=2, top_k=4, top_p=0.9),
     "greedy": Sampling(max_tokens=7, temperature=0),
-    "stops": Sampling(max_tokens=24, n=2, stop_token_ids=(5, 6)),
+    "stops": Sampling(max_tokens=12, n=2, stop_token_ids=(5, 6)),
 }
 ARCHS = {
     "qwen2": {},
@@ -86,8 +86,6 @@ def check_in_flight(folder, params, fused):
     prompt = [*late.prompt.tolist(), *late.tokens[:changed].tolist()]
     scored = replayed.decoder
     scored.reserve(1, len(prompt) + 1)
-    from verl_fn.state import Batch
-
     logits = scored.prefill(Batch.from_rows([prompt]), torch.tensor([0]))
     expected = logits.log_softmax(-1)[0, late.tokens[changed]]
     torch.testing.assert_close(late.log_probs[changed], expected, atol=2e-5, rtol=0)
@@ -156,8 +154,8 @@ if __name__ == "__main__":
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as root:
-        for arch, ways in {"qwen3": ["cut"], "mistral": ["stops"]}.items():
-            folder, params = made(Path(root), arch)
-            check(folder, params, fused_on_cpu(folder, params), ways)
+        folder, params = made(Path(root), "mistral")
+        check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
+        folder, params = made(Path(root), "qwen3")
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True))
         check_not_finite(folder, params, fused_on_cpu(folder, params))
