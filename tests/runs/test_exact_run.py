@@ -2,6 +2,7 @@
 
 import shutil
 
+import attrs
 import pytest
 import torch
 from test_train import config, model, numbers  # noqa: F401
@@ -80,6 +81,21 @@ def test_strict_ends_at_the_first_difference_and_names_its_place(estimator, mode
     train(config(model, tmp_path / "audit", "grpo", *more[1:], "rollout.exact=audit", STEPS), QUIET)
     differing = [row["rollout/tokens_differing"] for row in numbers(tmp_path / "audit")[1:]]
     assert differing[0] == differing[2] == 0.0 < differing[1]
+
+
+def test_an_estimator_that_needs_the_actors_pass_has_all_rows_compared(model, tmp_path, monkeypatch):  # noqa: F811
+    """Also rows of a minibatch after the first one, whose log-probs nothing else compares."""
+    own = Sampler.generate
+
+    def generate(self, *args, **kwargs):
+        *samples, last = own(self, *args, **kwargs)
+        return [*samples, attrs.evolve(last, log_probs=last.log_probs - 1e-3)]
+
+    monkeypatch.setattr(Sampler, "generate", generate)
+    more = ["rollout.exact=strict", "algorithm.ppo_mini_batch_size=2", "algorithm.shuffle=false", STEPS]
+    train(config(model, tmp_path / "first", "grpo", *more, "algorithm.entropy_coeff=0"), QUIET)
+    with pytest.raises(NotExact, match=r"log-probs of \d+ of \d+ tokens differ"):
+        train(config(model, tmp_path / "all", "grpo", *more, "algorithm.adv_estimator=optimal_token_baseline"), QUIET)
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,12 @@ def test_a_plan_says_what_is_not_there(qwen3, capsys, monkeypatch):
     )
 
 
+def test_a_plan_without_a_tokenizer_makes_the_algorithm(qwen3, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(batch):\n    return batch\n")
+    assert qwen3(*GPUS, "algorithm.adv_estimator=mine.py:other") == 2
+    assert re.search(r"error: algorithm.adv_estimator: .*mine\.py has no 'other'", capsys.readouterr().err)
+
+
 def test_a_plan_that_fits_nowhere(qwen3, capsys):
     one = ["ray.ranks=1", "rollout.engines=1", "actor.strategy=local", "--gpus", "1", "--gpu-memory", "80"]
     assert qwen3(*one) == 1
