@@ -19,16 +19,17 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_fn.backends.draws import NOISE, Answers, Draws
 from verl_fn.backends.hf.activations import Activations
 from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.exact import token_logprobs
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder
+from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, RowDecoder
 from verl_fn.backends.sampler.exact import ExactDecoder
 from verl_fn.backends.sampler.fused import FusedDecoder
 from verl_fn.backends.sampler.graphs import GraphRun
-from verl_fn.backends.sampler.llama import decoder_for
-from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
+from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
+from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive
 from verl_fn.state import Batch, isolated, uniform_at, with_images
 
@@ -36,6 +37,32 @@ from verl_fn.state import Batch, isolated, uniform_at, with_images
 PREFILL_TOKENS = 16384
 # Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
 REFILL_PART = 8
+
+
+def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:
+    """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
+
+    Args:
+        folder: the model folder.
+        device: that computes.
+        dtype: of weights and cache.
+        exact: the decoder's log-probs must equal an exact trainer's in every bit.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used.
+        ExactError: the model cannot be exact.
+    """
+    skeleton, shapes = model_of(folder, device=device)
+    if exact:
+        check_exact(skeleton, dtype, device, folder)
+        return ExactDecoder(skeleton, shapes, device, dtype)
+    if skeleton.padded or skeleton.fit.repeats:
+        return RowDecoder(skeleton, shapes, device, dtype)
+    if misfit(skeleton.config, shapes) is not None:
+        return GeneralDecoder(skeleton, shapes, device, dtype)
+    # Triton has no bf16 products on older GPUs.
+    fused = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (FusedDecoder if fused else LlamaDecoder)(skeleton, shapes, device, dtype)
 
 
 class Sampler(Serving):
@@ -151,7 +178,10 @@ class Sampler(Serving):
         """Does nothing, since a run keeps its rows itself."""
 
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
-        run = GraphRun(self, requests) if isinstance(self.decoder, FusedDecoder) else _Run(self, requests)
+        if isinstance(self.decoder, FusedDecoder):
+            run: GraphRun | _Run = GraphRun(self.decoder, requests, slots=self.slots, end_tokens=self.end_tokens)
+        else:
+            run = _Run(self, requests)
         answers = Answers(requests)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:

@@ -10,7 +10,6 @@ write the cache skip it. Values are rounded where transformers rounds them.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,9 +18,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from verl_fn.backends.draws import ONE
-
-if TYPE_CHECKING:
-    from verl_fn.backends.sampler.fused import Lanes
+from verl_fn.backends.sampler.lanes import Lanes
 
 # Keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
 KEYS, LOGITS = 64, 4096

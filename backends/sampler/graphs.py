@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.fused import FusedDecoder, Lanes
+from verl_fn.backends.sampler.fused import FusedDecoder
+from verl_fn.backends.sampler.lanes import Lanes
 from verl_fn.backends.serving import not_finite, seeds_of
 from verl_fn.state import Batch, uniform_at
-
-if TYPE_CHECKING:
-    from verl_fn.backends.sampler.engine import Sampler
 
 # The steps between two looks of the host: rows that end meanwhile keep their slots until the next look.
 STEPS = 8
@@ -27,18 +24,26 @@ REFILL_PART = 8
 
 
 class GraphRun:
-    """The decoding of requests whose sampling differs only in ``max_tokens``, with a ``FusedDecoder``."""
+    """The decoding of requests whose sampling differs only in ``max_tokens``.
 
-    def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
-        assert isinstance(sampler.decoder, FusedDecoder), "graphs need a decoder that never asks the host"
-        self.decoder, self.device = sampler.decoder, sampler.device
+    Args:
+        decoder: never asks the host.
+        requests: are checked.
+        slots: the most rows that are decoded at a time.
+        end_tokens: end a row.
+    """
+
+    def __init__(
+        self, decoder: FusedDecoder, requests: Sequence[Request], *, slots: int, end_tokens: Set[int]
+    ) -> None:
+        self.decoder, self.device = decoder, decoder.device
         self.prompts = [request.prompt for request in requests]
         sampling, self.n = requests[0].sampling, requests[0].sampling.n
         self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
-        self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
-        self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype])
-        self.slots = min(sampler.slots, len(self.seeds))
+        self.stops = end_tokens | set(sampling.stop_token_ids)
+        self.draws = Draws(sampling, decoder.vocab, NOISE[decoder.dtype])
+        self.slots = min(slots, len(self.seeds))
         self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
         self.begun = self.step = 0
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from verl_fn.backends.hf.attention import packed_attention
-from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, RowDecoder, Where, attend
-from verl_fn.backends.sampler.exact import ExactDecoder
-from verl_fn.backends.serving import model_of
+from verl_fn.backends.sampler.decoder import Where, attend
 from verl_fn.state import Batch
 
 LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -25,34 +21,6 @@ LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 # The size of weights from which oneDNN's packed product is faster on CPUs; on AMD's, 2.5 times from 2**17 on.
 PACKED_FROM = 2**16
-
-
-def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:
-    """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
-
-    Args:
-        folder: the model folder.
-        device: that computes.
-        dtype: of weights and cache.
-        exact: the decoder's log-probs must equal an exact trainer's in every bit.
-
-    Raises:
-        ModelError: the folder or the architecture cannot be used.
-        ExactError: the model cannot be exact.
-    """
-    skeleton, shapes = model_of(folder, device=device)
-    if exact:
-        check_exact(skeleton, dtype, device, folder)
-        return ExactDecoder(skeleton, shapes, device, dtype)
-    if skeleton.padded or skeleton.fit.repeats:
-        return RowDecoder(skeleton, shapes, device, dtype)
-    if misfit(skeleton.config, shapes) is not None:
-        return GeneralDecoder(skeleton, shapes, device, dtype)
-    from verl_fn.backends.sampler.fused import FusedDecoder
-
-    # Triton has no bf16 products on older GPUs.
-    fused = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return (FusedDecoder if fused else LlamaDecoder)(skeleton, shapes, device, dtype)
 
 
 def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:

@@ -132,8 +132,8 @@ def test_a_reward_model_has_a_phase_of_its_own(folder):
 def test_the_cache_of_the_embedded_engine(folder):
     model, more = folder("0.5b"), ["rollout.name=sampler", "rollout.slots=32", "data.max_prompt_length=100"]
     sizes = parts(plan_of(model, *more, "data.max_response_length=28"))
-    assert sizes["gen"]["engine cache"] == 32 * 128 * 2 * 2 * 24 * 128
-    assert sizes["update_actor"]["engine cache"] == sizes["gen"]["engine cache"]
+    assert sizes["gen"]["engine cache and logits"] == 32 * 128 * 2 * 2 * 24 * 128 + 32 * 151936 * 2
+    assert sizes["update_actor"]["engine cache and logits"] == sizes["gen"]["engine cache and logits"]
     assert model_sizes(model, "lm").cache(1, 2) == 2 * 2 * 24 * 128
 
 

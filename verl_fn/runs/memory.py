@@ -393,9 +393,10 @@ def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Allocation, ...]:
         utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
         rest = count * max(0, share(plan, gpu) - engine_weights(plan))
         return weights, Allocation("engine cache and computation", rest, utilization)
-    tokens = min(r.slots, plan.data.train_batch_size * r.n) * r.longest
-    cache = model_sizes(r.folder, "lm").cache(tokens, element_width(plan))
-    return weights, Allocation("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
+    rows, sizes = min(r.slots, plan.data.train_batch_size * r.n), model_sizes(r.folder, "lm")
+    logits = rows * int(sizes.config.vocab_size) * element_width(plan)
+    nbytes = sizes.cache(rows * r.longest, element_width(plan)) + logits
+    return weights, Allocation("engine cache and logits", count * nbytes, f"lower rollout.slots ({r.slots} now)")
 
 
 @contextlib.contextmanager

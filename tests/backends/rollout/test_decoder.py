@@ -8,7 +8,8 @@ import torch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.sampler.decoder import GeneralDecoder
-from verl_fn.backends.sampler.llama import LlamaDecoder, _product, decoder_for, misfit
+from verl_fn.backends.sampler.engine import decoder_for
+from verl_fn.backends.sampler.llama import LlamaDecoder, _product, misfit
 from verl_fn.backends.serving import model_of
 from verl_fn.backends.weight_sync import Weights, receive
 from verl_fn.state import Batch

@@ -9,8 +9,9 @@ import torch
 
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.sampler import NotFiniteError, Sampler, llama
+from verl_fn.backends.sampler import NotFiniteError, Sampler
 from verl_fn.backends.sampler.fused import FusedDecoder
+from verl_fn.backends.serving import model_of
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Batch, Key, Sampling, requests_for
 
@@ -48,7 +49,7 @@ def engine(folder, params, **options):
 def fused_on_cpu(folder, params, **options):
     """An engine whose decoder is the one of GPUs, interpreted."""
     sampler = Sampler(folder, slots=6, **options)
-    skeleton, shapes = llama.model_of(folder)
+    skeleton, shapes = model_of(folder)
     sampler.decoder = FusedDecoder(skeleton, shapes, torch.device("cpu"), torch.float32)
     sampler.publish(0, Weights.of(params))
     return sampler
