@@ -98,8 +98,14 @@ def require_same(given: Mapping[str, Any]) -> None:
         given: this rank's arguments by name.
 
     Raises:
-        LayoutError: on every rank, if some rank was given something else.
+        LayoutError: there is no process group; or, on every rank, some rank was given something else.
     """
+    if not dist.is_initialized():
+        raise LayoutError(
+            "there is no process group: start the ranks with torchrun and call torch.distributed."
+            'init_process_group("cpu:gloo,cuda:nccl"), or make a group of this process: '
+            'init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
+        )
     # Equal hashes are enough if all ranks were given the same, as they nearly always are.
     if dist.get_world_size() == 1 or _all_equal(_hash(pickle.dumps(dict(given)))):
         return

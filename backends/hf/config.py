@@ -105,7 +105,7 @@ def read_config(folder: str | Path) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
-            f"give a folder of this machine"
+            "give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME --out FOLDER writes"
         )
     _check_modules(read_json(Path(folder) / "config.json"), folder)
     only_transformers()

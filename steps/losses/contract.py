@@ -165,7 +165,7 @@ def loss(
         together: a per-row field of integers; rows with the same value are always in one micro-batch.
 
     Raises:
-        LossError: in the decorator: the function does not take outputs and batch.
+        LossError: ``needs`` is no list of names; or, in the decorator, the function does not take outputs and batch.
 
     Example:
         >>> @loss(needs=["logprobs"])
@@ -178,6 +178,9 @@ def loss(
         >>> sorted(both.needs), sorted(both.levels), both.together
         (['logprobs', 'row_values'], ['row', 'token'], 'pair')
     """
+
+    if isinstance(needs, str) or callable(needs):
+        raise LossError('needs is a list of names: write @loss(needs=["logprobs"])')
 
     def made(fn: LossFn) -> Loss:
         if not takes(fn, ["outputs", "batch"]):

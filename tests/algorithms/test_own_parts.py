@@ -405,6 +405,12 @@ def maker(weight):
     return reinforce + weight * entropy()
 
 
+@pytest.mark.parametrize("needs", ["logprobs", reinforce.terms[0].fn], ids=["a name", "no arguments"])
+def test_needs_is_a_list(needs):
+    with pytest.raises(LossError, match=r'write @loss\(needs=\["logprobs"\]\)'):
+        loss(needs)
+
+
 def with_defaults(weight=0.25):
     return maker(weight)
 

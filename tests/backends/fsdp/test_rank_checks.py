@@ -1,5 +1,6 @@
 """What sharded training refuses: every rank is told the same, and none waits for another."""
 
+import functools
 import re
 import shutil
 
@@ -8,8 +9,11 @@ import torch
 from rank_checks import OPTIMIZERS
 from ranks import Ranks
 
+from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.local import Local
+from verl_fn.backends.megatron import Megatron
 from verl_fn.backends.memory import OutOfMemory
 from verl_fn.steps import frozen
 from verl_fn.testing import tiny_batch
@@ -18,6 +22,14 @@ from verl_fn.testing import tiny_batch
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+@pytest.mark.parametrize("kind", [Fsdp, functools.partial(Megatron, device="cpu")], ids=["fsdp", "megatron"])
+def test_a_backend_without_a_process_group_says_how_to_make_one(folder, kind):
+    with pytest.raises(
+        LayoutError, match=r"there is no process group: start the ranks with torchrun .*HashStore\(\)"
+    ):
+        kind(folder, frozen())
 
 
 def same(told):
