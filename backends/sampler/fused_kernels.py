@@ -20,8 +20,8 @@ from torch import Tensor
 from verl_fn.backends.draws import ONE
 from verl_fn.backends.sampler.lanes import Lanes
 
-# Keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
-KEYS, LOGITS = 64, 4096
+# Bytes of keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
+KEY_BYTES, LOGITS = 16384, 4096
 # A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
 MOST_SPLITS = 16
 
@@ -186,10 +186,11 @@ def step_attention(
     sums = qkv.new_empty((n, group * kv, splits, dim), dtype=torch.float32) if splits > 1 else out
     masses = qkv.new_empty((n, group * kv, splits), dtype=torch.float32) if splits > 1 else out
     block = max(16, triton.next_power_of_2(dim))
+    keys = min(64, KEY_BYTES // (block * qkv.element_size()))
     _step_attention[(n, kv, splits)](
         qkv, cache, slots, places, out, sums, masses, scaling, window or 0, cache.stride(0), cache.stride(1),
         cache.shape[3], KV=kv, GROUP=group, MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
-        KEYS=KEYS, WINDOWED=window is not None, SPLITS=splits, num_warps=4, num_stages=3,
+        KEYS=keys, WINDOWED=window is not None, SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine[(n, group * kv)](

@@ -1,14 +1,15 @@
 """What a run chooses for its GPU: the engine's share and rows, and layouts of the models that people bring."""
 
 import json
+import os
 from pathlib import Path
 
 import attrs
 import pytest
 
 from verl_fn.cli import main
-from verl_fn.config import load, make_plan
-from verl_fn.runs.engine_size import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.engine_size import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized, with_engine
 from verl_fn.runs.memory import GIB, engine_weights, phases, share
 
 SHAPES = {
@@ -49,6 +50,44 @@ def folder(tmp_path):
 
 def plan_of(folder, *more):
     return make_plan(load(overrides=[*RUN, f"model.path={folder}", *more]))
+
+
+AUTO = {
+    "a dense model of the Llama shape": ("qwen3-8b", [], "sampler"),
+    "experts": ("qwen3-30b-a3b", [], "vllm"),
+    "experts on a CPU": ("qwen3-30b-a3b", ["driver.device=cpu"], "sampler"),
+    "experts in one process": (
+        "qwen3-30b-a3b", ["driver.kind=local", "ray.ranks=1", "actor.strategy=local", "rollout.engines=1"], "sampler"
+    ),
+    "several GPUs": (
+        "llama-3.1-8b", ["rollout.placement=apart", "rollout.tensor_parallel_size=2", "rollout.engines=4"], "vllm"
+    ),
+    "adapters alone": ("llama-3.1-8b", ["actor.lora_rank=8", "rollout.adapters=alone"], "vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_auto_takes_the_faster_engine(folder, case):
+    name, settings, engine = AUTO[case]
+    plan = with_engine(plan_of(folder(name), "rollout.name=auto", *settings))
+    assert plan.rollout.name == plan.table["rollout"]["name"] == engine
+    assert (plan.rollout.lora is not None) == (case == "adapters alone")
+
+
+def test_an_engine_that_was_named_stays(folder):
+    assert with_engine(plan_of(folder("qwen3-8b"))).rollout.name == "vllm"
+
+
+def test_adapters_alone_need_vllm():
+    with pytest.raises(ConfigError, match=r"driver.kind=ray"):
+        load(overrides=["rollout.name=auto", "actor.lora_rank=8", "rollout.adapters=alone"])
+
+
+def test_a_run_records_the_engine_that_auto_took(tmp_path):
+    table = ["data.task=count", "trainer.total_training_steps=1", "algorithm.name=grpo", "rollout.n=2"]
+    settings = [*table, f"trainer.dir={tmp_path}/run", "data.train_batch_size=2", "rollout.name=auto"]
+    assert main(["train", os.devnull, *settings]) == 0
+    assert 'name = "sampler"' in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_a_cache_has_room_for_the_rows_of_a_step(folder):

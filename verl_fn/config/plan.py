@@ -170,6 +170,14 @@ class Plan:
     code: tuple[str, ...]
     table: Table
 
+    def with_engine(self, name: str) -> Plan:
+        """Returns the plan with an engine in place of ``rollout.name``."""
+        return attrs.evolve(
+            self,
+            rollout=attrs.evolve(self.rollout, name=name),
+            table=self.table | {"rollout": self.table["rollout"] | {"name": name}},
+        )
+
     def dated(self, date: str) -> Plan:
         """Returns the plan with a day in place of ``data.date``."""
         data = attrs.evolve(self.data, date=date)
@@ -342,7 +350,7 @@ def _values(table: Any, cls: type) -> dict[str, Any]:
 
 def _publishes_adapters(cfg: Config) -> bool:
     """Returns whether adapters are published without the model."""
-    return cfg.rollout.adapters == "alone" and cfg.rollout.name == "vllm" and cfg.actor.lora_rank > 0
+    return cfg.rollout.adapters == "alone" and cfg.rollout.name != "sampler" and cfg.actor.lora_rank > 0
 
 
 def _adapters(settings: TrainedConfig) -> Adapters:
@@ -363,7 +371,7 @@ def check(cfg: Config) -> None:
         ConfigError: settings of two tables exclude each other.
     """
     data, replay, name = cfg.data, cfg.actor.router_replay.mode, cfg.algorithm.name
-    if cfg.rollout.name == "vllm" and cfg.driver.kind != "ray":
+    if (cfg.rollout.name == "vllm" or _publishes_adapters(cfg)) and cfg.driver.kind != "ray":
         raise ConfigError(
             'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
         )
@@ -422,7 +430,7 @@ def _check_exact(cfg: Config, outline: Outline) -> None:
     fsdp, name = cfg.actor.fsdp_config, cfg.algorithm.name
     shares = fsdp.ulysses_sequence_parallel_size > 1 or cfg.ray.ranks > 1
     refused = {
-        "the engine vllm has kernels of its own; set rollout.name=sampler": cfg.rollout.name != "sampler",
+        "the engine vllm has kernels of its own; set rollout.name=sampler": cfg.rollout.name == "vllm",
         "megatron has kernels of its own; set actor.strategy=local or fsdp": cfg.actor.strategy == "megatron",
         "it is for one training rank; set ray.ranks=1": cfg.actor.strategy == "fsdp" and shares,
         "compiled layers have kernels of their own; set actor.fsdp_config.use_torch_compile=false": (

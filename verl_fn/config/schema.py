@@ -46,7 +46,8 @@ TAKEN_BY_TEMPLATES = frozenset(
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
     )
 )
-VLLM, COLOCATED, OVER_RAY = given("name", "vllm"), given("placement", "colocated"), unless("driver.kind", "local")
+VLLM = given("name", "vllm", "auto", label="vllm")
+COLOCATED, OVER_RAY = given("placement", "colocated"), unless("driver.kind", "local")
 SAMPLING = provided(
     lambda o, cfg: cfg.algorithm.outline.learns_from == "samples", 'with algorithm.name = "{cfg.algorithm.name}"'
 )
@@ -84,7 +85,9 @@ class ValConfig:
 class RolloutConfig:
     """The rollout engine, and sampling in training."""
 
-    name: str = opt("sampler", "the rollout engine: sampler (needs nothing else) or vllm", one_of(*ROLLOUT_ENGINES))
+    name: str = opt(
+        "sampler", "the rollout engine: sampler, vllm, or auto: the faster one", one_of(*ROLLOUT_ENGINES, "auto")
+    )
     n: int = opt(1, "responses per prompt", ge(1), when=SAMPLING)
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST), when=SAMPLING)
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some, when=SAMPLING)

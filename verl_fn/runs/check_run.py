@@ -33,7 +33,7 @@ from .checks import (
 )
 from .continuing import changes, find_origin, finished, run_date
 from .disk import check_disk, disk_line
-from .engine_size import cached_rows, fits, rows_of_engine, sized
+from .engine_size import cached_rows, fits, rows_of_engine, sized, with_engine
 from .fitting import Fit, better_engine, counted, enough_gpus, layouts, longest_row, nearest, remedies
 from .folder import Run
 from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share
@@ -78,7 +78,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         check_gpus(plan, gpus)
         plan = _on_gpus(plan)
     check_has_training(plan)
-    plan = plan.dated(run_date(plan))
+    plan = with_engine(plan.dated(run_date(plan)))
     run = Run(plan, say)
     origin, changed = find_origin(plan, run), changes(run, plan)
     if (ended := finished(plan, origin)) is not None:

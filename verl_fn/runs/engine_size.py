@@ -1,9 +1,10 @@
-"""The size of a rollout engine on a GPU if the config leaves it open: its share of the memory, its rows at once."""
+"""The rollout engine as far as the config leaves it open: which one, its share of a GPU, its rows at once."""
 
 from __future__ import annotations
 
 import attrs
 
+from verl_fn import build
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.config import Plan
 from verl_fn.config.plan import SHARE, SLOTS
@@ -17,6 +18,31 @@ MOST_SHARE, MOST_SLOTS = 0.9, 1024
 SHARES = [percent / 100 for percent in range(round(100 * MOST_SHARE), 0, -5)]
 # What vLLM takes beside weights and cache: activations of prompts, logits of its rows and recorded graphs.
 COMPUTATION = 4 * GIB
+
+
+def with_engine(plan: Plan) -> Plan:
+    """Returns the plan with the faster engine if ``rollout.name`` is auto.
+
+    On GPUs over Ray, this is vLLM for models that the embedded engine decodes without graphs, for engines that take
+    several GPUs, and for adapters that are published alone; in all other cases the embedded engine.
+
+    Raises:
+        ModelError: the model's folder or architecture cannot be used.
+    """
+    r = plan.rollout
+    if r.name != "auto":
+        return plan
+    in_one_process = plan.driver.kind != "ray" or build.device(plan.driver) == "cpu"
+    if r.tensor_parallel_size > 1 or r.lora is not None:
+        return plan.with_engine("vllm")
+    if in_one_process or r.exact != "off" or plan.new_model is not None:
+        return plan.with_engine("sampler")
+    from verl_fn.backends.sampler.llama import misfit
+    from verl_fn.backends.serving import model_of
+
+    skeleton, shapes = model_of(r.folder)
+    fast = not skeleton.padded and misfit(skeleton.config, shapes) is None
+    return plan.with_engine("sampler" if fast or skeleton.family is not None else "vllm")
 
 
 def sized(plan: Plan, gpu: int | None) -> Plan:

@@ -22,6 +22,7 @@ from verl_fn.rewards.reward import joined, problems_of, response_texts
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import samples_answers
+from .engine_size import with_engine
 from .prepare import prepare, workers
 from .progress import Say
 from .residency import give_to_engine
@@ -68,6 +69,7 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     """
     if plan.data.date is None:
         plan = plan.dated(datetime.date.today().isoformat())
+    plan = with_engine(plan)
     source = prepare(plan, say)
     if not (held_out := source.held_out(plan.data.val_size)):
         raise ConfigError(

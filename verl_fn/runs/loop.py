@@ -25,7 +25,7 @@ from .checkpoints import restore, step_of
 from .checks import check_all_weights, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
 from .disk import check_disk
-from .engine_size import sized
+from .engine_size import sized, with_engine
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Run
 from .history import run_config
@@ -67,7 +67,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
     check_run_folder(Path(plan.trainer.dir))
     with contextlib.ExitStack() as stack:
         stack.enter_context(leading(plan))
-        plan = plan.dated(run_date(plan))
+        plan = with_engine(plan.dated(run_date(plan)))
         run = Run(plan, say)
         if not run.writable and (ended := _ended(plan, run, say)) is not None:
             return ended
