@@ -1,5 +1,5 @@
 # make setup | demo | test | test-peers | mutants | lint | docs | lock; make setup GPU=1 on a node with NVIDIA GPUs.
-# All is installed below this folder: .uv, .venv, .verifiers, .peers.
+# All is installed below this folder: .uv, .venv, .verifiers, .torchvision, .peers.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,12 +11,13 @@ UV := .uv/bin/uv
 DEMO_SEED ?= 1
 
 VERIFIERS := .verifiers
+TORCHVISION := .torchvision
 PEERS := .peers
 PEERS_REPORT := benchmarks/results/verl_core_algos.json
 
 .PHONY: setup demo test test-peers mutants lint docs lock clean
 
-setup: $(STAMP) $(VERIFIERS)/.stamp
+setup: $(STAMP) $(VERIFIERS)/.stamp $(TORCHVISION)/.stamp
 
 $(UV):
 	"$$(scripts/find_python.sh)" -m venv .uv
@@ -40,11 +41,20 @@ $(VERIFIERS)/.stamp: locks/verifiers.txt scripts/find_python.sh | $(UV)
 		-r locks/verifiers.txt
 	@touch $@
 
+# For models with images in vLLM; vLLM's build for CUDA brings it, and nothing else here needs it.
+$(TORCHVISION)/.stamp: locks/torchvision.txt $(STAMP)
+	@rm -rf $(TORCHVISION) && $(UV) pip install --quiet --python $(BIN)/python --target $(TORCHVISION) --no-deps \
+		--require-hashes -r locks/torchvision.txt
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --seed $(DEMO_SEED)
 
+# Where tests find what lies beside the environment.
+BESIDE = VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python TORCHVISION=$(CURDIR)/$(TORCHVISION)
+
 test: setup
-	@VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest --numprocesses=logical \
+	@$(BESIDE) $(BIN)/python -m pytest --numprocesses=logical \
 		--maxprocesses=4 --no-loadscope-reorder --durations=30 --durations-min=2
 
 # verl and what its functions import that .venv lacks; .venv itself stays as it is.
@@ -58,7 +68,7 @@ test-peers: $(STAMP) $(PEERS)/.stamp
 
 # MUTANTS="steps runs" takes part of them.
 mutants: setup
-	@VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python scripts/mutants.py $(MUTANTS)
+	@$(BESIDE) $(BIN)/python scripts/mutants.py $(MUTANTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -80,7 +90,8 @@ lock: $(UV)
 		--extra datasets --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 	$(UV) pip compile locks/megatron.in --no-deps $(LOCKING) -o locks/megatron.txt
+	$(UV) pip compile locks/torchvision.in --no-deps $(LOCKING) -o locks/torchvision.txt
 	$(UV) pip compile locks/verifiers.in $(LOCKING) -o locks/verifiers.txt
 
 clean:
-	rm -rf $(VENV) $(VERIFIERS) $(PEERS) .uv runs site
+	rm -rf $(VENV) $(VERIFIERS) $(TORCHVISION) $(PEERS) .uv runs site

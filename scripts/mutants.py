@@ -40,7 +40,19 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3", "peft",
 )  # fmt: skip
 # Folders of the project that are large and that no test reads.
-LEFT_OUT = {".git", ".venv", ".uv", ".verifiers", ".peers", ".hypothesis", "runs", "data", "site", "build"}
+LEFT_OUT = {
+    ".git",
+    ".venv",
+    ".uv",
+    ".verifiers",
+    ".torchvision",
+    ".peers",
+    ".hypothesis",
+    "runs",
+    "data",
+    "site",
+    "build",
+}
 # The exit statuses of pytest.
 PASSED, FAILED = 0, 1
 TIMED_OUT = "timed out"

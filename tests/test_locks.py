@@ -50,6 +50,12 @@ def test_megatron_is_locked_as_its_extra_and_its_errors_say():
     assert {f"{name}=={version}" for name, version in locked.items()} == told
 
 
+def test_torchvision_is_the_one_of_vllm_and_of_its_error():
+    from verl_fn.backends.vllm.images import TORCHVISION
+
+    assert str(pins("torchvision.txt")["torchvision"]) == str(pins("vllm.txt")["torchvision"]) == TORCHVISION
+
+
 def test_an_unfit_range_is_seen():
     ranges = ["attrs>=26.1.0,<27", "numpy>=2.0,<3", "rich>=15.0.0", "ray"]
     locked = {"attrs": Version("26.1.0"), "numpy": Version("2.3.5"), "rich": Version("15.0.0")}
@@ -61,7 +67,7 @@ def test_locks_hold_the_constraints(lock):
     assert pins("constraints.txt").items() <= pins(lock).items()
 
 
-@pytest.mark.parametrize("lock", [*LOCKS, "megatron.txt", "verifiers.txt"])
+@pytest.mark.parametrize("lock", [*LOCKS, "megatron.txt", "torchvision.txt", "verifiers.txt"])
 def test_locks_have_hashes_and_no_address(lock):
     text = (ROOT / "locks" / lock).read_text()
     assert "://" not in text and "--index" not in text and "--find-links" not in text

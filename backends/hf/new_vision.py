@@ -70,6 +70,7 @@ def vision_fields(arch: str, text: Mapping[str, Any], ids: Mapping[str, int], im
         raise ModelError(f"image_size = {image_size} is not a multiple of {PATCH * MERGE} pixels")
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     vision = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "patch_size": PATCH}
+    vision |= {name: text[name] for name in ("initializer_range",) if name in text}
     fields: dict[str, Any] = {"tie_word_embeddings": text.get("tie_word_embeddings", True), **ids}
     inner = dict(text)
     if GRIDS in FAMILIES[arch].fields:

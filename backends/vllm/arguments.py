@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from verl_fn.backends.hf.config import ModelError, read_config
-from verl_fn.backends.hf.vision import family_of
 from verl_fn.errors import UserError, did_you_mean, install
+
+from .images import check_images, image_arguments
 
 TESTED = ("0.24.0",)
 INSTALL = install(f"vllm=={TESTED[0]}")
@@ -52,6 +53,9 @@ KEPT = {
     "enable_lora": "set rollout.adapters",
     "enable_return_routed_experts": "set actor.router_replay.mode=R3",
     "kv_transfer_config": "the cache is reset with every publication",
+    "mm_processor_cache_gb": "images are processed once, before vLLM gets them",
+    "mm_processor_kwargs": "images are processed once, before vLLM gets them",
+    "limit_mm_per_prompt": "a prompt has as many images as its row",
 }
 
 
@@ -145,14 +149,13 @@ def engine_arguments(
 
     Raises:
         EngineArgumentError: one of ``engine_kwargs`` would break a promise.
-        ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs.
+        ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs, or as ``check_images``.
     """
     for name in engine_kwargs:
         if name in KEPT:
             raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
     config = read_config(folder)
-    if family_of(config) is not None and config.model_type != "gemma3":
-        raise ModelError(f"{folder}: models with images do not run in vLLM here; set rollout.name=sampler")
+    check_images(config, folder)
     text = config.get_text_config()
     heads = text.num_attention_heads
     if heads % tensor_parallel_size:
@@ -174,6 +177,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
+        **image_arguments(config),
     }
     if device == "cpu":
         arguments |= {"kv_cache_memory_bytes": _cache_bytes(text, dtype, slots, max_length)}

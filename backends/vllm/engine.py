@@ -30,6 +30,7 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments, adapter_request
 from .arguments import check_heads, check_names, check_version, engine_arguments, prepare_environment, started
+from .images import prompt_with_images, reads_images
 from .routes import Routes
 
 # What sleeping frees, and the tags that wake it.
@@ -108,7 +109,11 @@ class Vllm(Growing):
         self._lora = lora
         # Identifies the model that adapters are added to; None where the engine has none.
         self._base: str | None = None
-        longest = longest_of(read_config(folder))
+        self._config = read_config(folder)
+        self.reads_images = reads_images(self._config)
+        if self.reads_images and lora is not None:
+            raise ModelError(f"{folder}: adapters of a model with images are merged; set rollout.adapters=merged")
+        longest = longest_of(self._config)
         length = int(longest if max_length is None else min(max_length, longest))
         super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
@@ -168,6 +173,8 @@ class Vllm(Growing):
             # Its keys and values were computed with other weights; for open requests they are computed again.
             if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
+            if self.reads_images:
+                self._engine.reset_encoder_cache()
             self._published, self._base = self._published + 1, base
             self.version = version
 
@@ -288,8 +295,12 @@ class Vllm(Growing):
         rows: dict[str, int] = {}
         adapters = adapter_request() if self._lora is not None else None
         for request in requests:
+            if request.images is None:
+                prompt = tokens_input(list(request.prompt))
+            else:
+                prompt = prompt_with_images(request, self._config)
             for _ in range(request.sampling.n):
-                row, prompt = first + len(rows), tokens_input(list(request.prompt))
+                row = first + len(rows)
                 added = self._engine.add_request(
                     f"{call}-{row}", prompt, params[request.sampling], lora_request=adapters
                 )
@@ -304,17 +315,23 @@ class Vllm(Growing):
             outputs += self._engine.step()
         elif not outputs:
             raise EngineError("vLLM ended with some of the rows unanswered")
-        new = {int(o.request_id.rpartition("-")[2]): o.outputs[0] for o in outputs if o.finished}
+        new = {int(o.request_id.rpartition("-")[2]): o for o in outputs if o.finished}
         ended.update(new)
         return len(new)
 
     def _samples(self, answers: Answers, ended: Mapping[int, Any]) -> Iterator[tuple[int, Sample]]:
         """Yields the samples of rows that have ended, after a comparison with what vLLM returned."""
-        for row, answer in sorted(ended.items()):
+        for row, output in sorted(ended.items()):
+            answer = output.outputs[0]
             # vLLM may have begun one more step before it saw that a response had ended.
             sample = answers.sample(row, answer.finish_reason == "stop", len(answer.token_ids))
             if sample.tokens.tolist() != list(answer.token_ids):
                 raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
+            if sample.images is not None and sample.prompt.tolist() != list(output.prompt_token_ids):
+                raise EngineError(
+                    f"vLLM used another prompt for row {row}: it has {len(output.prompt_token_ids)} tokens, and the "
+                    f"trainer's has {len(sample.prompt)}"
+                )
             if self._routes is not None:
                 length = len(sample.prompt) + len(sample.tokens)
                 sample = attrs.evolve(sample, routed_experts=self._routes.whole(answer.routed_experts, length))

@@ -193,7 +193,7 @@ def test_the_cache_holds_images_but_none_of_other_files(tmp_path, tokenizer):
 
 
 def test_squares_are_drawn_from_a_seed(tmp_path):
-    assert prepare_squares(tmp_path / "a") == {"train": 2000, "test": 200}
+    assert prepare_squares(tmp_path / "a") == {"train": 4000, "test": 200}
     prepare_squares(tmp_path / "b", seed=1)
     rows = {name: pq.read_table(tmp_path / name / "test.parquet").to_pylist() for name in ("a", "b")}
     assert rows["a"] != rows["b"] and len({one["images"][0]["bytes"] for one in rows["a"]}) == 200

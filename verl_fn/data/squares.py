@@ -12,12 +12,13 @@ import pyarrow as pa
 from jaxtyping import UInt8
 from PIL import Image
 
-from verl_fn.data.prepare import SIZES, write_splits
+from verl_fn.data.prepare import write_splits
 from verl_fn.data.tasks import SQUARES
 from verl_fn.state import Key
 
 Picture: TypeAlias = UInt8[np.ndarray, "side side 3"]
 
+SIZES = {"train": 4000, "test": 200}  # fewer rows are learned by heart
 SIDE, CELL = 32, 8  # of the picture and of the cells that squares lie in, in pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 40)}
 MOST = 5  # squares in a picture
@@ -85,11 +86,11 @@ def squares(count: int, colour: str, dice: np.random.Generator) -> Picture:
 
 
 def drawn_digit(digit: int, colour: str, dice: np.random.Generator) -> Picture:
-    """Returns a picture of a digit in a colour, somewhere on a noisy ground."""
-    picture, scale = _ground(dice), 4
+    """Returns a picture of a digit in a colour, somewhere on a noisy ground, in whole points."""
+    picture, scale = _ground(dice), 6
     points = np.array([[int(row) >> bit & 1 for bit in (2, 1, 0)] for row in DIGITS[digit]], bool)
     shape = np.kron(points, np.ones((scale, scale), bool))
-    top, left = (int(dice.integers(0, SIDE - length + 1)) for length in shape.shape)
+    top, left = (scale * int(dice.integers(0, (SIDE - length) // scale + 1)) for length in shape.shape)
     picture[top : top + shape.shape[0], left : left + shape.shape[1]][shape] = COLOURS[colour]
     return picture
 

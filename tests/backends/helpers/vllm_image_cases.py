@@ -1,0 +1,106 @@
+"""Functions that run in a process of their own, which has one vLLM engine of a model with images."""
+
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+# Before transformers looks for torchvision.
+sys.path.append(os.environ["BESIDE"])
+
+import attrs
+import pytest
+import torch
+from vision_cases import encoded, seeing
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.vllm import Vllm
+from verl_fn.backends.vllm import engine as vllm_engine
+from verl_fn.state import Key, Sampling, pack, requests_for
+from verl_fn.steps import sgd
+
+KEY = Key.from_seed(4)
+
+
+@functools.cache
+def folder():
+    # vLLM's attention on CPUs wants heads of at least 32.
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return seeing(Path(tempfile.mkdtemp()), os.environ["ARCH"], **sizes)
+
+
+@functools.cache
+def trainer():
+    return Local(folder(), sgd(0.1))
+
+
+@functools.cache
+def engine():
+    return Vllm(folder(), device="cpu", dtype="float32", slots=8, max_length=128, in_flight=True)
+
+
+def asked(n=3, tokens=6):
+    """Requests for prompts with none, one and two images; one image is shown twice."""
+    prompts = encoded(folder())[0]
+    prompts.append(prompts[0])
+    ids, images = [ids for ids, _ in prompts], [images for _, images in prompts]
+    return requests_for(ids, Sampling(max_tokens=tokens, n=n), KEY, images=images)
+
+
+def gap(params, batch):
+    """How far the log-probs of rows are from the trainer's, with its weights at each version."""
+    worst = 0.0
+    for version, own in params.items():
+        drawn = batch["versions"] == version
+        assert bool(drawn.any())
+        difference = trainer().forward(own, batch).logprobs - batch["rollout_log_probs"]
+        worst = max(worst, float(difference[drawn].abs().max()))
+    return worst
+
+
+def weights(seed):
+    return trainer().init(Key.from_seed(seed)).params if seed else trainer().load_pretrained().params
+
+
+def publications():
+    """Log-probs and draws after each of two publications; the second one has another tower."""
+    sampler, worst = Sampler(folder()), 0.0
+    for version, seed in enumerate((0, 9)):
+        params = weights(seed)
+        for one in (engine(), sampler):
+            one.publish(version, trainer().weights(params))
+        batch, other = (pack(one.generate(asked(), version=version)) for one in (engine(), sampler))
+        assert torch.equal(batch.tokens, other.tokens)
+        worst = max(worst, gap({version: params}, batch))
+        if not seed:
+            gray = batch.with_ragged(pixels=[torch.full_like(row, 0.25) for row in batch.rows("pixels")])
+            assert gap({version: params}, gray) > 0.1
+    return worst
+
+
+def in_flight():
+    """Log-probs of rows that go on with other weights, of the tower too."""
+    old, new = weights(0), weights(9)
+    engine().publish(3, trainer().weights(old))
+    stream = engine().stream(asked(n=1, tokens=24))
+    samples = [next(stream)]
+    engine().publish(4, trainer().weights(new))
+    return gap({3: old, 4: new}, pack([*samples, *stream]))
+
+
+def another_prompt():
+    """vLLM answers a prompt that has another token than the request's."""
+    engine().publish(5, trainer().weights(weights(0)))
+    request = asked(n=1)[0]
+    whole = vllm_engine.prompt_with_images
+
+    def altered(request, config):
+        return whole(attrs.evolve(request, prompt=(*request.prompt, request.prompt[-1])), config)
+
+    error = pytest.raises(vllm_engine.EngineError, match="vLLM used another prompt for row 0: it has")
+    with mock.patch.object(vllm_engine, "prompt_with_images", altered), error:
+        engine().generate([request])
+    assert len(engine().generate([request])) == 1
