@@ -21,10 +21,14 @@ class RowImages:
     Attributes:
         fields: the entries of the batch's ragged fields, such as ``pixels``, by name.
         positions: of the prompt's tokens, if they have several axes: place, time, height and width.
+        length: how many tokens the prompt has; None stands for all that an engine is asked to continue.
+        texts: for a conversation that an environment begins, what its text has for each image.
     """
 
     fields: Mapping[str, Tensor]
     positions: Int[Tensor, "P 4"] | None = None
+    length: int | None = None
+    texts: tuple[str, ...] = ()
 
 
 def with_images(batch: Batch, images: Sequence[RowImages | None]) -> Batch:
@@ -84,5 +88,5 @@ def images_of_rows(batch: Batch, prompts: Sequence[int]) -> list[RowImages | Non
     for row, (of_row, length) in enumerate(zip(positions, prompts, strict=True)):
         own = {name: rows[row] for name, rows in fields.items()}
         none = not any(len(entries) for entries in own.values())
-        found.append(None if none else RowImages(own, None if of_row is None else of_row[:length]))
+        found.append(None if none else RowImages(own, None if of_row is None else of_row[:length], length))
     return found

@@ -84,6 +84,11 @@ class Processor:
         return str(self.tokenizer.convert_ids_to_tokens(number))
 
     @property
+    def feature(self) -> str:
+        """The token that stands for a feature of an image."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.config.image_token_id))
+
+    @property
     def in_text(self) -> str:
         """What stands for an image in a prompt that no template renders."""
         start, end = (getattr(self.config, f"vision_{name}_token_id", None) for name in ("start", "end"))
@@ -198,8 +203,8 @@ def images_of(ids: Sequence[int], seen: Shown, processor: Processor) -> RowImage
             "the text has image tokens of its own"
         )
     if GRIDS not in seen.fields:
-        return RowImages(seen.fields)
-    return RowImages(seen.fields, axis_positions(places, seen.fields[GRIDS], merge_size(processor.config)))
+        return RowImages(seen.fields, length=len(ids))
+    return RowImages(seen.fields, axis_positions(places, seen.fields[GRIDS], merge_size(processor.config)), len(ids))
 
 
 def _processed(images: Sequence[Any], processor: Processor) -> tuple[dict[str, Tensor], list[int], list[str]]:
@@ -258,7 +263,7 @@ def _of_squares(made: Any, processor: Processor) -> tuple[dict[str, Tensor], lis
     _check_size(made["pixel_values"], processor)
     tokenizer, config = processor.tokenizer, processor.config
     each = tokens_of(config)
-    shown = str(tokenizer.convert_ids_to_tokens(config.image_token_id)) * each
+    shown = processor.feature * each
     text = f"\n\n{processor.mark}{shown}{tokenizer.convert_ids_to_tokens(config.eoi_token_index)}\n\n"
     count = len(made["pixel_values"])
     return {PIXELS: made["pixel_values"]}, [each] * count, [text] * count

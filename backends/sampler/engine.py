@@ -216,6 +216,8 @@ class _Run:
         self.in_flight = sampler.capabilities.versions_per_token
         self.prompts = [request.prompt for request in requests]
         self.images = [request.images for request in requests]
+        # What follows them is text, also what the model drew in earlier turns of a conversation.
+        self.seen = [0 if one.images is None else one.images.length or len(one.prompt) for one in requests]
         sampling, self.n = requests[0].sampling, requests[0].sampling.n
         self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
@@ -344,7 +346,7 @@ class _Run:
         batch = Batch.from_rows(rows)
         if all(self.images[prompt] is None for prompt in prompts):
             return batch
-        lengths = batch.spread(torch.tensor([len(self.prompts[prompt]) for prompt in prompts]))
+        lengths = batch.spread(torch.tensor([self.seen[prompt] for prompt in prompts]))
         batch = batch.with_tokens(response_mask=(batch.positions >= lengths).float())
         return with_images(batch, [self.images[prompt] for prompt in prompts])
 

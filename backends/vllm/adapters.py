@@ -21,8 +21,12 @@ NUMBER, NAME = 1, "published"
 HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
-def adapter_arguments(adapters: Adapters) -> dict[str, Any]:
+def adapter_arguments(adapters: Adapters, *, sees: bool = False) -> dict[str, Any]:
     """Returns the arguments of vLLM's ``EngineArgs`` for a model with adapters.
+
+    Args:
+        adapters: of the model.
+        sees: whether it is a model with images.
 
     Raises:
         ModelError: vLLM has no such adapters.
@@ -34,6 +38,10 @@ def adapter_arguments(adapters: Adapters) -> dict[str, Any]:
         (8, ['q_proj'])
     """
     assert adapters.lora is not None
+    if sees:
+        raise ModelError(
+            "adapters of models with images are merged into published weights: set rollout.adapters=merged"
+        )
     rank = next((rank for rank in RANKS if rank >= adapters.lora.rank), None)
     if rank is None or adapters.transposed:
         what = f"rank {adapters.lora.rank} > {RANKS[-1]}" if rank is None else "weights are stored as [in, out]"

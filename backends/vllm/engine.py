@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -111,10 +112,7 @@ class Vllm(Growing):
         self._base: str | None = None
         self._config = read_config(folder)
         self.reads_images = reads_images(self._config)
-        if self.reads_images and lora is not None:
-            raise ModelError(f"{folder}: adapters of a model with images are merged; set rollout.adapters=merged")
-        longest = longest_of(self._config)
-        length = int(longest if max_length is None else min(max_length, longest))
+        length = int(min(longest_of(self._config), math.inf if max_length is None else max_length))
         super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
         self.tensor_parallel_size = tensor_parallel_size
@@ -136,7 +134,7 @@ class Vllm(Growing):
             engine_kwargs=engine_kwargs or {},
         )
         if lora is not None:
-            arguments |= adapter_arguments(skeleton.adapters)
+            arguments |= adapter_arguments(skeleton.adapters, sees=self.reads_images)
         if routed_experts:
             arguments["enable_return_routed_experts"] = True
         check_names(arguments)

@@ -82,7 +82,9 @@ def prompt_with_images(request: Request, config: Any) -> Any:
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", patches),
         "image_grid_thw": MultiModalFieldConfig.batched("image"),
     }
-    places = (torch.tensor(request.prompt) == config.image_token_id).nonzero()[:, 0]
+    # What the model drew in earlier turns of a conversation is text.
+    prompt = torch.tensor(request.prompt[: request.images.length])
+    places = (prompt == config.image_token_id).nonzero()[:, 0]
     ranges, first = [], 0
     for size in (patches // merge_size(config) ** 2).tolist():
         ranges.append(PlaceholderRange(offset=int(places[first]), length=size))
@@ -98,5 +100,5 @@ def prompt_with_images(request: Request, config: Any) -> Any:
 
 def _name(pixels: Tensor, grid: Tensor) -> str:
     found = hashlib.sha256(repr(grid.tolist()).encode())
-    found.update(pixels.contiguous().numpy())
+    found.update(pixels.contiguous().numpy().data)
     return found.hexdigest()

@@ -121,7 +121,6 @@ def test_verls_script_for_geo3k_trains_a_step(tmp_path):
         (["algorithm.name=ppo"], "a model with images has no value head here; take algorithm"),
         (["trainer.journal=samples"], "trainer.journal = samples keeps no images"),
         (["model.layout=padded"], "padded rows have no images; set model.layout to auto"),
-        (["rollout.name=vllm", "driver.kind=ray"], "models with images do not run in vLLM here"),
     ],
 )
 def test_runs_that_are_refused(data, model, tmp_path, more, says):

@@ -12,6 +12,7 @@ import torch
 from verl_fn.backends.protocol import Ref, TrainBackend
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
+from verl_fn.data.images import seen_by, unplaced
 from verl_fn.data.tasks import Problem
 from verl_fn.state import (
     END_REASONS,
@@ -120,15 +121,20 @@ def batch_of(
 def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key: Key) -> list[Request]:
     """Returns the requests for responses to problems, or for conversations where there is an environment."""
     if w.converses:
-        return conversations_of(problems, sampling, key)
+        return conversations_of(problems, w.tokenizer, sampling, key)
     images: list[RowImages | None] = []
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length, w.truncation, images)
     return requests_for(prompts, sampling, key, [problem.id for problem in problems], images)
 
 
-def conversations_of(problems: Sequence[Problem], sampling: Sampling, key: Key) -> list[Request]:
-    """Returns the requests for conversations about problems."""
-    requests = requests_for([()] * len(problems), sampling, key, [problem.id for problem in problems])
+def conversations_of(problems: Sequence[Problem], tokenizer: Any, sampling: Sampling, key: Key) -> list[Request]:
+    """Returns the requests for conversations about problems, each with the problem's images for its first messages.
+
+    Raises:
+        DataError: the model cannot read the images of a problem.
+    """
+    images = [unplaced(seen_by(problem, tokenizer)) for problem in problems]
+    requests = requests_for([()] * len(problems), sampling, key, [problem.id for problem in problems], images)
     fields = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
     return [
         attrs.evolve(request, problem={name: getattr(problem, name) for name in fields})

@@ -204,6 +204,11 @@ def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
         raise DataError(str(error)) from error
 
 
+def unplaced(seen: tuple[Shown, Processor] | None) -> RowImages | None:
+    """Returns what a conversation needs of a problem's images, before an environment writes its first messages."""
+    return None if seen is None else RowImages(seen[0].fields, texts=tuple(seen[0].tokens))
+
+
 def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) -> list[str]:
     """Returns texts with the tokens of a problem's images in place of the marks that the chat template has written.
 

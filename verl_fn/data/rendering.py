@@ -164,13 +164,13 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
 def _renderer(tokenizer: Any, problem: Problem) -> Any:
     def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         if problem.images:
-            conversations = [([_in_parts(m) for m in messages], begun) for messages, begun in conversations]
+            conversations = [([in_parts(m) for m in messages], begun) for messages, begun in conversations]
         return chat_texts(tokenizer, conversations, problem.tools, problem.chat_template_kwargs)
 
     return render
 
 
-def _in_parts(message: Message) -> Message:
+def in_parts(message: Message) -> Message:
     """Returns a message whose content has a part for each image that is marked in it."""
     content = message.get("content")
     return {**message, "content": parts_of(content)} if content and MARK in content else message

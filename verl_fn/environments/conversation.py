@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.state import EndReason, Key, Outcome, Request, Sample
+from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
 
 from . import Message
 from .processes import Call, Failure, Job, Result, Scores, Scoring
@@ -30,12 +30,14 @@ class TokenRow:
             mask and versions.
         near_ties: of all replies.
         routed: the experts of the tokens that the model computed, or None where the engine does not give them.
+        images: of the prompt, if it has any.
     """
 
     prompt: list[int]
     parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]] = attrs.field(factory=list)
     near_ties: int = 0
     routed: Tensor | None = None
+    images: RowImages | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -129,9 +131,9 @@ class Conversation:
         Args:
             longest: the limit of a reply, unless the row has less room.
         """
-        ids = self.rows[-1].ids
+        row, ids = self.rows[-1], self.rows[-1].ids
         sampling = attrs.evolve(self.request.sampling, max_tokens=min(longest, self.limit - len(ids)), n=1)
-        return Request(self.place, ids, sampling, self.key.fold_in(len(self.replies)))
+        return Request(self.place, ids, sampling, self.key.fold_in(len(self.replies)), images=row.images)
 
     def samples(self, first: int) -> list[Sample]:
         """Returns a sample for each row, numbered from ``first``."""
@@ -162,6 +164,7 @@ class Conversation:
                     near_ties=row.near_ties,
                     outcome=outcome,
                     routed_experts=row.routes(),
+                    images=row.images,
                 )
             )
         return samples

@@ -21,7 +21,7 @@ from verl_fn.rewards.reward import texts_of
 from . import Done
 from .conversation import Conversation, Groups, TokenRow, Turns
 from .processes import Call, EnvError, Failure, Opening, Result
-from .rendering import Renderer
+from .rendering import Renderer, check_no_marks, with_image_parts, without_marks
 
 
 @attrs.frozen
@@ -262,16 +262,25 @@ class Conversing(Through):
         return failures
 
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
-        self._renderer.check_known(messages, one.label)
+        known = messages if one.request.images is None else [without_marks(message) for message in messages]
+        self._renderer.check_known(known, one.label)
         one.messages += messages
-        prompt = self._renderer.opening(one.messages, one.template_arguments)
-        if len(prompt) > self._limits.prompt:
+        row = self._opening(one)
+        if len(row.prompt) > self._limits.prompt:
             raise EnvError(
-                f"{one.label}: the environment's first messages and tools have {len(prompt)} tokens, more than "
+                f"{one.label}: the environment's first messages and tools have {len(row.prompt)} tokens, more than "
                 f"{self._limits.prompt}; raise data.max_prompt_length"
             )
-        one.limit = len(prompt) + one.request.sampling.max_tokens
-        one.rows.append(TokenRow(prompt))
+        one.limit = len(row.prompt) + one.request.sampling.max_tokens
+        one.rows.append(row)
+
+    def _opening(self, one: Conversation) -> TokenRow:
+        """Returns a new row for the conversation so far, with the images of its first messages."""
+        seen, arguments = one.request.images, one.template_arguments
+        if seen is None:
+            return TokenRow(self._renderer.opening(one.messages, arguments))
+        prompt, images = self._renderer.opening_with_images(one.messages, arguments, seen, one.label)
+        return TokenRow(prompt, images=images)
 
     def _continue(self, one: Conversation, messages: Sequence[Any]) -> None:
         """Adds the environment's messages, unless a limit ends the conversation."""
@@ -279,18 +288,20 @@ class Conversing(Through):
             one.reason = "turn_limit"
             return
         self._renderer.check_known(messages, one.label)
-        tokens = self._renderer.continuation(one.messages, messages, one.template_arguments)
+        said: Sequence[Any] = one.messages
+        if one.request.images is not None:
+            check_no_marks(messages, one.label)
+            said = with_image_parts(said)
+        tokens = self._renderer.continuation(said, messages, one.template_arguments)
         one.messages += messages
         row = one.rows[-1]
-        prompt = (
-            self._renderer.opening(one.messages, one.template_arguments) if tokens is None else [*row.ids, *tokens]
-        )
-        if len(prompt) >= one.limit:
+        new = self._opening(one) if tokens is None else None
+        if len([*row.ids, *(tokens or ())] if new is None else new.prompt) >= one.limit:
             one.reason = "length"
-        elif tokens is not None:
-            row.write(tokens, self._held())
+        elif new is None:
+            row.write(tokens or (), self._held())
         else:
-            one.rows.append(TokenRow(prompt))
+            one.rows.append(new)
 
 
 def _empty_reply(one: Conversation, end: int) -> Sample:

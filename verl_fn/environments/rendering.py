@@ -11,8 +11,13 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of
 from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
+from verl_fn.data.images import check_marks
+from verl_fn.data.rendering import in_parts
+from verl_fn.data.rows import DataError
+from verl_fn.state import RowImages
 
 from . import Message
 from .calls import HERMES, format_of
@@ -88,6 +93,37 @@ class Renderer:
                 "template that renders `tools`, as examples/products.py does"
             )
         return tokens
+
+    def opening_with_images(
+        self, messages: Sequence[Message], arguments: TemplateArguments, images: RowImages, label: str
+    ) -> tuple[list[int], RowImages]:
+        """Returns the tokens as ``opening`` does, and what a row that begins with them holds of its images.
+
+        Args:
+            messages: the conversation so far, with a mark for each image.
+            arguments: what the template gets besides.
+            images: of the problem, with the text of each.
+            label: names the problem in errors.
+
+        Raises:
+            EnvError: as ``opening``; the messages have more or fewer marks than there are images.
+        """
+        processor = processor_of(self._tokenizer)
+        try:
+            asked = [message for message in messages if message["role"] != "assistant"]
+            check_marks(label, "the environment's messages", asked, len(images.texts))
+        except DataError as error:
+            raise EnvError(str(error)) from error
+        messages = [_without_tokens(message, processor) for message in with_image_parts(messages)]
+        # It also looks whether tools are shown.
+        self.opening(messages, arguments)
+        with _renderable(messages):
+            text = chat_texts(self._tokenizer, [(messages, True)], arguments.tools, arguments.kwargs)[0]
+            if (marks := text.count(processor.mark)) != len(images.texts):
+                raise ModelError(f"the text has {marks} marks {processor.mark} for {len(images.texts)} images")
+            ids = self._encoded(filled(text, iter(images.texts), processor.mark))
+            features = sum(each.count(processor.feature) for each in images.texts)
+            return list(ids), images_of(ids, Shown(list(images.texts), images.fields, features), processor)
 
     def continuation(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
@@ -202,6 +238,48 @@ def call_format(tokenizer: Any) -> str:
             if (found := format_of(after.removeprefix(before.rstrip()))) is not None:
                 return found
     return ""
+
+
+def _without_tokens(message: Message, processor: Processor) -> Message:
+    """Returns a message without tokens of images that the model wrote: in a prompt they would stand for images."""
+    if message["role"] != "assistant":
+        return message
+    content = message["content"].replace(processor.mark, "").replace(processor.feature, "")
+    return {**message, "content": content}
+
+
+def with_image_parts(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages in which each mark of an image is a part; a mark that the model wrote is text.
+
+    Example:
+        >>> with_image_parts([{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "<image>"}])
+        [{'role': 'user', 'content': [{'type': 'image'}]}, {'role': 'assistant', 'content': '<image>'}]
+    """
+    return [message if message["role"] == "assistant" else in_parts(message) for message in messages]
+
+
+def without_marks(message: Message) -> Message:
+    """Returns a message without marks of images in its text."""
+    return {**message, "content": message["content"].replace(MARK, "")}
+
+
+def check_no_marks(messages: Sequence[Message], label: str) -> None:
+    """Checks that an environment's answer shows no image.
+
+    Raises:
+        EnvError: it does.
+
+    Example:
+        >>> check_no_marks([{"role": "tool", "content": "<image>"}], "problem 3 of 'mine'")
+        Traceback (most recent call last):
+        verl_fn.environments.processes.EnvError: problem 3 of 'mine': the environment's answer has the mark <image>;
+        images are shown only in the first messages, so leave it out
+    """
+    if any(MARK in message["content"] for message in messages):
+        raise EnvError(
+            f"{label}: the environment's answer has the mark {MARK}; images are shown only in the first messages, so "
+            "leave it out"
+        )
 
 
 @contextlib.contextmanager

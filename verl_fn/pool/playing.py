@@ -194,12 +194,18 @@ def checked(value: Any, first: bool = False) -> Outcome:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             advice = "role and content must be strings"
-            if isinstance(content, list):
+            if isinstance(content, list) and any(_is_image(part) for part in content):
+                advice += "; images are shown only in the first messages, by the mark <image> for each of the row's"
+            elif isinstance(content, list):
                 advice += "; data with lists of messages as prompts has them in problem.prompt: return that list"
             raise Failed(f"returned the message {short(repr(message))}; {advice}")
         if role == "assistant" and not first:
             raise Failed("returned a message of the role assistant, but that is the model's own")
     return {"messages": _as_json("messages", messages)}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and str(part.get("type", "")).startswith("image")
 
 
 def _numbers(done: Any) -> list[float]:

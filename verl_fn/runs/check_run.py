@@ -91,9 +91,10 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         _check_without_tokenizer(plan, longest)
     else:
         source = prepare(plan, say, gpus)
-        for note in check_processes(plan, source):
+        tokenizer = build.policy_tokenizer(plan.rollout)
+        for note in check_processes(plan, source, tokenizer):
             say(f"note: {note}")
-        lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
+        lengths = row_lengths(plan, source, tokenizer)
         longest = max(lengths.sampled, lengths.trained)
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:

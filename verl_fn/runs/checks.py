@@ -259,8 +259,6 @@ def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
     training = source.first if isinstance(source, StreamedData) else source.training
     if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in (training, source.validation)):
         return
-    if plan.env.name:
-        raise ConfigError("env.name: rows have images, and conversations with an environment show none; leave it out")
     if plan.trainer.journal == "samples":
         raise ConfigError("trainer.journal = samples keeps no images, and rows have some; set it to digests")
     for name, role in plan.roles.items():
@@ -575,7 +573,7 @@ def _has_weights(folder: Path) -> bool:
     return any(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
 
 
-def check_processes(plan: Plan, source: Source) -> Iterator[str]:
+def check_processes(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
     """Starts what runs the user's reward functions and environment, as a run does, and probes a conversation.
 
     The environment begins the conversation and answers an empty reply. If it fails, other conversations are tried: a
@@ -599,7 +597,7 @@ def check_processes(plan: Plan, source: Source) -> Iterator[str]:
         )
         for part, problems in (("training", sampled), ("held-out", source.held_out(TRIES))):
             failures = []
-            for request in conversations_of(problems, sampling, Key.from_seed(0)):
+            for request in conversations_of(problems, tokenizer, sampling, Key.from_seed(0)):
                 if (failure := conversing.probe(request)) is None:
                     break
                 failures.append(failure)
