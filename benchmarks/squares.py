@@ -10,7 +10,6 @@ frequent one of their question. Runs that exist are continued.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import subprocess
 import sys
@@ -21,10 +20,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
 from verl_fn.benchmarks.measure import machine
-from verl_fn.data.squares import SIDE
+from verl_fn.data.squares import SIDE, png
 
 ACCURACY = "val-core/squares/acc/mean@1"
 CHARS = " 0123456789?HWabcdeghilmnoqrstuwy"
@@ -38,12 +36,11 @@ def verl_fn(*words: str) -> None:
 
 def blinded(data: Path, out: Path) -> None:
     """Writes the rows of a folder with images of zeros."""
-    black = io.BytesIO()
-    Image.fromarray(np.zeros((SIDE, SIDE, 3), np.uint8)).save(black, "PNG")
+    black = png(np.zeros((SIDE, SIDE, 3), np.uint8))
     out.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         rows = pq.read_table(data / f"{split}.parquet").to_pylist()
-        table = pa.Table.from_pylist([row | {"images": [{"bytes": black.getvalue(), "path": None}]} for row in rows])
+        table = pa.Table.from_pylist([row | {"images": [{"bytes": black, "path": None}]} for row in rows])
         pq.write_table(table, out / f"{split}.parquet")
 
 
