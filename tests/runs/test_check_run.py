@@ -285,6 +285,8 @@ def test_a_run_that_continues_needs_no_weights_in_its_model_folder(tiny, tmp_pat
     train(tiny_run(folder, tmp_path / "run", *more), SILENT)
     (folder / "model.safetensors").unlink()
     assert "this run has finished, after 1 steps" in check_run(tiny_run(folder, tmp_path / "run", *more)).text
+    elsewhere = check_run(tiny_run(folder, tmp_path / "run", *more, "driver.device=auto"), 2**36, 1)
+    assert elsewhere.fits and "this run has finished" not in elsewhere.text
     longer = tiny_run(folder, tmp_path / "run", *more, "trainer.total_training_steps=2")
     assert "2 steps" in check_run(longer).text
 

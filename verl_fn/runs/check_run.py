@@ -80,7 +80,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     check_has_training(plan)
     plan = with_engine(plan.dated(run_date(plan)))
     run = Run(plan, say)
-    origin, changed = find_origin(plan, run), changes(run, plan)
+    # A run in a folder of this name on this machine is not the one that is planned for another machine.
+    origin, changed = (find_origin(plan, run), changes(run, plan)) if gpus is None else (None, [])
     if (ended := finished(plan, origin)) is not None:
         return Report(f"this run has finished, after {ended.step} steps; nothing would be done")
     for sentence in changed:
