@@ -126,7 +126,7 @@ class Base(abc.ABC):
         self.folder = Path(folder)
         self.head = check_head(head)
         self.deterministic = deterministic
-        self._several_ranks = several_ranks
+        self.several_ranks = several_ranks
         self._trains = not isinstance(optimizer, Frozen)
         self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
 
@@ -271,7 +271,7 @@ class Base(abc.ABC):
 
     def _agree(self, given: Mapping[str, Any]) -> None:
         """Compares arguments with the arguments of the other ranks."""
-        if self._several_ranks:
+        if self.several_ranks:
             require_same(given)
 
     def _check(self, *values: Params | Grads) -> None:  # noqa: B027  # few backends have layouts

@@ -30,7 +30,7 @@ from verl_fn.state import (
 )
 from verl_fn.steps import Loss, ppo_clip
 
-from .violation import LawViolation, require, require_close, require_equal, shared_folder, untouched
+from .violation import LawViolation, require, require_close, require_equal, save_once, shared_folder, untouched
 
 T = TypeVar("T")
 CALLS = 3  # of each thread
@@ -337,7 +337,7 @@ def check_restore(case: BackendCase, state: Handle[TrainState]) -> None:
     state, _ = case.update(state, broken, donate=False)
     with shared_folder() as folder:
         with untouched("Restore", "save", case.read, state=state):
-            backend.save(state, folder)
+            save_once(backend, state, folder)
         restored = backend.restore(folder)
     lost = "optimizer moments, the schedule's position, the key or the step left out of the file"
     require_equal("Restore", "the restored state", case.read(state), case.read(restored), lost)

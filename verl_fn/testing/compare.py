@@ -20,7 +20,7 @@ from verl_fn.steps.losses.contract import WEIGHTS
 from .backend_case import BackendCase
 from .builders import in_float64, tiny_batch, tiny_outputs
 from .losses import apart, carrying
-from .violation import require_close, shared_folder
+from .violation import require_close, save_once, shared_folder
 
 LAW = "Reference"
 DRAWS = 8
@@ -204,7 +204,8 @@ def compare_backends(
 
     The second backend restores the state that the first one saves. So both have the same model and the same kind of
     optimizer; their layouts, dtypes and budgets of tokens may differ. ``check_backend`` asks whether differences are
-    rounding; this function says how large they are.
+    rounding; this function says how large they are. Under torchrun all ranks call it, with the same batch; one
+    backend may be a ``Local`` of each rank.
 
     Args:
         a: the backend to compare with.
@@ -229,7 +230,7 @@ def compare_backends(
     first, second = (BackendCase(backend, loss, batch, 0.0, key or Key.from_seed(0), get) for backend in (a, b))
     start = a.init(first.key) if state is None else state
     with shared_folder() as folder:
-        a.save(start, Path(folder) / "state")
+        save_once(a, start, Path(folder) / "state")
         moved = b.restore(Path(folder) / "state")
     (ours, metrics), (theirs, more) = first.gradients(start), second.gradients(moved)
     wanted, given = (

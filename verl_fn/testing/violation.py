@@ -8,6 +8,7 @@ import pickle
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_fn.algorithms.workers import get_here
-from verl_fn.state import DonatedError, snapshot, tree
+from verl_fn.backends.protocol import Handle, TrainBackend
+from verl_fn.state import DonatedError, TrainState, snapshot, tree
 
 T = TypeVar("T")
 LOW = (torch.bfloat16, torch.float16)
@@ -205,6 +207,24 @@ def shared_folder() -> Iterator[str]:
             dist.barrier()
         else:
             yield folder
+
+
+def save_once(backend: TrainBackend, state: Handle[TrainState], folder: str | Path) -> None:
+    """Saves a state in a folder that all ranks share.
+
+    If each rank has a backend of one process, only the first rank's saves.
+
+    Args:
+        backend: the backend.
+        state: the state.
+        folder: of ``shared_folder``, or a part of it.
+    """
+    ranks = dist.is_available() and dist.is_initialized()
+    together = not ranks or getattr(backend, "several_ranks", False)
+    if together or dist.get_rank() == 0:
+        backend.save(state, folder)
+    if not together:
+        dist.barrier()
 
 
 def _at(path: str) -> str:

@@ -234,6 +234,14 @@ def test_a_model_that_is_never_trained_has_half_the_bytes(two, folder, tmp_path)
         assert full == 2 * half > 0 and "made with the optimizer frozen()" in error
 
 
+def test_first_steps_beside_a_backend_that_each_rank_has(two, untied):
+    (of_first, of_second) = two.run("compared", untied)
+    assert of_first == of_second
+    for loss, grad_norm, worst in of_first:
+        assert loss[0] == pytest.approx(loss[1], abs=1e-6) and grad_norm[0] == pytest.approx(grad_norm[1], rel=1e-5)
+        assert 0.0 < worst < 1e-4
+
+
 NARROW = {"lora": LORA, "dtype": "bfloat16"}
 
 

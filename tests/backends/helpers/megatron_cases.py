@@ -11,7 +11,7 @@ import megatron_on_cpu
 import torch
 import torch.distributed as dist
 import transformer_engine_on_cpu
-from rank_cases import KEY, Whole, error_of, loss_for, optimizer
+from rank_cases import KEY, error_of, loss_for, optimizer
 from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms.workers import get_here
@@ -51,16 +51,16 @@ def megatron(folder, options, cls=Megatron, **more):
     return cls(folder, more.pop("optimizer", None) or optimizer(), max_tokens=24, device=DEVICE, **options, **more)
 
 
-def local(folder, options, cls=Local):
+def local(folder, options):
     alone = {name: options[name] for name in SHARED if name in options}
-    return cls(folder, optimizer(), max_tokens=24, device=DEVICE, **alone)
+    return Local(folder, optimizer(), max_tokens=24, device=DEVICE, **alone)
 
 
 def laws(folder, options, tolerance, name="Megatron"):
     """All laws, and the layout against one process."""
     backend = megatron(folder, options, getattr(megatron_mutants, name))
     loss = loss_for(options.get("head", "lm"))
-    check_backend(backend, local(folder, options, Whole), loss=loss, tolerance=tolerance)
+    check_backend(backend, local(folder, options), loss=loss, tolerance=tolerance)
 
 
 def replay_splits(folder, options, tolerance):

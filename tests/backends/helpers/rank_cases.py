@@ -27,7 +27,7 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )  # fmt: skip
-from verl_fn.testing import check_backend, tiny_batch, tiny_pairs
+from verl_fn.testing import check_backend, compare_backends, tiny_batch, tiny_pairs
 
 KEY = Key.from_seed(0)
 SHARED = (
@@ -58,20 +58,11 @@ def loss_for(head):
     return value_clip() if head == "value" else ppo_clip() - 0.01 * entropy()
 
 
-class Whole(Local):
-    """``Local`` in every rank at once; only one of them writes."""
-
-    def save(self, state, folder):
-        if dist.get_rank() == 0:
-            super().save(state, folder)
-        dist.barrier()
-
-
 def laws(folder, options, tolerance):
     """All laws, and the layout against one process."""
     common = {name: options[name] for name in SHARED if name in options}
     backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
-    other = Whole(folder, optimizer(), max_tokens=24, **common)
+    other = Local(folder, optimizer(), max_tokens=24, **common)
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
 
 
@@ -345,6 +336,16 @@ def never_trained(folder, into):
     assert tree.equal(*outputs) and tree.equal(*(whole_of(s.params) for s in (state, again)))
     sizes = [sum(local_of(t).nbytes for t in params.values()) for params in (full, state.params)]
     return sizes, error_of(lambda: backend.forward_backward(again, batch, ppo_clip()))
+
+
+def compared(folder):
+    """First steps of the ranks together beside one process, which each rank has, in both orders; and the laws."""
+    one, many, batch = (
+        Local(folder, optimizer(), max_tokens=24), Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    )  # fmt: skip
+    check_backend(many, one, loss=ppo_clip())
+    found = [compare_backends(a, b, batch, ppo_clip()) for a, b in ((one, many), (many, one))]
+    return [(first.loss, first.grad_norm, first.gradients[first.worst]) for first in found]
 
 
 def _of_dtype(t, dtype):

@@ -2,12 +2,13 @@
 
 import attrs
 import torch
-from rank_cases import KEY, Whole, loss_for, optimizer
+from rank_cases import KEY, loss_for, optimizer
 from torch.distributed.fsdp import FSDPModule
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp.sharding import locals_of
+from verl_fn.backends.local import Local
 from verl_fn.state import Weighted
 from verl_fn.steps import bradley_terry
 from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
@@ -83,7 +84,7 @@ PARTS = {
 
 def mutant(folder, name, part=None):
     """Returns the law that a broken backend breaks, of all or of a part."""
-    backend, other = globals()[name](folder, optimizer(), max_tokens=24), Whole(folder, optimizer(), max_tokens=24)
+    backend, other = globals()[name](folder, optimizer(), max_tokens=24), Local(folder, optimizer(), max_tokens=24)
     try:
         if part is None:
             check_backend(backend, other, loss=loss_for("lm"), tolerance=1e-5)
