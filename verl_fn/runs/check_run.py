@@ -64,8 +64,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
             no weights and no tokenizer, and the run's folder and the packages of the run are not looked for.
 
     Returns:
-        Lines about the algorithm, the rows of a step, each role's layout, updates and memory per rank, the memory of
-        each phase on a GPU, and settings that fit it.
+        Lines about the algorithm, a step's rows, each role's updates and memory, each phase's memory, and what fits.
 
     Raises:
         UserError: the run could not start.
@@ -80,7 +79,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     check_has_training(plan)
     plan = with_engine(plan.dated(run_date(plan)))
     run = Run(plan, say)
-    # A run in a folder of this name on this machine is not the one that is planned for another machine.
+    # On another machine, the folder is empty.
     origin, changed = (find_origin(plan, run), changes(run, plan)) if gpus is None else (None, [])
     if (ended := finished(plan, origin)) is not None:
         return Report(f"this run has finished, after {ended.step} steps; nothing would be done")
