@@ -63,6 +63,7 @@ LOSSES = {
     "value_clip": (value_clip(), True),
     "value_clip, tight": (value_clip(0.05), True),
     "entropy": (entropy(), True),
+    "capped entropy": (entropy(cap=0.7), True),
     "cross_entropy": (cross_entropy(), True),
     **{
         f"kl_to_reference({kind}{plus})": (kl_to_reference(kind + plus), True)

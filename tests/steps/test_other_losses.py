@@ -249,3 +249,11 @@ def test_a_value_that_has_not_moved_has_its_full_gradient_also_at_range_0():
         values, _ = loss(TokenOutputs({"values": leaf}), batch.with_tokens(loss_weight=torch.ones(1)))
         values.sum().backward()
         assert leaf.grad.item() == -2.0
+
+
+def test_a_capped_bonus_has_a_gradient_below_the_cap_only():
+    batch = Batch.from_rows([[1, 1]], {"response_mask": [[1.0, 1.0]], "loss_weight": [[0.5, 0.5]]})
+    leaf = torch.tensor([0.2, 3.0], requires_grad=True)
+    values, metrics = entropy(cap=0.5)(TokenOutputs({"entropy": leaf}), batch)
+    values.sum().backward()
+    assert leaf.grad.tolist() == [1.0, 0.0] and metrics["actor/entropy_loss"].value == pytest.approx(0.35)
