@@ -5,7 +5,8 @@ for s in 1 2 3; do
   verl-fn train recipes/grpo_count.toml trainer.seed=$s trainer.dir=runs/grpo_$s
 done
 
-The curves of SmolLM2 are drawn from benchmarks/results, and only they with ``python scripts/figures.py smollm2``.
+The curves of SmolLM2 and of the squares are drawn from benchmarks/results, and only they with ``python
+scripts/figures.py smollm2 squares``.
 """
 
 import json
@@ -27,11 +28,11 @@ def held_out(file: str, metric: str) -> tuple[list[int], list[float]]:
 
 
 def draw(out: str, title: str, curves: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Draws curves between 0 and 1, dashed if their name says that they are a score."""
+    """Draws curves between 0 and 1, dashed if their name says that they are a score, or blind."""
     figure = figure_of(6.4, 3.6)
     axes = figure.add_subplot()
     for i, (name, (steps, values)) in enumerate(curves.items()):
-        dashed = name.endswith("score")
+        dashed = name.endswith(("score", "blind"))
         axes.plot(steps, values, "--" if dashed else "-", color=f"C{i % len(SETS)}", marker="o", ms=3.5, label=name)
     axes.set(xlabel="step", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.25)
@@ -51,10 +52,24 @@ def smollm2() -> None:
     draw("docs/grpo_reasoning_gym.png", "GRPO on Reasoning Gym from SmolLM2, held-out", scores | right)
 
 
+def squares() -> None:
+    """Draws what the tiny model with images learned, and the blind baseline; GRPO follows the fine-tuning."""
+    found = json.loads((RESULTS / "squares.json").read_text())
+    curves = {}
+    for kind in ("with images", "blind"):
+        for seed, runs in found[kind].items():
+            first = runs["sft"][-1][0]
+            points = [*runs["sft"], *([first + step, value] for step, value in runs["grpo"][1:])]
+            curves[f"seed {seed}, {kind}"] = ([step for step, _ in points], [value for _, value in points])
+    draw("docs/squares.png", "Squares and digits: held-out accuracy", curves)
+
+
 def main() -> None:
-    """Draws the figures of docs/results.md."""
-    smollm2()
-    if sys.argv[1:] == ["smollm2"]:
+    """Draws the figures of docs/results.md and docs/images.md."""
+    named = {"smollm2": smollm2, "squares": squares}
+    for name in sys.argv[1:] or named:
+        named[name]()
+    if sys.argv[1:]:
         return
     labels = [f"seed {s}" for s in SEEDS]
     reward_curves([f"runs/demo_{s}" for s in SEEDS], "docs/ppo_reverse.png", title="PPO on reverse", labels=labels)
