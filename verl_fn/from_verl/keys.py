@@ -476,6 +476,7 @@ ENGINE_ARGUMENTS = frozenset({
     "trust_remote_code", "worker_extension_cls", "worker_cls", "pipeline_parallel_size", "data_parallel_size",
     "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype", "max_num_seqs", "max_model_len",
     "seed", "enable_sleep_mode", "enable_lora", "enable_return_routed_experts", "kv_transfer_config",
+    "mm_processor_cache_gb", "mm_processor_kwargs", "limit_mm_per_prompt",
 })  # fmt: skip
 # With verl's files for Megatron.
 MEGATRON_DEFAULTS: Mapping[str, Any] = {

@@ -192,7 +192,7 @@ def test_models_that_cannot_read_images(model, tmp_path):
     backend = local(model("smolvlm"))
     with pytest.raises(ValueError, match="an image has zeros only"):
         backend.forward(backend.load_pretrained().params, zeros)
-    with pytest.raises(ModelError, match="models with images do not run in vLLM here"):
+    with pytest.raises(ModelError, match="vLLM runs qwen2_5_vl and qwen3_vl here, and no other models with images"):
         engine_arguments(
             model("smolvlm"), device="cpu", dtype="float32", slots=1, max_length=8, tensor_parallel_size=1,
             gpu_memory_utilization=0.9, enforce_eager=True, engine_kwargs={},
