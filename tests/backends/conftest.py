@@ -35,8 +35,6 @@ def megatron_ranks(megatron_python):
     kept = {}
 
     def ranks(size):
-        if size in kept and not all(process.is_alive() for process in kept[size].processes):
-            kept.pop(size).kill()
         if size not in kept:
             kept[size] = Ranks(size, python=megatron_python)
         return kept[size]
