@@ -1,5 +1,6 @@
 """``verl-fn levels``: tiny models pass, planted faults fail, and what is no fault of the model blocks."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,7 @@ import transformers
 from megatron_support import HELPERS, MARKS
 from warm_python import warm_python
 
+from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
 from verl_fn.levels import learning, provenance, traps
 from verl_fn.levels.command import run_logged
@@ -276,13 +278,15 @@ MISTAKE = {
 def bridge(warm, tmp_path_factory):
     """A checkout with a provider of its own, and a Python that has imported it."""
     folder = checkout(tmp_path_factory.mktemp("bridge"))
-    path = provenance.environment(str(folder), "cpu")["PYTHONPATH"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        # What it has imported must not come from the warm Python of all tests.
-        patch.setattr(sys, "executable", os.environ.get("TESTS_PYTHON", sys.executable))
-        with warm_python(HELPERS / "megatron_imports.py") as python:
-            yield SimpleNamespace(folder=folder, python=python)
+    with contextlib.ExitStack() as started:
+        # The command adds to PYTHONPATH as well, so the tests run without this setting.
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("PYTHONPATH", importing.UNTESTED):
+                patch.setenv(name, provenance.environment(str(folder), "cpu")[name])
+            # What it has imported must not come from the warm Python of all tests.
+            patch.setattr(sys, "executable", os.environ.get("TESTS_PYTHON", sys.executable))
+            python = started.enter_context(warm_python(HELPERS / "megatron_imports.py"))
+        yield SimpleNamespace(folder=folder, python=python)
 
 
 @pytest.mark.parametrize("mistake", [False, True])
