@@ -1,4 +1,4 @@
-# make setup | demo | test | test-peers | mutants | lint | docs | lock; make setup GPU=1 on a node with NVIDIA GPUs.
+# make setup | demo | test | test-slow | test-peers | mutants | lint | docs | lock; make setup GPU=1 on a node with NVIDIA GPUs.
 # All is installed below this folder: .uv, .venv, .verifiers, .torchvision, .peers.
 SHELL := /bin/bash
 VENV := .venv
@@ -15,7 +15,7 @@ TORCHVISION := .torchvision
 PEERS := .peers
 PEERS_REPORT := benchmarks/results/verl_core_algos.json
 
-.PHONY: setup demo test test-peers mutants lint docs lock clean
+.PHONY: setup demo test test-slow test-peers mutants lint docs lock clean
 
 setup: $(STAMP) $(VERIFIERS)/.stamp $(TORCHVISION)/.stamp
 
@@ -53,9 +53,15 @@ demo: $(STAMP)
 # Where tests find what lies beside the environment.
 BESIDE = VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python TORCHVISION=$(CURDIR)/$(TORCHVISION)
 
+PYTEST = $(BESIDE) $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --no-loadscope-reorder \
+	--durations=30 --durations-min=2
+
 test: setup
-	@$(BESIDE) $(BIN)/python -m pytest --numprocesses=logical \
-		--maxprocesses=4 --no-loadscope-reorder --durations=30 --durations-min=2
+	@$(PYTEST) -m "not slow"
+
+# Whole runs whose parts the other tests cover; CONTRIBUTING.md names them.
+test-slow: setup
+	@$(PYTEST) -m slow
 
 # verl and what its functions import that .venv lacks; .venv itself stays as it is.
 $(PEERS)/.stamp: locks/peers.txt $(STAMP)

@@ -143,7 +143,6 @@ def numbers(folder):
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
 
 
-@pytest.mark.slow
 def test_torchrun_fine_tunes_as_one_process_does(warm, model, tmp_path):
     """Two ranks, one folder, one voice; and the local driver goes on from there."""
     one_process = {"program": [warm]}

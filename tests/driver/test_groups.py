@@ -41,7 +41,6 @@ def check(backend, two, other=None):
     check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get, optimizer=remote_mutants.optimizer())
 
 
-@pytest.mark.slow
 def test_laws_of_two_sharded_ranks(two, shallow):
     backend = two.backend("shallow", remote_mutants.fsdp, shallow)
     check(backend, two, Local(shallow, remote_mutants.optimizer(), max_tokens=24))

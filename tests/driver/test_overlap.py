@@ -97,7 +97,6 @@ def folders(ray_cluster, model, tmp_path_factory):
     return folders
 
 
-@pytest.mark.slow
 def test_engines_draw_while_the_trainer_learns_with_the_numbers_of_one_process(folders):
     assert logged(folders["ray"]) == logged(folders["one"])
     rows = read_metrics(folders["ray"])[1:]
@@ -105,7 +104,6 @@ def test_engines_draw_while_the_trainer_learns_with_the_numbers_of_one_process(f
     assert all(row["perf/residency_copies/actor"] == 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_steps_are_replayed(folders):
     assert replay(folders["ray"], 3, say=silent).difference is None
     # Its config asks for max_lag = 0, and so does a replay of recorded samples.
@@ -127,7 +125,6 @@ def steps_logged(folder, count, process):
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(warm, warm_ray, model, tmp_path):
     """It learns from the very samples that waited when it was saved."""
     whole, folder = tmp_path / "whole", tmp_path / "a"

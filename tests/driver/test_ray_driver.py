@@ -55,7 +55,6 @@ def numbers(folder):
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
 
 
-@pytest.mark.slow
 def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
     """Every metric of every step, and every byte of the checkpoint, resumed on the other driver halfway."""
     for kind in ("local", "ray"):
@@ -205,7 +204,6 @@ def test_a_workers_error_is_its_own(remote):
         remote.get(remote.trainers["actor"].forward_backward(state, bare, cross_entropy())[1])
 
 
-@pytest.mark.slow
 def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
     """While the driver waits for one actor, any actor's death ends the wait; the log's tail is told."""
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}"])
@@ -221,7 +219,6 @@ def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
         assert "the last words" in str(error.value)
 
 
-@pytest.mark.slow
 def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path):
     """Losses and gradient norms of three steps on recorded samples; verl-fn bench ppo-layouts takes twenty."""
     layout = ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"]
@@ -230,7 +227,6 @@ def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path
     assert max(error for row in rows for error in row["errors"].values()) <= ppo_layouts.BAR
 
 
-@pytest.mark.slow
 def test_each_batch_is_stored_once_for_all_roles(ray_cluster, model, tmp_path, monkeypatch):
     """In a PPO step with a KL term, a critic of its own and two epochs: one batch and four minibatches."""
     more = [

@@ -128,7 +128,6 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(workers, drawn, folder
     assert raised.startswith("raised in rollout rank ") and "restarted 1 times (rollout.max_restarts)" in limit
 
 
-@pytest.mark.slow
 def test_a_run_with_faults_is_the_run_without(ray_cluster, model, tmp_path):
     """A lost bucket, a repeated one, and a publication that is made twice."""
     whole, run = (plan_of(tmp_path / name, model, 1, "trainer.total_training_steps=4") for name in ("whole", "run"))
@@ -141,7 +140,6 @@ def test_a_run_with_faults_is_the_run_without(ray_cluster, model, tmp_path):
     assert sum(row.get("perf/engine_restarts", 0) for row in read_metrics(tmp_path / "run")) >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_vllm_engine_that_is_killed_while_it_draws(ray_cluster, tmp_path):
     """The same tokens, of the same version, from another process."""

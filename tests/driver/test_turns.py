@@ -68,7 +68,6 @@ ORDER = [
 ]
 
 
-@pytest.mark.slow
 def test_the_order_of_calls_and_the_same_numbers(ray_cluster, model, tmp_path, monkeypatch):
     logs = []
     for name, more in (("turns", []), ("awake", ["rollout.free_cache_engine=false"])):
@@ -95,7 +94,6 @@ def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tm
     assert raised.value.__notes__ == ["raised in rollout"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it")
 def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
     # vLLM's attention on CPUs wants heads of at least 32.

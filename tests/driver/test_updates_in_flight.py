@@ -74,7 +74,6 @@ def plan_of(folder, model, *more):
     return make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={folder}", *more]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sampler", "vllm"])
 def test_a_run_whose_responses_have_two_versions(waiting, name):
     """The first token is at most max_lag steps old, the ledger closes, and recorded samples replay bitwise."""
@@ -103,7 +102,6 @@ def test_a_run_whose_responses_have_two_versions(waiting, name):
     assert replay(folder, STEPS, recorded=True, say=lambda line: None).difference is None
 
 
-@pytest.mark.slow
 def test_an_engine_that_dies_goes_on_with_the_newest_weights(waiting, model):
     """Those that were published in flight; its open requests, which asked for older ones, are drawn anew."""
     requests = requests_for([[1, 4 + i % 5] for i in range(4)], Sampling(12, n=2), Key.from_seed(1))

@@ -1,6 +1,6 @@
-"""Environments of verifiers: a stand-in of the package in cheap tests, the package itself in slow ones.
+"""Environments of verifiers: a stand-in of the package in cheap tests, the package itself in the others.
 
-The package needs other versions of packages than the trainer. So slow tests run it with the interpreter that
+The package needs other versions of packages than the trainer. So these tests run it with the interpreter that
 ``VERIFIERS_PYTHON`` names, or with this one where it is installed.
 """
 
@@ -265,7 +265,6 @@ def test_settings_that_cannot_be_used_are_errors():
         load(overrides=["data.task=verifiers:"])
 
 
-@pytest.mark.slow
 @needs_package
 def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, monkeypatch):
     """The tool's answers are in the rows with mask 0, and the rubric scores."""
@@ -314,7 +313,6 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
     assert replay(tmp_path / "whole", 2, say=silent).difference is None
 
 
-@pytest.mark.slow
 @needs_package
 @pytest.mark.filterwarnings("ignore:.* conversations have failed")
 def test_a_rubric_of_the_package_scores_groups_in_a_run_that_replays(chatty, tmp_path):

@@ -168,7 +168,6 @@ def vllm(value_model, vllm_python):
         process.wait(60)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_gives_the_scores_of_the_training_ranks(value_model, vllm, tiny, tmp_path):
     backend, state, _ = value_model

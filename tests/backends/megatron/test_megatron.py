@@ -35,7 +35,6 @@ def four(megatron_ranks):
 
 # Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one. Some
 # runs free the buffers before each call, in place of an engine that generates between the calls.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name"),
     [({"tp": 2, "sp": True, "checkpointing": True}, "Megatron"), ({"pp": 2, "head": "value"}, "FreesBuffers")],
@@ -281,7 +280,6 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.slow
 def test_a_run_over_ray_is_that_of_one_process(megatron_python, tiny, tmp_path, capsys):
     """PPO with a critic: one process makes the first and the third step, and ranks of Ray's the second."""
     pytest.importorskip("ray")

@@ -59,7 +59,6 @@ def test_the_first_steps_of_four_ranks(four, experts, options):
     check_first_step(call(four, "first_step", experts, options, 9)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [BOTH, {"ep": 2, "lora": LORA}], ids=str)
 def test_laws_on_four_ranks(four, experts, options):
     call(four, "laws", experts, options, FP32)

@@ -43,7 +43,6 @@ def test_fewer_rows_than_ranks(megatron_ranks, small):
     assert worst["loss"] <= 1e-6 and worst["gradient"] <= 1e-4, worst
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "name"),
     [(1, {}, "Megatron"), (2, {"checkpointing": True}, "FreesBuffers"), (2, {"head": "value"}, "Megatron")],

@@ -52,7 +52,6 @@ def test_updates_of_several_buckets_are_ours(megatron_ranks, small):
         assert weight <= 1e-6 and moment <= 1e-5 and norm <= 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "name"),
     [

@@ -24,7 +24,6 @@ def alone(vllm_python):
     process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("laws", ["laws", "vllm_update_cases.laws_in_flight"])
 def test_laws(alone, laws):
     alone(laws)
@@ -42,7 +41,6 @@ def _same_log_probs(alone):
 
 # vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy. Experts
 # are stacked here, and loaded one by one there.
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
 def test_other_models(vllm_python, monkeypatch, arch):
     monkeypatch.setenv("ARCH", arch)

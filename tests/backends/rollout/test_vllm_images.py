@@ -21,7 +21,7 @@ runs = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3_vl", marks=pytest.mark.slow), "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
 def alone(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCH", request.param)
