@@ -74,16 +74,26 @@ def models(config, tmp_path_factory):
 def run(megatron_ranks, models, tmp_path):
     """Runs parts of a level on a rank that stays, and returns the level's verdict."""
 
-    def level(number, arch="llama", fault=None, parts=None, **options):
+    def level(number, arch="llama", fault=None, done=(), **options):
+        """Takes the outcomes of the parts that are ``done``, and their folders, which lie here already."""
         request = Request((number,), "config.json", str(models(arch)), True, "cpu", str(tmp_path), **options)
-        about, outcomes = LEVELS[number], {}
+        about, outcomes = LEVELS[number], dict(done)
         for part in about.parts(request):
-            planted = fault if parts is None or part in parts else None
-            arguments = json.dumps(attrs.asdict(request)), part, str(tmp_path / part), planted
-            outcomes[part] = Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
+            if part not in outcomes:
+                arguments = json.dumps(attrs.asdict(request)), part, str(tmp_path / part), fault
+                outcomes[part] = Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
         return of_level(f"Level {number}", about.required(request), outcomes)
 
     return level
+
+
+@pytest.fixture(scope="module")
+def stopped(megatron_ranks, models, tmp_path_factory):
+    """The first part of level 1 without a fault: its folder and its outcome."""
+    out = tmp_path_factory.mktemp("stopped")
+    request = Request((1,), "config.json", str(models("llama")), True, "cpu", str(out))
+    arguments = json.dumps(attrs.asdict(request)), "level_1", str(out / "level_1"), None
+    return out / "level_1", Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
 
 
 # For each planted fault: the level and its part, and what the reason says.
@@ -144,9 +154,22 @@ def test_planted_faults_fail(run, fault):
     assert found.verdict == Verdict.FAIL and reason in found.reason, found.reason
 
 
+@pytest.fixture
+def resume(run, stopped, tmp_path):
+    """Continues a copy of the stopped run, and returns the verdict of level 1."""
+    folder, outcome = stopped
+    shutil.copytree(folder, tmp_path / "level_1", symlinks=True)
+    return lambda fault: run(1, fault=fault, done={"level_1": outcome})
+
+
+def test_a_run_that_is_resumed_elsewhere_passes(resume):
+    found = resume(None)
+    assert found.verdict == Verdict.PASS, found.reason
+
+
 @pytest.mark.parametrize("fault", NOT_RESUMED)
-def test_faults_of_a_resumed_run_fail(run, fault):
-    found = run(1, fault=fault, parts=["level_1_resumed"])
+def test_faults_of_a_resumed_run_fail(resume, fault):
+    found = resume(fault)
     assert found.verdict == Verdict.FAIL and NOT_RESUMED[fault] in found.reason, found.reason
 
 
