@@ -119,7 +119,7 @@ def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):
             runtime_env(tmp_path / "env.yaml")
 
 
-def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
+def test_workers_with_other_sources_are_refused(ray_cluster, warm, model, tmp_path):
     """On a cluster that runs already, whose workers find another copy of the package first."""
     # The links become folders.
     shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn")
@@ -131,7 +131,8 @@ def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     # Elsewhere, since workers look into the driver's folder before all others.
     # Ray would replace the loopback address of the tests' cluster by the machine's without this variable.
     one_machine = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, folder=tmp_path, **one_machine)
+    started = {"program": [warm], "folder": tmp_path, **one_machine}
+    ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, **started)
     assert ended.returncode == 2, ended.stderr
     assert "does not run the driver's code" in ended.stderr and "Traceback" not in ended.stderr
     assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr and f"from {ROOT / 'verl_fn'}" in ended.stderr
