@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -343,18 +342,18 @@ BUILD = """
 """
 
 
-def started(tmp_path, file, seconds):
+def started(warm, tmp_path, file, seconds):
     tests = os.path.dirname(os.path.dirname(__file__))
     code = textwrap.dedent(BUILD.format(tests=tests, file=file, seconds=seconds))
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([warm, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_processes_one_builds_and_the_other_waits_also_if_the_first_is_killed(tmp_path, few):
+def test_of_two_processes_one_builds_and_the_other_waits_also_if_the_first_is_killed(warm, tmp_path, few):
     file = write(tmp_path / "a.jsonl", rows(30))
-    killed = started(tmp_path, file, 600)
+    killed = started(warm, tmp_path, file, 600)
     assert killed.stdout.readline().startswith("building")
-    waiting = [started(tmp_path, file, 1) for _ in range(2)]
+    waiting = [started(warm, tmp_path, file, 1) for _ in range(2)]
     (aside,) = store.cache_folder().glob(".*")
     with aside.open("ab") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
