@@ -1,4 +1,5 @@
-# make setup | demo | test | test-slow | test-peers | mutants | lint | docs | lock; make setup GPU=1 on a node with NVIDIA GPUs.
+# make setup | demo | test | test-slow | test-peers | mutants | lint | docs | lock
+# On a node with NVIDIA GPUs: make setup GPU=1.
 # All is installed below this folder: .uv, .venv, .verifiers, .torchvision, .peers.
 SHELL := /bin/bash
 VENV := .venv
