@@ -24,9 +24,8 @@ from .levels import LEVELS, ranks_of
 from .provenance import Repository
 from .report import CHECKS, LOG
 from .subject import Request, model_folder
-from .traps import preflight, trap_in
-from .verdict import STATUS, Deliverable, Outcome, Verdict, of_level
-from .worker import ON_CPU, REQUEST, read_outcome
+from .verdict import STATUS, Deliverable, Outcome, Verdict, of_level, preflight, trap_in
+from .worker import NODES, ON_CPU, REQUEST, read_outcome
 
 BRIDGE_TESTS = (
     "tests/unit_tests/models/test_model_provider_mixin.py",
@@ -102,7 +101,7 @@ def _request(args: argparse.Namespace, levels: tuple[int, ...], out: Path) -> tu
 
 def _of_workers(request: Request, env: Mapping[str, str]) -> list[str]:
     """Returns why workers of the Ray cluster cannot be used."""
-    command = [sys.executable, "-m", "verl_fn.levels.on_ray", str(Path(request.out) / REQUEST)]
+    command = [sys.executable, "-m", "verl_fn.levels.worker", str(Path(request.out) / REQUEST), NODES]
     done = subprocess.run(command, env=dict(env), cwd=provenance.ROOT, capture_output=True, text=True, check=False)
     (Path(request.out) / "ray.log").write_text(done.stdout + done.stderr)
     reasons = [line.removeprefix("BLOCKED ") for line in done.stdout.splitlines() if line.startswith("BLOCKED ")]

@@ -1,13 +1,106 @@
-"""The levels: their titles, what they prove, their processes, and the checks that each is defined by."""
+"""The levels: their titles, what they prove, their processes and their checks; and the features of level 4.
+
+A feature passes only if its own code ran, as a counter in that code shows, and if its parameters changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 
-from . import features, layouts, learning, parity, resuming, smoke
-from .subject import Request
+from verl_fn.backends.hf.config import read_config
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
+
+from . import learning, parity, resuming, smoke
+from .subject import Request, experts_of
+from .verdict import Check, Outcome
+
+REPLAYED, RATIO = "routers replayed recorded experts", "the ratio of the first update of each step is 1"
+ROUTERS = "all routers changed"
+OF_EXPERTS = (smoke.COMPLETED, smoke.FINITE, smoke.AGREES, REPLAYED, RATIO, ROUTERS)
+# Of the mean of old minus new log-probs, in nats. In bf16 both passes round alike, since their experts are the same.
+SAME = 1e-5
+BLOCKED = {
+    "vlm": "the Megatron backend refuses models with images, so no image was encoded; test them with Bridge's own "
+    "conversion and inference tests",
+    "mtp": "the Megatron backend turns layers that predict several tokens off, so none of them ran",
+    "qat": "no training backend here quantizes, so ModelOpt's code did not run",
+    "": "the model has no experts, and no feature was named: add --features",
+}
+
+
+def features_of(request: Request) -> list[str]:
+    """Returns the features to test: the user's, or experts if there are any; otherwise one empty name."""
+    return list(request.features) or (["moe"] if request.has_experts else [""])
+
+
+def blocked(feature: str) -> Outcome:
+    """Returns why a feature cannot be tested."""
+    if feature == "qat" and importlib.util.find_spec("modelopt") is None:
+        return Outcome(blocked="ModelOpt is not installed (pip install nvidia-modelopt), so no weight was quantized")
+    return Outcome(blocked=BLOCKED[feature])
+
+
+@attrs.define
+class Replays:
+    """Counts the calls in which one of Megatron's routers took recorded experts."""
+
+    count: int = 0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Replays]:
+    """Counts in the class of Megatron's routers itself."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
+
+    replaying = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD)
+    found, inner = Replays(), RouterReplay.get_replay_topk
+
+    def counting(self: RouterReplay, *args: object, **options: object) -> object:
+        found.count += self.router_replay_action in replaying
+        return inner(self, *args, **options)
+
+    RouterReplay.get_replay_topk = counting
+    try:
+        yield found
+    finally:
+        RouterReplay.get_replay_topk = inner
+
+
+def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
+    """Trains all parameters with the experts of the engine, one update a step.
+
+    Args:
+        request: what is tested.
+        folder: of the run.
+        say: prints a line.
+    """
+    plan = smoke.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
+    with counted() as replays:
+        train(plan, say)
+    found = {check.name: check for check in smoke.checks_of(folder, plan)}
+    before, after = (smoke.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
+    moved = smoke.changed(before, after)
+    count = experts_of(read_config(request.folder))
+    # A router has a row for each expert; experts themselves are stacked.
+    routers = {name: other for name, other in moved.items() if before[name].dim() == 2 and len(before[name]) == count
+               and ("gate" in name or "router" in name)}  # fmt: skip
+    gaps = [abs(row["actor/ppo_kl"]) + row["actor/pg_clipfrac"] for row in read_metrics(folder) if row["step"]]
+    worst = max(gaps, default=float("inf"))
+    here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
+    checks = (
+        *(found[name] for name in (smoke.COMPLETED, smoke.FINITE, smoke.AGREES)),
+        Check(REPLAYED, replays.count > 0, f"{replays.count} calls"),
+        Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}"),
+        smoke.all_changed(ROUTERS, routers),
+    )
+    return Outcome(checks, limitations=here)
 
 
 @attrs.frozen
@@ -31,7 +124,7 @@ class Level:
 
 def _stress_parts(request: Request) -> list[str]:
     """Returns the processes of level 2: layouts with more ranks than GPUs have one of their own, on CPUs."""
-    more = layouts.within(layouts.stress(request), request, "cpu") if request.device == "cuda" else []
+    more = parity.layouts_within(parity.stress_layouts(request), request, "cpu") if request.device == "cuda" else []
     return ["level_2", *(["level_2_on_cpu"] if more else [])]
 
 
@@ -56,21 +149,21 @@ LEVELS = {
         "the provider's settings stay right under tensor, pipeline, context, expert and sequence parallelism",
         "look at the fields that the provider derives from parallel sizes, and at the mapping of the parameter named",
         _stress_parts,
-        lambda request: [layouts.name_of(text) for text in layouts.stress(request)],
+        lambda request: [parity.name_of(text) for text in parity.stress_layouts(request)],
     ),
     3: Level(
         "Megatron-FSDP",
         "the same provider trains with Megatron-FSDP in the place of DDP",
         "if level 0 passes, look at what the provider assumes of wrapping and of flat buffers",
         lambda request: ["level_3"],
-        lambda request: [*smoke.WITHOUT_LORA, *(layouts.name_of(text) for text in layouts.SHARDED)],
+        lambda request: [*smoke.WITHOUT_LORA, *(parity.name_of(text) for text in parity.SHARDED)],
     ),
     4: Level(
         "architecture",
         "the parts that text through a dense model does not reach ran, and learned",
         "look at what the provider sets for the feature, and at the mapping of its parameters",
-        lambda request: [f"level_4_{name}".rstrip("_") for name in features.named(request)],
-        lambda request: features.OF_EXPERTS if "moe" in features.named(request) else [],
+        lambda request: [f"level_4_{name}".rstrip("_") for name in features_of(request)],
+        lambda request: OF_EXPERTS if "moe" in features_of(request) else [],
     ),
     5: Level(
         "learning signal",

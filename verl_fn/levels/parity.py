@@ -1,18 +1,25 @@
-"""Megatron's model beside transformers': log-probs, gradients and weights, by parameter.
+"""Megatron's numbers: the model beside transformers' by parameter, and the first step of parallel layouts.
 
 A mistake in a mapping comes back as it went in, so an export equals the folder bit by bit while the model computes
 something else. Gradients show it: the parameters whose gradients are furthest from transformers' own are the ones
 whose mapping to look at.
+
+Level 2 compares the first step of each layout with ``local``, so transformers' own model in fp32, by the bars of
+``bench first-step``. Layouts that need more GPUs than there are run on CPU ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import attrs
 import torch
 
 from verl_fn.backends.hf.config import read_config
+from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.families import (
     BAR,
     ROWS,
@@ -22,11 +29,24 @@ from verl_fn.benchmarks.families import (
     of_layout,
     reference,
 )
+from verl_fn.benchmarks.first_step_batch import ragged_batch
+from verl_fn.benchmarks.first_step_errors import compare_numbers
+from verl_fn.benchmarks.first_step_layout import Layout
+from verl_fn.benchmarks.together import RanksFailed
 
-from .verdict import Check
+from .subject import Request
+from .verdict import Check, trap_in
 
 NAMES = ("log-probs equal transformers'", "gradients equal transformers'", "weights come out as they went in")
 SHOWN = 3  # parameters that a failure names
+DENSE = ("megatron", "megatron:tp=2,pp=2", "megatron:tp=2,sp=true", "megatron:cp=2")
+# Ranks that share the matrices of experts must share the tokens, too.
+EXPERTS = ("megatron", "megatron:tp=2,pp=2,sp=true", "megatron:cp=2", "megatron:ep=2")
+SHARDED = ("megatron:fsdp=true", "megatron:dp=2,fsdp=true")
+LOSSES = ("sft", "ppo")
+RAGGED_ROWS, LONGEST = 24, 32
+# Sizes that the layout asks for and the model does not have.
+DOES_NOT_FIT = re.compile(r"does not divide|no tensor parallelism|context_parallel_size must be 1|cp must be 1")
 
 
 def rows_for(vocabulary: int) -> list[list[int]]:
@@ -82,3 +102,108 @@ def _worst(errors: dict[str, float]) -> str:
 def _named(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more} changed"
+
+
+@attrs.frozen
+class Compared:
+    """What became of the layouts.
+
+    Attributes:
+        checks: one for each layout that fits the model.
+        limitations: the layouts that do not.
+        imports: the file of each module, by rank.
+        blocked: why a layout could not run at all.
+    """
+
+    checks: tuple[Check, ...]
+    limitations: tuple[str, ...]
+    imports: dict[str, str]
+    blocked: str = ""
+
+
+def stress_layouts(request: Request) -> list[str]:
+    """Returns the layouts of level 2."""
+    return list(EXPERTS if request.has_experts else DENSE)
+
+
+def layouts_within(layouts: Sequence[str], request: Request, device: str) -> list[str]:
+    """Returns the layouts that run on a device: on CPUs, if GPUs were asked for, only what has too few of them."""
+    fits = [text for text in layouts if Layout.parse(text).ranks <= request.gpus]
+    if request.device == "cpu":
+        return list(layouts)
+    return fits if device == "cuda" else [text for text in layouts if text not in fits]
+
+
+def compare_layouts(
+    request: Request, layouts: Sequence[str], device: str, folder: Path, say: Callable[[str], None]
+) -> Compared:
+    """Runs the first step of each layout, and compares it with the reference's.
+
+    Args:
+        request: what is tested.
+        layouts: as for ``bench first-step``.
+        device: of the ranks.
+        folder: takes states and logs.
+        say: prints a line.
+    """
+    (folder / "model").symlink_to(request.folder)
+    vocabulary = read_config(request.folder).get_text_config().vocab_size
+    batch = ragged_batch(min(60, vocabulary), RAGGED_ROWS, LONGEST)
+    first_step.prepare(folder, first_step.OWN, "local", LOSSES, batch, device)
+    checks: list[Check] = []
+    limitations: list[str] = []
+    imports: dict[str, str] = {}
+    try:
+        _, wanted = _run(folder, "local", device, first_step.REFERENCE)
+    except RanksFailed as error:
+        say(str(error))
+        return Compared((), (), {}, f"the reference, local, failed: {trap_in(str(error)) or error.cause}")
+    for text in layouts:
+        try:
+            logs, found = _run(folder, text, device, first_step.COMPARED)
+        except RanksFailed as error:
+            say(str(error))
+            if trap := trap_in(str(error)):
+                return Compared(tuple(checks), tuple(limitations), imports, f"{text}: {trap}")
+            if DOES_NOT_FIT.search(error.cause):
+                limitations.append(f"{text} does not fit the model: {error.cause}")
+            else:
+                checks.append(Check(name_of(text), False, error.cause))
+            continue
+        imports |= {f"{text} {key}": file for key, file in imports_of(logs).items()}
+        checks.append(check_of(text, found, wanted))
+        say(f"{text}: {checks[-1].found}")
+    return Compared(tuple(checks), tuple(limitations), imports)
+
+
+def name_of(text: str) -> str:
+    """Returns the name of a layout's check."""
+    return f"{text}: the first step equals one rank's"
+
+
+def check_of(text: str, found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> Check:
+    """Returns the check of a layout, from its numbers and the reference's, for each loss."""
+    lines, missed = [], []
+    bars = first_step.BARS[Layout.parse(text).dtype]
+    for loss, ours, theirs in zip(LOSSES, found, wanted, strict=True):
+        errors = compare_numbers(ours, theirs) | ours["errors"]
+        missed += [f"{loss} {kind}" for kind, bar in bars.items() if not errors[kind] <= bar]
+        lines.append(f"{loss}: " + ", ".join(f"{kind} {errors[kind]:.1e}" for kind in bars) + f" ({ours['worst']})")
+    bounds = ", ".join(f"{kind} {bar:.0e}" for kind, bar in bars.items())
+    above = f"above its bar: {', '.join(missed)}; " if missed else ""
+    return Check(name_of(text), not missed, f"{above}{'; '.join(lines)}; bars: {bounds}")
+
+
+def _run(folder: Path, text: str, device: str, role: str) -> tuple[Path, list[dict[str, Any]]]:
+    logs = folder / "logs" / re.sub(r"\W+", "_", text)
+    logs.mkdir(parents=True)
+    return logs, first_step.run_layout(folder, first_step.OWN, text, LOSSES, device, role, logs=logs)
+
+
+def imports_of(logs: Path) -> dict[str, str]:
+    """Returns the file of each module that the ranks imported, from their logs."""
+    found: dict[str, str] = {}
+    for log in sorted(logs.glob("rank_*.log")):
+        lines = re.findall(r"^(megatron\.(?:core|bridge)) (/.*)$", log.read_text(errors="replace"), re.MULTILINE)
+        found |= {f"{log.stem} {module}": file for module, file in lines}
+    return found

