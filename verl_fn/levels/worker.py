@@ -21,7 +21,6 @@ import attrs
 from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
 from verl_fn.driver.local import process_group
-from verl_fn.driver.ray import on_nodes
 
 from . import learning, levels, parity, provenance, resuming, smoke
 from .subject import Request
@@ -183,6 +182,8 @@ def outcome_of(error: BaseException, progress: Progress) -> Outcome:
 
 def probe_nodes(request: Request) -> int:
     """Prints what the workers of a Ray cluster import, and for each that cannot be used a line BLOCKED and why."""
+    from verl_fn.driver.ray import on_nodes
+
     with tempfile.TemporaryDirectory() as folder:
         plan = smoke.plan_of(request, Path(folder))
     reasons: list[str] = []
