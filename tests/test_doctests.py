@@ -17,7 +17,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
-    if name == "verl_fn.backends.vllm.text_models":
+    if name == "verl_fn.backends.vllm.models":
         # vLLM for GPUs brings it.
         pytest.importorskip("torchvision")
     module = importlib.import_module(name)

@@ -59,8 +59,13 @@ KEPT = {
 }
 
 
-# Text models that vLLM has as a part of a model of images only; see ``text_models``.
-TEXT_MODELS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# The classes of ``models`` that vLLM runs in place of its own, by transformers' class.
+OWN_MODELS = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForCausalLM",
+    "Idefics3ForConditionalGeneration": "Idefics3OfTiles",
+    "SmolVLMForConditionalGeneration": "Idefics3OfTiles",
+}
 
 # Variables of vLLM that the engine needs as they are here, and why.
 REQUIRED = {
@@ -284,11 +289,11 @@ def started(arguments: Mapping[str, Any], device: str, model: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if model in TEXT_MODELS:
-        from .text_models import register
+    if model in OWN_MODELS:
+        from .models import register
 
         register()
-        arguments = {**arguments, "hf_overrides": {"architectures": [model]}}
+        arguments = {**arguments, "hf_overrides": {"architectures": [OWN_MODELS[model]]}}
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.vision import GRIDS, PIXELS, family_of, merge_size
+from verl_fn.backends.hf.vision import family_of, merge_size, tokens_of_tile
 from verl_fn.backends.protocol import Request
 from verl_fn.errors import install
 
 # The families that were compared with the trainer, by transformers' model type.
-SEEING = ("qwen2_5_vl", "qwen3_vl")
+SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+IN_PARTS = ("pixel_values", "pixel_attention_mask")  # an image has several rows of these tensors
 TORCHVISION = "0.26.0"
 
 
@@ -26,19 +28,12 @@ def reads_images(config: Any) -> bool:
 
 
 def check_images(config: Any, folder: Path) -> None:
-    """Raises an error for a model with images that vLLM does not run here.
+    """Raises an error for a model with images if vLLM lacks a package that it needs for them.
 
     Raises:
-        ModelError: its family was not compared with the trainer, or a package is missing.
+        ModelError: torchvision is not installed.
     """
-    if family_of(config) is None or config.model_type == "gemma3":
-        return
-    if not reads_images(config):
-        raise ModelError(
-            f"{folder}: vLLM runs {' and '.join(SEEING)} here, and no other models with images; set "
-            "rollout.name=sampler"
-        )
-    if importlib.util.find_spec("torchvision") is None:
+    if reads_images(config) and importlib.util.find_spec("torchvision") is None:
         raise ModelError(
             f"{folder}: vLLM needs torchvision for models with images: "
             f"{install('--no-deps', f'torchvision=={TORCHVISION}')}, or set rollout.name=sampler"
@@ -64,7 +59,8 @@ def image_arguments(config: Any) -> dict[str, Any]:
 def prompt_with_images(request: Request, config: Any) -> Any:
     """Returns vLLM's input for a request whose prompt has images.
 
-    An image is named by what it shows, so that requests with the same one share its features.
+    An image is named by what it shows, so that requests with the same one share its features. If images are cut into
+    tiles, each tile is an image for vLLM, since a row does not say which tiles are of one.
 
     Args:
         request: its prompt has a token for each feature of its images.
@@ -74,31 +70,38 @@ def prompt_with_images(request: Request, config: Any) -> Any:
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    assert request.images is not None
-    pixels, grids = request.images.fields[PIXELS], request.images.fields[GRIDS]
-    patches = grids.prod(-1)
-    data = BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
+    family = family_of(config)
+    assert request.images is not None and family is not None
+    given = {argument: request.images.fields[name] for name, argument in family.fields.items()}
+    if family.axes:
+        parts = given["image_grid_thw"].prod(-1)
+        sizes = parts // merge_size(config) ** 2
+    else:
+        parts = given["num_patches"] = torch.ones(len(given["pixel_values"]), dtype=torch.int64)
+        sizes = parts * tokens_of_tile(config)
     fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", patches),
-        "image_grid_thw": MultiModalFieldConfig.batched("image"),
+        name: MultiModalFieldConfig.flat_from_sizes("image", parts)
+        if name in IN_PARTS
+        else MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        for name in given
     }
     # What the model drew in earlier turns of a conversation is text.
     prompt = torch.tensor(request.prompt[: request.images.length])
-    places = (prompt == config.image_token_id).nonzero()[:, 0]
-    ranges, first = [], 0
-    for size in (patches // merge_size(config) ** 2).tolist():
-        ranges.append(PlaceholderRange(offset=int(places[first]), length=size))
-        first += size
-    names = [_name(*image) for image in zip(pixels.split(patches.tolist()), grids, strict=True)]
+    first = (prompt == config.image_token_id).nonzero()[:, 0][sizes.cumsum(0) - sizes]
+    ranges = [
+        PlaceholderRange(offset=at, length=size) for at, size in zip(first.tolist(), sizes.tolist(), strict=True)
+    ]
+    of_image = (t.split(parts.tolist()) if name in IN_PARTS else t.split(1) for name, t in given.items())
     return mm_input(
         list(request.prompt),
-        MultiModalKwargsItems.from_hf_inputs(data, fields),
-        {"image": names},
+        MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields),
+        {"image": [_name(one) for one in zip(*of_image, strict=True)]},
         {"image": ranges},
     )
 
 
-def _name(pixels: Tensor, grid: Tensor) -> str:
-    found = hashlib.sha256(repr(grid.tolist()).encode())
-    found.update(pixels.contiguous().numpy().data)
+def _name(image: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for t in image:
+        found.update(repr(t.shape).encode() + t.contiguous().numpy().data)
     return found.hexdigest()

@@ -26,16 +26,16 @@ from verl_fn.backends.draws import NOISE, Drawn, Draws
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
-from verl_fn.backends.vllm.arguments import TEXT_MODELS
+from verl_fn.backends.vllm.arguments import OWN_MODELS
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.vllm.routes import layers_with_experts
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.state import uniform_at
 
 # A worker in a process of its own finds its model by name.
-for name in TEXT_MODELS:
+for name in set(OWN_MODELS.values()):
     if name not in ModelRegistry.models:
-        ModelRegistry.register_model(name, f"verl_fn.backends.vllm.text_models:{name}")
+        ModelRegistry.register_model(name, f"verl_fn.backends.vllm.models:{name}")
 # The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
 LOGITS = 2**25
 

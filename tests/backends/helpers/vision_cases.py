@@ -1,5 +1,7 @@
 """Tiny models with images, batches for them, and transformers' own forward of each row by itself."""
 
+import json
+
 import numpy as np
 import torch
 from PIL import Image
@@ -7,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.processor import encode_text, parts_of, read_processor
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.vision import PIXELS
 from verl_fn.state import Batch, Key, with_images
 
@@ -29,6 +32,19 @@ def seeing(folder, arch, **options):
         for name, t in load_file(file).items()
     }
     save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def cut_into_tiles(folder, tiles=2):
+    """Lets the image processor of Idefics3 or SmolVLM cut images into so many tiles a side, and one of the whole."""
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    size = {"longest_edge": tiles * settings["max_image_size"]["longest_edge"]}
+    file.write_text(json.dumps(settings | {"do_image_splitting": True, "size": size}))
+    tokenizer = read_tokenizer(folder)
+    names = [f"<row_{row}_col_{col}>" for row in range(1, tiles + 1) for col in range(1, tiles + 1)]
+    tokenizer.add_tokens(names, special_tokens=True)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

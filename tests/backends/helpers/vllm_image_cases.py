@@ -13,7 +13,7 @@ sys.path.append(os.environ["BESIDE"])
 import attrs
 import pytest
 import torch
-from vision_cases import encoded, seeing
+from vision_cases import cut_into_tiles, encoded, seeing
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
@@ -29,7 +29,8 @@ KEY = Key.from_seed(4)
 def folder():
     # vLLM's attention on CPUs wants heads of at least 32.
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return seeing(Path(tempfile.mkdtemp()), os.environ["ARCH"], **sizes)
+    made = seeing(Path(tempfile.mkdtemp()), os.environ["ARCH"], **sizes, vocab_size=40)
+    return cut_into_tiles(made) if os.environ["ARCH"] == "idefics3" else made
 
 
 @functools.cache

@@ -4,14 +4,13 @@ import attrs
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
-from vision_cases import ARCHS, BUDGET, encoded, own_logprobs, seeing, seen_batch
+from vision_cases import ARCHS, BUDGET, cut_into_tiles, encoded, own_logprobs, seeing, seen_batch
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.vision import axis_positions
 from verl_fn.backends.local import Local
-from verl_fn.backends.vllm.arguments import engine_arguments
 from verl_fn.state import Batch, tree
 from verl_fn.steps import cross_entropy, entropy, ppo_clip, sgd
 from verl_fn.testing import check_backend
@@ -192,8 +191,15 @@ def test_models_that_cannot_read_images(model, tmp_path):
     backend = local(model("smolvlm"))
     with pytest.raises(ValueError, match="an image has zeros only"):
         backend.forward(backend.load_pretrained().params, zeros)
-    with pytest.raises(ModelError, match="vLLM runs qwen2_5_vl and qwen3_vl here, and no other models with images"):
-        engine_arguments(
-            model("smolvlm"), device="cpu", dtype="float32", slots=1, max_length=8, tensor_parallel_size=1,
-            gpu_memory_utilization=0.9, enforce_eager=True, engine_kwargs={},
-        )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["smolvlm", "idefics3"])
+def test_images_that_are_cut_into_tiles(tmp_path, arch):
+    folder = cut_into_tiles(seeing(tmp_path, arch, vocab_size=40))
+    batch, own = seen_batch(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+    # Images that are wider than high, or higher, have fewer tiles.
+    assert batch.ragged["pixels"].counts.tolist()[:3] == [5, 0, 6]
+    expected = own_logprobs(own, arch, batch).detach()
+    backend = local(folder)
+    found = backend.forward(backend.load_pretrained().params, batch).logprobs
+    assert float((found - expected).abs().max()) <= 1e-5

@@ -21,7 +21,7 @@ runs = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["smolvlm", "idefics3", "qwen3_vl", "qwen2_5_vl"])
 def alone(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCH", request.param)
@@ -52,9 +52,6 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "slots": 2, "max_length": 64, "t
 
 
 def test_what_does_not_run(tmp_path, monkeypatch):
-    folder = new_model(tmp_path / "smolvlm", chars="ab", arch="smolvlm")
-    with pytest.raises(ModelError, match="vLLM runs qwen2_5_vl and qwen3_vl here, and no other models with images"):
-        engine_arguments(folder, engine_kwargs={}, **OPTIONS)
     folder = new_model(tmp_path / "qwen", chars="ab", arch="qwen3_vl")
     with pytest.raises(EngineArgumentError, match="limit_mm_per_prompt cannot be set: a prompt has as many images"):
         engine_arguments(folder, engine_kwargs={"limit_mm_per_prompt": {"image": 1}}, **OPTIONS)
