@@ -129,7 +129,7 @@ def try_mutant(mutant):
     if status in (FAILED, TIMED_OUT):
         became = "caught"
     elif status == PASSED:
-        became = "survived"
+        became = "survived" if " passed" in output else "broken: its tests are skipped here"
     else:
         became = f"broken: pytest ended with {status}\n{output}"
     return mutant, became, time.monotonic() - start
