@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+MEANT = {"gpu": "cuda"}  # by what is often written in their place
+
 
 class UserError(Exception):
     """An error whose message says what to do: the command line shows it as one line, without a traceback.
@@ -43,7 +45,10 @@ def closest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
         >>> closest("bf16", ["float32", "bfloat16"]), closest("x", ["cpu"])
         ('bfloat16', '')
     """
-    return next(iter(difflib.get_close_matches(str(name), sorted(known), 1, cutoff)), "")
+    names = sorted(known)
+    if (meant := MEANT.get(str(name), "")) in names:
+        return meant
+    return next(iter(difflib.get_close_matches(str(name), names, 1, cutoff)), "")
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
