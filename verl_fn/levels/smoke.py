@@ -24,7 +24,7 @@ from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
 from .subject import TASK, Request
-from .verdict import Check
+from .verdict import Check, SaysNothing
 
 # Root mean square of the difference of log-probs, in nats. In bf16 both round, each in its own way.
 AGREE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -115,10 +115,33 @@ def smoke(request: Request, folder: Path, kind: str, say: Callable[[str], None])
         folder: of the run.
         kind: ``LORA`` or ``FSDP``.
         say: prints a line.
+
+    Raises:
+        SaysNothing: all rewards are the same.
     """
     plan = plan_of(request, folder, *kind_settings(kind))
     train(plan, say)
-    return checks_of(folder, plan)
+    checks = checks_of(folder, plan)
+    # An engine with wrong weights may repeat one token, and then its log-probs are not the trainer's.
+    if all(check.held for check in checks if check.name in (COMPLETED, FINITE, AGREES)):
+        require_signal(folder, request)
+    return checks
+
+
+def require_signal(folder: Path, request: Request) -> None:
+    """Raises an error if every response of a run got the same reward, so that there is nothing to learn from.
+
+    Raises:
+        SaysNothing: it did.
+    """
+    rows = [row for row in read_metrics(folder) if row["step"] > 0]
+    scores = {row[f"critic/score/{end}"] for row in rows for end in ("min", "max")}
+    if len(scores) == 1:
+        whose = f"the reward model {request.reward_model}" if request.reward_model else "the rule of the data"
+        raise SaysNothing(
+            f"{whose} gave every response the reward {scores.pop():g}, so there was nothing to learn from: name "
+            "another --reward-model, or leave --data out"
+        )
 
 
 def checks_of(folder: Path, plan: Plan) -> list[Check]:

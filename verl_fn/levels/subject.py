@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
-from verl_fn.backends.hf.new_model import SPECIALS, char_tokenizer
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, SPECIALS, char_tokenizer
 from verl_fn.benchmarks.families import random_folder, tiny_like
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import UsageError
@@ -113,6 +114,7 @@ def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Pat
     wanted = tiny_like(wanted) if tiny else wanted
     folder = out / "model"
     tokenizer = char_tokenizer(_characters(wanted.get_text_config().vocab_size, config))
+    tokenizer.chat_template = CHAT_TEMPLATE
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(wanted, name, getattr(tokenizer, name))
     if device == "cpu":
@@ -124,12 +126,15 @@ def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Pat
 
 
 def _characters(vocabulary: int, config: Path) -> str:
-    """Returns as many characters as a model has tokens beside the special ones; the task's come first."""
-    alphabet = TASKS[TASK].alphabet
-    if vocabulary < len(SPECIALS) + len(alphabet):
+    """Returns as many characters as a model has tokens beside the special ones.
+
+    The task's come first, then a line break, which the chat template writes, and what the user's data may have.
+    """
+    needed = TASKS[TASK].alphabet + "\n"
+    if (count := vocabulary - len(SPECIALS)) < len(needed):
         raise ModelError(f"{config} has a vocabulary of {vocabulary}, too few for the characters of {TASK}")
-    # The private planes of Unicode and Hangul are characters that no prompt has.
-    others = (chr(code) for first, last in ((0xE000, 0xF8FF), (0xAC00, 0xD7A3), (0xF0000, 0x10FFFD))
+    # Latin, punctuation and other signs; the private planes of Unicode fill what is left.
+    others = (chr(code) for first, last in ((0x20, 0x2FFF), (0xE000, 0xF8FF), (0xAC00, 0xD7A3), (0xF0000, 0x10FFFD))
               for code in range(first, last + 1))  # fmt: skip
-    rest = vocabulary - len(SPECIALS) - len(alphabet)
-    return alphabet + "".join(char for char, _ in zip(others, range(rest), strict=False))
+    usual = (char for char in others if (char.isprintable() or char >= "\uac00") and char not in needed)
+    return needed + "".join(itertools.islice(usual, count - len(needed)))

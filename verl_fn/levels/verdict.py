@@ -32,6 +32,10 @@ STATUS = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.BLOCKED: 3}
 """The exit status of the command for its result."""
 
 
+class SaysNothing(Exception):
+    """A run says nothing about the model, for a reason that is not the model's."""
+
+
 @attrs.frozen
 class Check:
     """One criterion of a level.

@@ -24,7 +24,7 @@ from verl_fn.driver.local import process_group
 
 from . import learning, levels, parity, provenance, resuming, smoke
 from .subject import Request
-from .verdict import Outcome, trap_in
+from .verdict import Outcome, SaysNothing, trap_in
 
 REACHED = "Megatron-Bridge makes the model"
 REQUEST, RESULT = "request.json", "result.json"
@@ -114,6 +114,7 @@ def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outc
 def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The same run with Megatron."""
     baseline = folder.with_name("level_5_baseline") / "run"
+    smoke.require_signal(baseline, request)
     return Outcome(tuple(learning.compare(request, folder / "run", baseline, progress.say)))
 
 
@@ -171,6 +172,8 @@ def run_part(request: Request, name: str, folder: Path) -> Outcome:
 
 def outcome_of(error: BaseException, progress: Progress) -> Outcome:
     """Returns whether an error fails the level or blocks it."""
+    if isinstance(error, SaysNothing):
+        return Outcome(blocked=str(error))
     text = "".join(traceback.format_exception(error))
     line = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if trap := trap_in(text):

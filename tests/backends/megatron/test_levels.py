@@ -11,11 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 import transformers
 from megatron_support import HELPERS, MARKS
 from warm_python import warm_python
 
+from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
 from verl_fn.levels import learning, provenance, verdict
@@ -25,6 +29,8 @@ from verl_fn.levels.report import Report
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level
 from verl_fn.levels.worker import read_outcome
+from verl_fn.state import Key
+from verl_fn.steps import sgd
 
 pytestmark = MARKS
 
@@ -241,6 +247,44 @@ def test_runs_that_do_not_learn_fail_level_5(fault):
     assert all(check.held for check in learning.trends(STEADY, 67))
     found = learning.trends([row | change if row["step"] else row for row in STEADY], 67)
     assert {check.name for check in found if not check.held} == {name}
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    """Files with verl's columns, as GSM8K's."""
+    folder = tmp_path_factory.mktemp("sums")
+    for split, count in (("train", 64), ("test", 8)):
+        rows = [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": f"{i % 7} + {i % 5}"}],
+                "reward_model": {"style": "rule", "ground_truth": str(i % 7 + i % 5)},
+            }
+            for i in range(count)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("level", [0, 5])
+def test_data_and_a_reward_model_of_ones_own(run, models, sums, level, tmp_path):
+    judge = Local(models("llama"), sgd(0.1), head="value")
+    state = judge.init(Key.from_seed(3))
+    for spread, becomes, reason in ((0.0, "Blocked", "gave every response the reward 0"), (1.0, "Pass", "held")):
+        leaves = {
+            name: spread * torch.randn(t.shape) if name.startswith("score") else t for name, t in state.params.items()
+        }
+        judge.save(attrs.evolve(state, params=attrs.evolve(state.params, leaves=leaves)), tmp_path / "judge")
+        options = {"data": sums, "reward_model": str(tmp_path / "judge"), "steps": 3, "margin": -100.0}
+        found = run(level, **options)
+        assert found.verdict == becomes and reason in found.reason, found.reason
+        for part in LEVELS[level].parts(Request((level,), "", "", True, "cpu", "")):
+            shutil.rmtree(tmp_path / part)
+
+
+def test_random_weights_learn_nothing_from_the_answers_of_data(run, sums):
+    found = run(5, data=sums, steps=3)
+    assert found.verdict == Verdict.BLOCKED and "the rule of the data gave every response" in found.reason
 
 
 @pytest.mark.parametrize(
