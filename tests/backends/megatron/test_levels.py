@@ -426,8 +426,8 @@ def test_processes_that_are_killed_are_told_apart(tmp_path, code, verdict):
     assert of_level("Level 0", ["one"], {"level_0": read_outcome(log.parent, status)}).verdict == verdict
 
 
-def test_a_report_says_what_was_not_shown(tmp_path):
-    request = Request((0, 5), "m", "m", True, "cpu", str(tmp_path))
+def test_a_report_says_what_was_not_shown(models, tmp_path):
+    request = Request((0, 5), "m", str(models("qwen3_moe")), True, "cpu", str(tmp_path))
     held, missed = Check("a", True, "1 | 2"), Check("b", False, "3 of 2")
     passed = of_level("Level 0: smoke", ["a"], {"level_0": Outcome((held,))})
     failed = of_level("Level 5: learning", ["a", "b"], {"level_5": Outcome((held, missed))})
@@ -438,6 +438,7 @@ def test_a_report_says_what_was_not_shown(tmp_path):
     order = ["Result:", "Requested coverage:", "Model:", "Deliverables:", "Evidence:", "Limitations:", "Follow-ups:"]
     assert [line.partition(" ")[0] for line in text.splitlines() if line[0] != "-"] == [o.split()[0] for o in order]
     assert "level 1 was not requested" in text and "weights are random" in text
+    assert "every rank had all experts (ep=1)" in text
     assert "1 \\| 2" in report.markdown() and "<td>missed</td>" in report.page()
     assert "**verl_fn levels: Fail**" in report.pull_request()
     nothing = Report.of(request, [asked], "verl-fn levels 1", [], {})
