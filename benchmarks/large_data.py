@@ -100,8 +100,7 @@ def start(file: str, folder: str) -> dict[str, float]:
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.config.schema import DataConfig
     from verl_fn.data.loading import file_data
-    from verl_fn.data.notices import notices, of_template
-    from verl_fn.data.traits import traits_of
+    from verl_fn.data.notices import notices, of_template, traits_of
     from verl_fn.state import Key
 
     tokenizer = read_tokenizer(folder, {}, "2026-01-01")

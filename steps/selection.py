@@ -16,8 +16,7 @@ from torch import Tensor
 
 from verl_fn.state import Batch, Key
 
-from .losses.covariance import SELECTED
-from .losses.policy import LARGEST, bounds
+from .losses.policy import LARGEST, SELECTED, bounds
 
 
 def select_clip_cov(

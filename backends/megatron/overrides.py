@@ -26,8 +26,8 @@ OF_FOLDER = frozenset({
 })  # fmt: skip
 # What makes a step depend on more than its arguments, or differ each time.
 IMPURE = {
-    "moe_router_enable_expert_bias": "changes a buffer of the model between calls, which no state holds",
-    "moe_router_bias_update_rate": "changes a buffer of the model between calls, which no state holds",
+    "moe_router_enable_expert_bias": "changes between calls a buffer of the model that no state holds",
+    "moe_router_bias_update_rate": "changes between calls a buffer of the model that no state holds",
     "moe_input_jitter_eps": "draws random numbers in each pass",
     "moe_router_force_load_balancing": "draws random experts in each pass",
     "moe_router_force_biased": "draws random numbers for each layer",
@@ -40,7 +40,7 @@ BALANCING = {
     "seq_aux_loss": "takes rows that lie end to end for one row",
     "global_aux_loss": "is divided by the number of ranks with rows of their own (NVIDIA/Megatron-LM#3672)",
     "sinkhorn": "picks a token's experts by what else is in its micro-batch",
-    "quantile_balancing": "changes a buffer of the model between calls, which no state holds",
+    "quantile_balancing": "changes between calls a buffer of the model that no state holds",
 }
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({

@@ -43,7 +43,7 @@ def check_images(config: Any, folder: Path) -> None:
 def image_arguments(config: Any) -> dict[str, Any]:
     """Returns arguments of vLLM's ``EngineArgs`` for a model with images; none for a model of text.
 
-    vLLM reads its own processor, which needs the tokenizer, but it processes nothing.
+    vLLM reads its own processor, and so the tokenizer, but it processes nothing.
     """
     if not reads_images(config):
         return {}

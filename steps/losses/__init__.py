@@ -12,16 +12,16 @@ from .contract import (
     total_loss,
     weighted_sum,
 )
-from .covariance import clip_cov, kl_cov
-from .distillation import distill, distill_top_k
-from .divergence import dppo_kl, dppo_tv
+from .divergence import distill, distill_top_k, dppo_kl, dppo_tv
 from .policy import (
     cispo,
+    clip_cov,
     cross_entropy,
     dro,
     entropy,
     geo_mean,
     gspo,
+    kl_cov,
     kl_to_reference,
     ppo_clip,
     reinforce,

@@ -23,10 +23,9 @@ from verl_fn.data import processes, reading, store
 from verl_fn.data.encoded import Encoder
 from verl_fn.data.files import problem_rows
 from verl_fn.data.loading import file_data, read_files
-from verl_fn.data.notices import notices
+from verl_fn.data.notices import notices, traits_of
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import traits_of
 from verl_fn.state import Key
 
 LETTERS = "abcdefgh"

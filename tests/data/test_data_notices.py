@@ -5,9 +5,8 @@ import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.notices import notices, of_template
+from verl_fn.data.notices import notices, of_template, traits_of
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import traits_of
 
 
 def problems(*prompts, source="a", answer="b"):

@@ -13,10 +13,9 @@ from run_configs import tiny_run
 
 from verl_fn.config import ConfigError, load
 from verl_fn.data.converters import gsm8k, math
-from verl_fn.data.hub import HubError, prepare_hub, recorded
+from verl_fn.data.hub import HubError, open_set, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
-from verl_fn.data.sets import open_set
 from verl_fn.runs.history import changed_inputs, fingerprints
 
 INSTALLED = importlib.util.find_spec("datasets") is not None

@@ -13,9 +13,9 @@ from run_configs import tiny_run
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import ConfigError, load
 from verl_fn.data.files import permuted
+from verl_fn.data.hub import Table
 from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
-from verl_fn.data.sets import Table
 from verl_fn.runs.checks import check
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train

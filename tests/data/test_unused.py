@@ -13,10 +13,9 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, learned_turns
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
-from verl_fn.data.notices import notices, of_template
+from verl_fn.data.notices import notices, of_template, traits_of
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import traits_of
 from verl_fn.runs.checks import _check_tools
 
 USER, SAID, OTHER = (

@@ -23,7 +23,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments import Done, calls
-from verl_fn.environments.problems import environment_data
+from verl_fn.environments.engine import environment_data
 from verl_fn.environments.processes import EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
 from verl_fn.environments.verifiers import plain, said

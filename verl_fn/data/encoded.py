@@ -15,9 +15,9 @@ from verl_fn.data.entries import Convert, Kind
 from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import prompt_lengths, too_long
 from verl_fn.data.judged import Judged
+from verl_fn.data.notices import Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import Traits, joined, traits_of
 from verl_fn.errors import UserError
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 import attrs
 
+from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, read_blocks
-from verl_fn.data.sets import Table, is_set, open_set
 from verl_fn.data.tasks import Problem
 
 Entry: TypeAlias = str | Path | Table

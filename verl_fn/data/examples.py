@@ -13,10 +13,10 @@ from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged
+from verl_fn.data.notices import strings
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import strings
 from verl_fn.state import Batch, RowImages, with_images
 
 

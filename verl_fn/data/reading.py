@@ -19,10 +19,10 @@ from verl_fn.backends.hf.processor import SETTINGS
 from verl_fn.backends.hf.tokenizer import ARGUMENTS, template_text
 from verl_fn.data.encoded import Asked, Encoded, Encoder, Part, assembled
 from verl_fn.data.entries import Entry
+from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.processes import in_order
 from verl_fn.data.rendering import all_ends
 from verl_fn.data.rows import MANY
-from verl_fn.data.sets import Table, is_set, open_set
 from verl_fn.data.store import Stored, Unstorable, in_memory, packed, stored
 from verl_fn.data.tasks import Problem
 from verl_fn.user_files import code_files

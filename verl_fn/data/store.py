@@ -27,9 +27,9 @@ import numpy as np
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.encoded import Encoded, Part, assembled
 from verl_fn.data.judged import Judged
+from verl_fn.data.notices import Group, Traits
 from verl_fn.data.rows import Inexact
 from verl_fn.data.tasks import Problem
-from verl_fn.data.traits import Group, Traits
 
 UNUSED = 30 * 24 * 3600  # seconds after which a file that no run has read is removed
 CHUNK = 1 << 20

@@ -15,8 +15,8 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Entry
 from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import FileData, encode_prompts, label_of
+from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.rows import DataError
-from verl_fn.data.sets import Table, is_set, open_set
 from verl_fn.data.tasks import MAX_FAILED_DRAWS, Problem
 from verl_fn.state import Key
 

@@ -128,7 +128,7 @@ def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Pat
 def _characters(vocabulary: int, config: Path) -> str:
     """Returns as many characters as a model has tokens beside the special ones.
 
-    The task's come first, then a line break, which the chat template writes, and what the user's data may have.
+    The task's come first, then the chat template's line break and what the user's data may have.
     """
     needed = TASKS[TASK].alphabet + "\n"
     if (count := vocabulary - len(SPECIALS)) < len(needed):

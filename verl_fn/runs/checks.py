@@ -34,9 +34,9 @@ from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
+from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
-from verl_fn.data.traits import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer

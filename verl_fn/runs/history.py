@@ -25,8 +25,7 @@ from verl_fn import __version__, atomic
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
-from verl_fn.data.hub import recorded
-from verl_fn.data.sets import is_set, set_files
+from verl_fn.data.hub import is_set, recorded, set_files
 from verl_fn.user_files import code_files, with_imports
 
 from . import RunError

@@ -19,11 +19,10 @@ from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
-from verl_fn.data.notices import notices, of_template
+from verl_fn.data.notices import joined, notices, of_template, traits_of
 from verl_fn.data.tasks import Source
-from verl_fn.data.traits import joined, traits_of
 from verl_fn.driver.ranks import torchrun_size
-from verl_fn.environments.problems import environment_data
+from verl_fn.environments.engine import environment_data
 
 from .checkpoints import check_model_folder
 from .checks import check, check_code, check_device, check_model_folders, check_parts

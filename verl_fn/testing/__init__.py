@@ -36,9 +36,8 @@ from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
 from .environments import check_environment
-from .exactness import check_exact
 from .losses import check_loss
-from .rollouts import check_rollout
+from .rollouts import check_exact, check_rollout
 from .violation import LawViolation
 
 __all__ = [
