@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.hf.activations import first_parting
+from verl_fn.backends.hf.exact import first_parting
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler

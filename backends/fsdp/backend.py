@@ -32,7 +32,7 @@ from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, whole, with_specs
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.hf import exact
-from verl_fn.backends.hf.activations import Activations, of_trainer
+from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs

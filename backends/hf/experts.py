@@ -20,7 +20,7 @@ PICKED = "top_k_index"
 
 def experts_of(config: Any) -> int | None:
     """Returns how many experts a layer of a Hugging Face model has, or None without experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((n for name in names if (n := getattr(config, name, None))), None)
 
 

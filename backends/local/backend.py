@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf import exact
-from verl_fn.backends.hf.activations import Activations, of_trainer
+from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs

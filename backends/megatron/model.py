@@ -19,10 +19,10 @@ from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
+from verl_fn.backends.megatron.fidelity import OF_ATTENTION, checked
 from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
-from verl_fn.backends.megatron.overrides import OF_ATTENTION, checked
 from verl_fn.backends.megatron.rows import ROUTED
 
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.

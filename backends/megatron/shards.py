@@ -8,14 +8,15 @@ gradient and its moments, and sums over all ranks count nothing twice.
 Frozen parameters are not in the buffers. Their elements are divided over the same ranks in the same way.
 
 The buffer of parameters is a copy of the masters in the compute dtype, and never state. ``Resident`` records which
-values it was made from, so that a call with the same values copies nothing.
+values it was made from, so that a call with the same values copies nothing. ``Buffers`` frees the memory of the model
+between calls: tensors keep their storages, whose size becomes 0, as in Megatron's own ``offload_grad_buffers``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -25,9 +26,76 @@ from torch import Tensor, nn
 
 from verl_fn.backends.agreement import agreed
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.megatron.buffers import Buffers
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.state import version_of
+
+
+@attrs.frozen(eq=False)
+class Buffers:
+    """The storages of a model's parameters and gradients.
+
+    Attributes:
+        weights: a tensor of each storage of parameters, and the bytes of the storage.
+        gradients: the same of gradients.
+    """
+
+    weights: list[tuple[Tensor, int]]
+    gradients: list[tuple[Tensor, int]]
+
+    @classmethod
+    def of(cls, ddp: Any, owns: Callable[[Tensor], bool] = lambda p: True) -> Buffers:
+        """Returns the storages of a model, whose memory is allocated.
+
+        What Megatron-FSDP keeps gathered is not among them.
+
+        Args:
+            ddp: Megatron's ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
+            owns: whether the memory of a parameter is the model's, and not a state's.
+        """
+        if ddp.ddp_config.use_megatron_fsdp:
+            groups = ddp.param_and_grad_buffer.parameter_groups
+            grads = [group.main_grad_buffer for group in groups]
+            weights = [group.model_weight_buffer for group in groups]
+            return cls(*(_storages(b.data for b in part if b is not None) for part in (weights, grads)))
+        flat = (*ddp.buffers, *ddp.expert_parallel_buffers)
+        # Frozen parameters are in no buffer.
+        return cls(
+            _storages(p.data for p in ddp.module.parameters() if owns(p)), _storages(b.grad_data for b in flat)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are allocated."""
+        return sum(t.untyped_storage().nbytes() for t, _ in (*self.weights, *self.gradients))
+
+    def free(self) -> None:
+        """Frees all of them."""
+        _resize((t, 0) for t, _ in self.weights)
+        self.free_gradients()
+
+    def free_gradients(self) -> None:
+        """Frees the buffers of gradients."""
+        _resize((t, 0) for t, _ in self.gradients)
+
+    def allocate_weights(self) -> None:
+        """Allocates the buffers of parameters, with any values, unless they are allocated."""
+        _resize(self.weights)
+
+    def allocate_gradients(self) -> None:
+        """Allocates the buffers of gradients, with any values, unless they are allocated."""
+        _resize(self.gradients)
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, int]]:
+    by_address = {t.untyped_storage().data_ptr(): t.detach() for t in tensors if t is not None and t.numel()}
+    return [(t, t.untyped_storage().nbytes()) for t in by_address.values()]
+
+
+def _resize(sizes: Iterable[tuple[Tensor, int]]) -> None:
+    for t, nbytes in sizes:
+        storage = t.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
 
 
 @attrs.frozen(eq=False)

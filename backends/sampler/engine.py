@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_fn.backends.draws import NOISE, Answers, Draws
-from verl_fn.backends.hf.activations import Activations
 from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.exact import Activations, token_logprobs
 from verl_fn.backends.hf.exact import check as check_exact
-from verl_fn.backends.hf.exact import token_logprobs
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_fn.backends.hf import exact
-from verl_fn.backends.hf.activations import LOG_PROBS, Activations, head_name, recorded
+from verl_fn.backends.hf.exact import LOG_PROBS, Activations, head_name, recorded
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.sampler.decoder import Cache, GeneralDecoder, Where
 from verl_fn.state import Batch

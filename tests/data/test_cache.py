@@ -19,7 +19,7 @@ import pytest
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import with_chat_arguments
 from verl_fn.config.schema import DataConfig
-from verl_fn.data import processes, reading, store
+from verl_fn.data import reading, store
 from verl_fn.data.encoded import Encoder
 from verl_fn.data.files import problem_rows
 from verl_fn.data.loading import file_data, read_files
@@ -70,7 +70,7 @@ def few(tmp_path, monkeypatch):
     encoded = []
 
     def counted(function, items):
-        for part in processes.in_order(function, items):
+        for part in reading.in_order(function, items):
             encoded.append(len(part.problems))
             yield part
 
@@ -328,7 +328,7 @@ BUILD = """
     import os, sys, time
     sys.path.insert(0, {tests!r})
     from data import test_cache
-    from verl_fn.data import processes, reading, store
+    from verl_fn.data import reading, store
     reading.FEWEST = 20
     real = store.write
     def slow(out, parts):
@@ -389,7 +389,7 @@ def test_weights_number_the_problems_of_all_files(tmp_path, few):
 
 
 def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
-    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: range(3))
+    monkeypatch.setattr(reading.os, "sched_getaffinity", lambda process: range(3))
 
     def slow(number):
         time.sleep(0.05 * (number % 3 == 0))
@@ -399,20 +399,20 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return number, os.getpid()
 
-    found = list(processes.in_order(slow, range(11)))
+    found = list(reading.in_order(slow, range(11)))
     assert [number for number, _ in found] == list(range(11)) and len({process for _, process in found}) == 3
     seen = []
     with pytest.raises(DataError, match="eleven"):
-        seen.extend(number for number, _ in processes.in_order(slow, iter(range(12))))
-    with pytest.raises(processes.ProcessEnded, match="exit status -9"):
-        list(processes.in_order(slow, [1, 13, 2]))
+        seen.extend(number for number, _ in reading.in_order(slow, iter(range(12))))
+    with pytest.raises(reading.ProcessEnded, match="exit status -9"):
+        list(reading.in_order(slow, [1, 13, 2]))
 
     def items():
         yield 1
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        list(processes.in_order(slow, items()))
+        list(reading.in_order(slow, items()))
 
 
 def test_tokens_that_depend_on_the_clock_are_encoded_at_each_start(tmp_path, few):

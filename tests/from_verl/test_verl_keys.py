@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
+from verl_fn.backends.megatron.fidelity import DECIDED, IMPURE, OF_FOLDER
 from verl_fn.backends.vllm.arguments import KEPT
 from verl_fn.config.load import flat
 from verl_fn.from_verl import translate

@@ -64,7 +64,7 @@ def check_of_updates(w: Workers) -> Callable[[Any, Batch, Ref[Metrics]], None] |
 
 def _place(state: Any, batch: Batch, w: Workers) -> str:
     """Returns where trainer and engine part, in the first row that differs."""
-    from verl_fn.backends.hf.activations import first_parting
+    from verl_fn.backends.hf.exact import first_parting
 
     trainer: Any = w.trainers["actor"]
     of_trainer, of_engine = getattr(trainer, "activations", None), getattr(w.rollout, "activations", None)

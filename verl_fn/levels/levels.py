@@ -12,12 +12,11 @@ from pathlib import Path
 
 import attrs
 
-from verl_fn.backends.hf.config import read_config
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
 from . import learning, parity, resuming, smoke
-from .subject import Request, experts_of
+from .subject import Request
 from .verdict import Check, Outcome
 
 REPLAYED, RATIO = "routers replayed recorded experts", "the ratio of the first update of each step is 1"
@@ -36,7 +35,7 @@ BLOCKED = {
 
 def features_of(request: Request) -> list[str]:
     """Returns the features to test: the user's, or experts if there are any; otherwise one empty name."""
-    return list(request.features) or (["moe"] if request.has_experts else [""])
+    return list(request.features) or (["moe"] if request.experts else [""])
 
 
 def blocked(feature: str) -> Outcome:
@@ -87,7 +86,7 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     found = {check.name: check for check in smoke.checks_of(folder, plan)}
     before, after = (smoke.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
     moved = smoke.changed(before, after)
-    count = experts_of(read_config(request.folder))
+    count = request.experts
     # A router has a row for each expert; experts themselves are stacked.
     routers = {name: other for name, other in moved.items() if before[name].dim() == 2 and len(before[name]) == count
                and ("gate" in name or "router" in name)}  # fmt: skip

@@ -123,7 +123,7 @@ class Compared:
 
 def stress_layouts(request: Request) -> list[str]:
     """Returns the layouts of level 2."""
-    return list(EXPERTS if request.has_experts else DENSE)
+    return list(EXPERTS if request.experts else DENSE)
 
 
 def layouts_within(layouts: Sequence[str], request: Request, device: str) -> list[str]:

@@ -228,7 +228,7 @@ def limitations(request: Request, deliverables: Sequence[Deliverable], out: Path
         yield "no claim that the model learns: level 5 was not requested"
     for level in sorted(set(LEVELS) - set(request.levels) - {5}):
         yield f"level {level} was not requested ({LEVELS[level].title})"
-    if request.has_experts and 2 not in request.levels:
+    if request.experts and 2 not in request.levels:
         yield "every rank had all experts (ep=1), so no tokens were sent to experts of other ranks"
     for one in deliverables:
         for outcome in one.outcomes.values():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
+from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, SPECIALS, char_tokenizer
 from verl_fn.benchmarks.families import random_folder, tiny_like
 from verl_fn.data.tasks import TASKS
@@ -74,16 +74,9 @@ class Request:
         return attrs.evolve(self, ray="", engine="sampler")
 
     @property
-    def has_experts(self) -> bool:
-        """Whether the model has experts."""
-        return experts_of(read_config(self.folder)) > 0
-
-
-def experts_of(config: Any) -> int:
-    """Returns how many experts each layer of a model has."""
-    text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(int(getattr(text, name, 0) or 0) for name in names)
+    def experts(self) -> int:
+        """How many experts a layer of the model has; 0 without experts."""
+        return experts_of(read_config(self.folder).get_text_config()) or 0
 
 
 def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Path, bool]:

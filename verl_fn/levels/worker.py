@@ -100,7 +100,7 @@ def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
 def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
     """A part of the architecture that the name of this process ends with."""
     name = progress.part.removeprefix("level_4").removeprefix("_")
-    if name != "moe" or not request.has_experts:
+    if name != "moe" or not request.experts:
         return levels.blocked("" if name == "moe" else name)
     return levels.experts(request, folder / "run", progress.say)
 

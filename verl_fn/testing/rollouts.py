@@ -569,7 +569,7 @@ def check_exact(
 
 
 def _require_equal(trainer: Any, engine: Any, state: Any, batch: Batch, what: str, get: Callable[[Any], Any]) -> None:
-    from verl_fn.backends.hf.activations import first_parting
+    from verl_fn.backends.hf.exact import first_parting
 
     log_probs = get(trainer.forward(state.params, batch, ("logprobs",))).logprobs
     count, largest = (metric.value for metric in exact_gap(batch, log_probs).values())

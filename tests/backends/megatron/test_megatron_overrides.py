@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.megatron.overrides import checked
+from verl_fn.backends.megatron.fidelity import checked
 
 
 @dataclass
