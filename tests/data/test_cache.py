@@ -67,10 +67,10 @@ def few(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "FEWEST", 20)
     for module in ("rows", "reading"):
         monkeypatch.setattr(f"verl_fn.data.{module}.MANY", 3)
-    encoded = []
+    encoded, in_order = [], reading.in_order
 
     def counted(function, items):
-        for part in reading.in_order(function, items):
+        for part in in_order(function, items):
             encoded.append(len(part.problems))
             yield part
 

@@ -48,7 +48,7 @@ def test_fields_that_can_be_set(fields):
         ({"vocab_siz": 8}, "has no field vocab_siz that override_transformer_config could set$"),
         ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff does nothing without moe_router_load_balancing_type"),
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps cannot be set; it draws random numbers"),
-        ({"moe_router_enable_expert_bias": True}, "cannot be set; it changes a buffer of the model between calls"),
+        ({"moe_router_enable_expert_bias": True}, "cannot be set; it changes between calls a buffer of the model"),
         ({"moe_expert_capacity_factor": 1.0}, "cannot be set; it drops tokens by what else is in their micro-batch"),
         (
             {"moe_router_load_balancing_type": "global_aux_loss"},
