@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ FLOATING = {name for dtype, name in NAMES.items() if dtype.is_floating_point}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
+BLOCK, WRITERS = 4 * 2**20, 4  # bytes that a thread copies and writes at a time; threads
 
 
 @attrs.frozen(eq=False)
@@ -78,14 +80,27 @@ def fill(file: Path, parts: Mapping[str, Span]) -> None:
     """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
     fd = os.open(file, os.O_WRONLY)
-    try:
+
+    def write(block: tuple[Tensor, int]) -> None:
+        elements, at = block
+        # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
+        data = elements.to("cpu", copy=True).view(torch.uint8).numpy().data
+        while data:
+            done = os.pwrite(fd, data, at)
+            data, at = data[done:], at + done
+
+    def blocks() -> Iterator[tuple[Tensor, int]]:
         for name, part in parts.items():
-            # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
-            data = part.elements.to("cpu", copy=True).view(torch.uint8).numpy().data
-            at = len(header) + places[name] + part.start * part.elements.element_size()
-            while data:
-                done = os.pwrite(fd, data, at)
-                data, at = data[done:], at + done
+            width = part.elements.element_size()
+            at = len(header) + places[name] + part.start * width
+            for number, elements in enumerate(part.elements.split(BLOCK // width)):
+                yield elements, at + number * BLOCK
+
+    try:
+        # Some threads copy blocks while another one writes.
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for _ in pool.map(write, blocks()):
+                pass
         os.fsync(fd)
     finally:
         os.close(fd)

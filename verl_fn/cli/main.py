@@ -22,7 +22,7 @@ CLOSED = 141  # the exit status of a program that SIGPIPE ends
 BENCHMARKS = (
     "purity", "sampler", "exact", "imports", "large-data", "crash", "faults", "families", "first-step",
     "frozen", "ppo-layouts", "throughput", "residency", "rollout", "turns", "weight-sync", "batches",
-    "loading", "scaling", "step",
+    "loading", "saves", "scaling", "step",
 )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
         save_file(copies, aside / STATE)
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
+    crcs = crcs_of(paths)
+    files = {str(path.relative_to(aside)): [path.stat().st_size, crcs[path]] for path in paths}
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
     manifest |= {"waiting": waiting} if waiting else {}
     manifest |= {"run": identity} if identity else {}
@@ -156,21 +158,23 @@ def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> 
             or the checkpoint has the name of another step.
     """
     manifest = read_manifest(folder)
-    for name, (size, crc) in manifest["files"].items():
-        path = folder / name
-        if not matters(name):
-            continue
-        try:
-            if not path.is_file():
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
-            if path.stat().st_size != size:
-                raise CheckpointError(
-                    f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
-                )
-            if crc_of(path) != crc:
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
+    files = {name: about for name, about in manifest["files"].items() if matters(name)}
+    with ThreadPoolExecutor() as pool:
+        crcs = {name: pool.submit(crc_of, folder / name) for name in files}
+        for name, (size, crc) in files.items():
+            path = folder / name
+            try:
+                if not path.is_file():
+                    raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
+                if path.stat().st_size != size:
+                    raise CheckpointError(
+                        f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
+                    )
+                if crcs[name].result() != crc:
+                    raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+            except OSError as error:
+                message = f"the checkpoint {folder} is damaged: {name} cannot be read: {error}"
+                raise CheckpointError(message) from error
     return manifest
 
 
@@ -304,8 +308,15 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 def crc_of(path: Path) -> int:
     """Returns the CRC-32 of a file."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
+    crc, block = 0, memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
     return crc
+
+
+def crcs_of(paths: Iterable[Path]) -> dict[Path, int]:
+    """Returns the CRC-32 of each file, by several threads."""
+    paths = list(paths)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(paths, pool.map(crc_of, paths), strict=True))

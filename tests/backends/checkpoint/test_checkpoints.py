@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import resource
 import shutil
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from rank_cases import KEY, optimizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from verl_fn.backends import tensor_file
 from verl_fn.backends.checkpoint.export import export_model
 from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS, CheckpointError
 from verl_fn.backends.fsdp import Fsdp
@@ -19,6 +22,7 @@ from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.tensor_file import Span
 from verl_fn.state import Key, snapshot, tree
 from verl_fn.steps import ppo_clip, sgd
 from verl_fn.testing import tiny_batch
@@ -317,3 +321,43 @@ def test_a_model_alone_is_loaded_and_not_restored(folder):
     backend.load_pretrained()
     with pytest.raises(CheckpointError, match=f"{UNFINISHED}, or it is only a model"):
         backend.restore(folder)
+
+
+def test_threads_write_every_block_to_its_place(tmp_path):
+    """Tensors of several blocks and of none, whose parts begin and end within a block."""
+    count = tensor_file.BLOCK // 4 * 3 + 7
+    tensors = {
+        "long": torch.arange(count, dtype=torch.int32),
+        "half": torch.arange(count).bfloat16(),
+        "bool": torch.arange(5) > 2,
+        "none": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.0),
+    }
+    cut = {"long": count // 3, "half": 5, "bool": 2, "none": 0, "scalar": 1}
+    flat = {name: t.reshape(-1) for name, t in tensors.items()}
+    ranks = [
+        {name: Span(t[: cut[name]], 0, tensors[name].shape) for name, t in flat.items()},
+        {name: Span(t[cut[name] :], cut[name], tensors[name].shape) for name, t in flat.items()},
+    ]
+    tensor_file.start(tmp_path / "ours", ranks[0])
+    for parts in ranks:
+        tensor_file.fill(tmp_path / "ours", parts)
+    read = load_file(tmp_path / "ours")
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
+
+
+def test_an_error_of_a_writing_thread_is_raised(tmp_path):
+    """The file may have no more than one block, as on a full disk."""
+    parts = {"w": Span.whole(torch.zeros(tensor_file.BLOCK))}
+    tensor_file.start(tmp_path / "w", parts)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (tensor_file.BLOCK, limits[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            tensor_file.fill(tmp_path / "w", parts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert raised.value.errno == errno.EFBIG
