@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,12 +25,14 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 FLOATING = {name for dtype, name in NAMES.items() if dtype.is_floating_point}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
-BLOCK, WRITERS = 4 * 2**20, 4  # bytes that a thread copies and writes at a time; threads
+BLOCK = 4 * 2**20  # bytes that are written at once
 
 
 @attrs.frozen(eq=False)
@@ -79,28 +80,20 @@ def start(file: Path, parts: Mapping[str, Span]) -> None:
 def fill(file: Path, parts: Mapping[str, Span]) -> None:
     """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
+    # New memory for each tensor would take longer than writing it.
+    buffer = torch.empty(BLOCK, dtype=torch.uint8)
     fd = os.open(file, os.O_WRONLY)
-
-    def write(block: tuple[Tensor, int]) -> None:
-        elements, at = block
-        # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
-        data = elements.to("cpu", copy=True).view(torch.uint8).numpy().data
-        while data:
-            done = os.pwrite(fd, data, at)
-            data, at = data[done:], at + done
-
-    def blocks() -> Iterator[tuple[Tensor, int]]:
+    try:
         for name, part in parts.items():
             width = part.elements.element_size()
             at = len(header) + places[name] + part.start * width
-            for number, elements in enumerate(part.elements.split(BLOCK // width)):
-                yield elements, at + number * BLOCK
-
-    try:
-        # Some threads copy blocks while another one writes.
-        with ThreadPoolExecutor(WRITERS) as pool:
-            for _ in pool.map(write, blocks()):
-                pass
+            for block in part.elements.split(BLOCK // width):
+                # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
+                copied = buffer.view(block.dtype)[: block.numel()].copy_(block)
+                data = copied.view(torch.uint8).numpy().data
+                while data:
+                    done = os.pwrite(fd, data, at)
+                    data, at = data[done:], at + done
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -1,7 +1,9 @@
 """Checkpoints of a run: the first precedes the first update, damage is seen, and old ones never stop a run."""
 
 import json
+import random
 import shutil
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,16 @@ from verl_fn.errors import UserError
 from verl_fn.runs import RunError
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs import folder as folder_module
-from verl_fn.runs.checkpoints import MANIFEST, check_model_folder, checkpoints, prune, read_manifest, verify
+from verl_fn.runs.checkpoints import (
+    BLOCK,
+    MANIFEST,
+    check_model_folder,
+    checkpoints,
+    crc_of,
+    prune,
+    read_manifest,
+    verify,
+)
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import train
 
@@ -228,3 +239,10 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(copied, 
     assert [p.name for p in checkpoints(copied)] == ["step_2", "step_1"]
     assert prune(copied, 2) == []
     assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_the_checksum_of_a_file(tmp_path, size):
+    content = random.Random(0).randbytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert crc_of(tmp_path / "file") == zlib.crc32(content)

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import operator
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ MANIFEST = "checkpoint.json"
 STATE = "algorithm.safetensors"
 IDENTITY = "run.json"
 CHECKSUM = "checksum"
+BLOCK, THREADS = 4 * 2**20, 4  # bytes of a file that a thread reads for its checksum at a time; threads
 WRITING, REMOVED = ".writing_", ".removing_"
 
 
@@ -99,8 +103,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
         save_file(copies, aside / STATE)
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-    crcs = crcs_of(paths)
-    files = {str(path.relative_to(aside)): [path.stat().st_size, crcs[path]] for path in paths}
+    files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
     manifest |= {"waiting": waiting} if waiting else {}
     manifest |= {"run": identity} if identity else {}
@@ -158,23 +161,21 @@ def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> 
             or the checkpoint has the name of another step.
     """
     manifest = read_manifest(folder)
-    files = {name: about for name, about in manifest["files"].items() if matters(name)}
-    with ThreadPoolExecutor() as pool:
-        crcs = {name: pool.submit(crc_of, folder / name) for name in files}
-        for name, (size, crc) in files.items():
-            path = folder / name
-            try:
-                if not path.is_file():
-                    raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
-                if path.stat().st_size != size:
-                    raise CheckpointError(
-                        f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
-                    )
-                if crcs[name].result() != crc:
-                    raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
-            except OSError as error:
-                message = f"the checkpoint {folder} is damaged: {name} cannot be read: {error}"
-                raise CheckpointError(message) from error
+    for name, (size, crc) in manifest["files"].items():
+        path = folder / name
+        if not matters(name):
+            continue
+        try:
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
+            if path.stat().st_size != size:
+                raise CheckpointError(
+                    f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
+                )
+            if crc_of(path) != crc:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
     return manifest
 
 
@@ -307,16 +308,34 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 
 def crc_of(path: Path) -> int:
-    """Returns the CRC-32 of a file."""
-    crc, block = 0, memoryview(bytearray(1 << 22))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc = zlib.crc32(block[:count], crc)
-    return crc
+    """Returns the CRC-32 of a file, blocks of which are read by several threads."""
+
+    def of_block(start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(BLOCK))
+
+    with path.open("rb") as file, ThreadPoolExecutor(THREADS) as pool:
+        whole = os.fstat(file.fileno()).st_size // BLOCK * BLOCK
+        crc = functools.reduce(_joined, pool.map(of_block, range(0, whole, BLOCK)), 0)
+        file.seek(whole)
+        return zlib.crc32(file.read(), crc)
 
 
-def crcs_of(paths: Iterable[Path]) -> dict[Path, int]:
-    """Returns the CRC-32 of each file, by several threads."""
-    paths = list(paths)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(paths, pool.map(crc_of, paths), strict=True))
+def _joined(before: int, block: int) -> int:
+    """Returns the CRC-32 of some bytes and a block after them, from the CRC-32 of each.
+
+    Example:
+        >>> some, block = b"some", b"block" + bytes(BLOCK - 5)
+        >>> _joined(zlib.crc32(some), zlib.crc32(block)) == zlib.crc32(some + block)
+        True
+    """
+    return functools.reduce(operator.xor, (each for bit, each in enumerate(_shifted()) if before >> bit & 1), block)
+
+
+@functools.cache
+def _shifted() -> list[int]:
+    """Returns what becomes of each bit of a CRC-32 when any block follows: a CRC is linear over bits."""
+    zeros = bytes(BLOCK)
+    none = zlib.crc32(zeros)
+    return [zlib.crc32(zeros, 1 << bit) ^ none for bit in range(32)]

@@ -3,9 +3,7 @@
 import errno
 import json
 import os
-import resource
 import shutil
-import signal
 
 import pytest
 import torch
@@ -323,41 +321,48 @@ def test_a_model_alone_is_loaded_and_not_restored(folder):
         backend.restore(folder)
 
 
-def test_threads_write_every_block_to_its_place(tmp_path):
-    """Tensors of several blocks and of none, whose parts begin and end within a block."""
-    count = tensor_file.BLOCK // 4 * 3 + 7
+def test_what_is_written_is_what_was_held(tmp_path, monkeypatch):
+    """Of every dtype, in blocks that end within parts and in parts that end within blocks, whoever writes them."""
+    monkeypatch.setattr(tensor_file, "BLOCK", 64)
+    noise = torch.randint(256, (999,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensors = {
-        "long": torch.arange(count, dtype=torch.int32),
-        "half": torch.arange(count).bfloat16(),
-        "bool": torch.arange(5) > 2,
+        f"every {name}": noise[: 99 * t.itemsize].view(t) for t, name in tensor_file.NAMES.items() if name != "BOOL"
+    }
+    shared = torch.arange(600.0)
+    tensors |= {
+        "bool": noise > 99,
         "none": torch.zeros(0, 3),
         "scalar": torch.tensor(2.0),
+        "transposed": shared[:500].view(20, 25).T,
+        "rows": shared[7:207].view(10, 20),
+        "strided": shared[::2],
+        "expanded": torch.tensor(3.0).expand(4, 50),
     }
-    cut = {"long": count // 3, "half": 5, "bool": 2, "none": 0, "scalar": 1}
-    flat = {name: t.reshape(-1) for name, t in tensors.items()}
-    ranks = [
-        {name: Span(t[: cut[name]], 0, tensors[name].shape) for name, t in flat.items()},
-        {name: Span(t[cut[name] :], cut[name], tensors[name].shape) for name, t in flat.items()},
-    ]
-    tensor_file.start(tmp_path / "ours", ranks[0])
-    for parts in ranks:
+    whole = {name: Span.whole(t) for name, t in tensors.items()}
+    tensor_file.start(tmp_path / "ours", whole)
+    for ends in ((0, 1 / 3), (1 / 3, 1)):
+        parts = {}
+        for name, span in whole.items():
+            first, last = (round(end * span.elements.numel()) for end in ends)
+            parts[name] = Span(span.elements[first:last], first, span.shape)
         tensor_file.fill(tmp_path / "ours", parts)
     read = load_file(tmp_path / "ours")
     assert read.keys() == tensors.keys()
-    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
+    for name, t in tensors.items():
+        assert read[name].dtype == t.dtype and read[name].shape == t.shape
+        assert torch.equal(*(bits.contiguous().flatten().view(torch.uint8) for bits in (read[name], t))), name
 
 
-def test_an_error_of_a_writing_thread_is_raised(tmp_path):
-    """The file may have no more than one block, as on a full disk."""
-    parts = {"w": Span.whole(torch.zeros(tensor_file.BLOCK))}
-    tensor_file.start(tmp_path / "w", parts)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (tensor_file.BLOCK, limits[1]))
-    try:
-        with pytest.raises(OSError) as raised:
-            tensor_file.fill(tmp_path / "w", parts)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert raised.value.errno == errno.EFBIG
+def test_a_folder_that_vanishes_while_it_is_written(folder, tmp_path, monkeypatch):
+    backend, old, new = two_states(folder)
+    backend.save(old, tmp_path / "saved")
+    before, write = contents(tmp_path / "saved"), os.pwrite
+
+    def vanish(*args):
+        shutil.rmtree(tmp_path / "saved/.writing", ignore_errors=True)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", vanish)
+    with pytest.raises(FileNotFoundError, match=r"saved/\.writing"):
+        backend.save(new, tmp_path / "saved")
+    assert contents(tmp_path / "saved") == before
