@@ -189,13 +189,12 @@ def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
         verl_fn.backends.hf.config.ModelError: model: norm.weight has the value 1e+38, and weights beyond 1e+18 make
         every step useless; copy the file again, or correct the weight
     """
-    # Both are nan if a weight is; a norm says the same, in ten times the time.
+    # A norm says the same, in ten times the time. Both are nan if a weight is.
     low, high = map(float, torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
     if max(-low, high) <= LARGEST_WEIGHT:
         return
-    wrong = ~(weight.abs() <= LARGEST_WEIGHT)
-    if name.endswith("bias"):
-        wrong &= weight != -torch.inf
+    excludes = (weight == -torch.inf) & name.endswith("bias")
+    wrong = ~(weight.abs() <= LARGEST_WEIGHT) & ~excludes
     if wrong.any():
         raise ModelError(
             f"{place}: {name} has the value {float(weight[wrong][0]):g}, and weights beyond {LARGEST_WEIGHT:g} make "
