@@ -81,7 +81,7 @@ def fill(file: Path, parts: Mapping[str, Span]) -> None:
     """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
     # New memory for each tensor would take longer than writing it.
-    buffer = torch.empty(BLOCK, dtype=torch.uint8)
+    buffer = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
     fd = os.open(file, os.O_WRONLY)
     try:
         for name, part in parts.items():
