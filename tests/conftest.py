@@ -93,6 +93,12 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             return unit(nodeid)
 
+        def remove_node(self, node):
+            # If a worker dies, its units go to others. One whose tests are all done would keep another waiting forever.
+            left = self.assigned_work[node]
+            self.assigned_work[node] = {name: tests for name, tests in left.items() if not all(tests.values())}
+            return super().remove_node(node)
+
     return Units(config, log)
 
 
