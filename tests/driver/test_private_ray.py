@@ -14,7 +14,7 @@ import ray
 import remote_mutants
 from ray._raylet import AuthenticationMode, get_authentication_mode
 
-from verl_fn.driver import ray_private
+from verl_fn.driver import processes, ray_private
 from verl_fn.driver.processes import runs, users_of
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.state import Key
@@ -64,6 +64,40 @@ def test_its_files_and_its_token_are_this_users(two):
     logs = [Path(log) for member in members(two) for log in member.logs]
     assert logs and all(token.parent in log.parents for log in logs)
     assert token.parent.stat().st_mode & 0o777 == 0o700
+
+
+HOLDS = """
+import os, sys, time
+held = [os.open(sys.argv[1], int(flags)) for flags in sys.argv[2:]]
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_whoever_only_reads_its_files_survives(tmp_path):
+    """Such as a process that follows a log, or that removes a folder around."""
+    file = tmp_path / "log"
+    file.touch()
+    opened = {
+        "writes": (file, os.O_WRONLY | os.O_APPEND),
+        "reads": (file, os.O_RDONLY),
+        "lists": (tmp_path, os.O_RDONLY | os.O_DIRECTORY),
+    }
+    held = {
+        name: subprocess.Popen([sys.executable, "-c", HOLDS, *map(str, args)], stdout=subprocess.PIPE)
+        for name, args in opened.items()
+    }
+    try:
+        assert all(process.stdout.readline() for process in held.values())
+        assert list(users_of(tmp_path)) == [held["writes"].pid]
+        # Its parent has ended without a word.
+        subprocess.run([sys.executable, processes.__file__, tmp_path], stdin=subprocess.DEVNULL, check=True)
+        assert held["writes"].wait() == -signal.SIGKILL and not tmp_path.exists()
+        assert [held[name].poll() for name in ("reads", "lists")] == [None, None]
+    finally:
+        for process in held.values():
+            process.kill()
+            process.communicate()
 
 
 def members(two):

@@ -1,13 +1,14 @@
 """Ends processes of this machine.
 
 Run as a program, this file waits for a word of the process that started it. If that ends without one, it ends all
-processes that have files of a folder open, and removes the folder.
+processes that write files of a folder, and removes the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -53,19 +54,24 @@ def end(pids: Callable[[], Iterable[int]], patience: float = END_SECONDS) -> Non
 
 
 def users_of(folder: Path) -> Iterator[int]:
-    """Yields the other processes of this user that have files of a folder open, such as their logs."""
+    """Yields the other processes of this user that write files of a folder, such as their logs.
+
+    Whoever reads a log or lists the folder does not belong to it.
+    """
     inside = f"{folder.resolve()}/"
     for process in Path("/proc").iterdir():
         other = process.name.isdigit() and process.name != str(os.getpid())
-        if other and any(file.startswith(inside) for file in _open_files(process)):
+        if other and any(file.startswith(inside) for file in _written_files(process)):
             yield int(process.name)
 
 
-def _open_files(process: Path) -> Iterator[str]:
+def _written_files(process: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for opened in (process / "fd").iterdir() if process.stat().st_uid == os.getuid() else ():
-            with contextlib.suppress(OSError):
-                yield os.readlink(opened)
+            with contextlib.suppress(OSError, ValueError):
+                flags = re.search(r"^flags:\s*(\d+)", (process / "fdinfo" / opened.name).read_text(), re.MULTILINE)
+                if flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                    yield os.readlink(opened)
 
 
 if __name__ == "__main__":
