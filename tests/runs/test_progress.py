@@ -1,5 +1,6 @@
 """What a run says while it goes on: a line a step, and what a long step is doing."""
 
+import threading
 import time
 
 import pytest
@@ -7,8 +8,10 @@ from run_configs import tiny_run
 
 from verl_fn.algorithms.workers import Clock, get_here
 from verl_fn.backends.memory import RUNNING
+from verl_fn.runs import progress
+from verl_fn.runs.folder import _share_written
 from verl_fn.runs.loop import train
-from verl_fn.runs.progress import LONG, Lines, Pulse, numbers
+from verl_fn.runs.progress import LONG, Lines, Pulse, numbers, waiting
 
 
 def test_a_long_step_tells_its_phase_its_share_and_the_time_left():
@@ -42,6 +45,40 @@ def test_the_thread_of_a_pulse_ends_with_it_and_errors_leave_no_phase():
     with Lines(0, 3, 1, print) as lines, pytest.raises(ZeroDivisionError):
         Clock(get_here).run("gen", lambda: 1 / 0)
     assert not lines._pulse._thread.is_alive() and RUNNING == [] and LONG >= 10
+
+
+def test_what_takes_long_says_so_ever_more_rarely(monkeypatch, tmp_path):
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    lines, told = [], threading.Event()
+
+    def say(line):
+        lines.append(line)
+        if len(lines) == 3:
+            told.set()
+
+    file = tmp_path / "weights"
+    with file.open("wb") as out:
+        out.write(bytes(2**20))
+        out.truncate(4 * 2**20)
+    with waiting(say, "models", lambda: _share_written(tmp_path)):
+        told.wait()
+    alive = [thread for thread in threading.enumerate() if thread.name == "verl_fn waiting"]
+    assert alive == [] and set(lines) == {"models: 0m00s so far, 25% done"}
+    with pytest.raises(ZeroDivisionError), waiting(say, "models"):
+        _ = 1 / 0
+    # What ends at once says nothing.
+    monkeypatch.setattr(progress, "PATIENCE", 1e6)
+    with waiting(lines.append, "quick"):
+        pass
+    assert not any("quick" in line for line in lines)
+
+
+def test_a_run_says_what_it_waits_for(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 1e-3)
+    said = []
+    train(tiny_run(tiny, tmp_path / "run", "trainer.total_training_steps=1"), said.append)
+    for what in ("checks of config, data and models", "models", "evaluation", "the checkpoint of step 0"):
+        assert any(line.startswith(f"{what}: 0m00s so far") for line in said), what
 
 
 def test_the_line_of_a_step(tiny, tmp_path):

@@ -44,7 +44,7 @@ from .logs import (
     read_checksums,
     read_lines,
 )
-from .progress import Say
+from .progress import Say, waiting
 from .state import RunState, run_of
 
 __all__ = ["ANSWERS", "Run", "changed_keys", "run_config"]
@@ -231,7 +231,8 @@ class Run:
         aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            with self.written(f"the checkpoint of step {state.step}"):
+            what = f"the checkpoint of step {state.step}"
+            with self.written(what), waiting(self._say, what, lambda: _share_written(aside)):
                 aside.mkdir(parents=True)
                 save_roles(state, aside, self._plan, w)
                 write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
@@ -269,6 +270,15 @@ class Run:
         """Points the link ``model`` in the run's folder at its newest model."""
         with atomic.replaced(self.folder / "model") as aside:
             aside.symlink_to(actor.relative_to(self.folder))
+
+
+def _share_written(folder: Path) -> float:
+    """Returns how much of the files in a folder is on the disk; they have their full sizes from the start."""
+    with contextlib.suppress(OSError):
+        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        size = sum(file.st_size for file in files)
+        return sum(min(512 * file.st_blocks, file.st_size) for file in files) / size if size else 0.0
+    return 0.0
 
 
 def _no_link(path: str, flags: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verl_fn.algorithms import Report
@@ -13,6 +14,7 @@ from verl_fn.config import Plan
 
 Say = Callable[[str], None]
 LONG = 30.0  # seconds of a step between two lines about it
+PATIENCE = 5.0  # seconds until the first line about a load or a save; each further line takes twice as long
 
 NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
@@ -61,6 +63,34 @@ def always_zero(plan: Plan) -> tuple[str, ...]:
     several = getattr(plan.options, "ppo_mini_batch_size", 0) or plan.data.train_batch_size
     updates_more = several < plan.data.train_batch_size or getattr(plan.options, "ppo_epochs", 1) > 1
     return () if updates_more else ("actor/ppo_kl",)
+
+
+@contextlib.contextmanager
+def waiting(say: Say, what: str, share: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+    """Says how long the body has run, after ``PATIENCE`` seconds and then ever more rarely.
+
+    Args:
+        say: prints a line; another thread calls it.
+        what: what the body does.
+        share: returns how much of it is done, from 0 to 1; lines tell it if it is above 0.
+    """
+    ended = threading.Event()
+    began = time.perf_counter()
+
+    def tell() -> None:
+        seconds = PATIENCE
+        while not ended.wait(began + seconds - time.perf_counter()):
+            done = share()
+            say(f"{what}: {duration(seconds)} so far" + (f", {done:.0%} done" if done > 0 else ""))
+            seconds *= 2
+
+    thread = threading.Thread(target=tell, name="verl_fn waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Pulse:

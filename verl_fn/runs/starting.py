@@ -1,4 +1,4 @@
-"""What a run waits for until its first step: a line when each part begins, and its seconds as metrics."""
+"""What a run waits for until its first step: a line about each part that takes long, and its seconds as metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from verl_fn.algorithms import Report
 
-from .progress import Say
+from .progress import Say, waiting
 
 PREFIX = "timing_s/start/"
 # The parts in their order, with what a run says of them.
@@ -49,10 +49,12 @@ class Start:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measures one part; parts of one name add up."""
+        """Measures one part, and says of a long one how long it has taken; parts of one name add up."""
         began = time.monotonic()
         try:
-            yield
+            # A save tells more of itself.
+            with contextlib.nullcontext() if name == "save" else waiting(self._say, PARTS[name]):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
