@@ -16,9 +16,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.backends.agreement import require_same
+from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends.hf.frozen_base import FrozenBase, Reference, stamp_of
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_head, check_needs
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.backends.hf.ulysses import LayoutError
@@ -104,6 +107,7 @@ class Base(abc.ABC):
         folder: a Hugging Face model folder, if the backend has one.
         head: ``lm`` for a policy, ``value`` for a critic.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
+        lora: adapters that are trained, if there are any.
         several_ranks: ranks make every call together. While another thread computes, a call then raises an error
             instead of waiting, since ranks must make their calls in one order.
 
@@ -119,6 +123,7 @@ class Base(abc.ABC):
         folder: str | Path = "",
         head: str = "lm",
         deterministic: bool = False,
+        lora: Lora | None = None,
         several_ranks: bool = False,
     ) -> None:
         expect(type(self).__name__, Optimizer, optimizer)
@@ -126,7 +131,9 @@ class Base(abc.ABC):
         self.folder = Path(folder)
         self.head = check_head(head)
         self.deterministic = deterministic
+        self.lora = lora
         self.several_ranks = several_ranks
+        self._base: FrozenBase | None = None
         self._trains = not isinstance(optimizer, Frozen)
         self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
 
@@ -291,8 +298,50 @@ class Base(abc.ABC):
     @one_at_a_time
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
         self._agree({"key": str(key)})
-        params = self._params(folder, key.fold_in("init"), pretrained=pretrained)
+        if pretrained and self.lora is not None and self._trains and Path(folder) == self.folder:
+            params = self._with_base(key.fold_in("init"))
+        else:
+            params = self._params(folder, key.fold_in("init"), pretrained=pretrained)
         return TrainState(params, self._slots(params), 0, key.fold_in("train"), 0)
+
+    # Frozen weights that checkpoints do not hold
+
+    def _with_base(self, key: Key) -> Params:
+        """Returns the weights of the backend's folder, with adapters, and keeps in mind what the frozen ones are."""
+        stamp = stamp_of(self.folder)
+        params = self._params(self.folder, key, pretrained=True)
+        self._base = FrozenBase.of(self.folder, stamp, self._frozen(params))
+        return params
+
+    def _base_of(self, params: Params) -> FrozenBase | None:
+        """Returns the frozen weights of a state if its checkpoint may refer to their folder, else None."""
+        held = self._base is not None and not params.buffers and self._base.holds(self._frozen(params))
+        return self._base if all(self._gather(held)) else None
+
+    def _on_base(self, reference: Reference, checkpoint: str | Path, trained: Mapping[str, Tensor]) -> Params:
+        """Returns parameters of which a checkpoint holds the trained ones, and refers to the frozen ones.
+
+        Raises:
+            ModelError: the backend's folder holds other weights.
+        """
+        with agreed(self._gather):
+            if not self.several_ranks or dist.get_rank() == 0:
+                reference.check(checkpoint, self.folder)
+        read, dtype = self._with_base(Key.from_seed(0)), getattr(torch, reference.dtype)
+        leaves = {name: trained[name] if name in trained else t.to(dtype).to(t.dtype) for name, t in read.items()}
+        return attrs.evolve(read, leaves=leaves)
+
+    def _frozen(self, params: Params) -> dict[str, Tensor]:
+        """Returns what this rank holds of the parameters that are not trained."""
+        trained = set(params.trained())
+        return {name: self._held(t) for name, t in params.items() if name not in trained}
+
+    def _held(self, t: Tensor) -> Tensor:
+        """Returns what this rank holds of a parameter."""
+        return t
+
+    def _gather(self, value: T) -> list[T]:
+        return gathered(value) if self.several_ranks else [value]
 
 
 def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to) -> Grads:

@@ -30,6 +30,7 @@ NAMES = {
 }
 FLOATING = {name for dtype, name in NAMES.items() if dtype.is_floating_point}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TENSORS = "train_state.safetensors"  # of a training state, beside the weights of its model
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
 BLOCK = 4 * 2**20  # bytes that are written at once

@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config, log):
             return unit(nodeid)
 
         def remove_node(self, node):
-            # If a worker dies, its units go to others. One whose tests are all done would keep another waiting forever.
+            # If a worker dies, others get its units. One whose tests are all done would keep them waiting forever.
             left = self.assigned_work[node]
             self.assigned_work[node] = {name: tests for name, tests in left.items() if not all(tests.values())}
             return super().remove_node(node)

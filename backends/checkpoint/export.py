@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from verl_fn.atomic import check_empty, replaced_folder
-from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS
+from verl_fn.backends.checkpoint.state_folder import MODEL
 from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
 from verl_fn.backends.hf.folder import carried, write_carried
+from verl_fn.backends.hf.frozen_base import Reference, load
 from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
+from verl_fn.backends.tensor_file import TENSORS
 from verl_fn.errors import UsageError
 
 __all__ = ["check_empty", "export_adapter", "export_model"]
@@ -70,14 +72,13 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
     import transformers
 
     name = next(iter(config.architectures or ()), "")
-    model, loaded = (getattr(transformers, name, None) or transformers.AutoModelForCausalLM).from_pretrained(
-        folder,
-        dtype=dtype,
-        # transformers refuses some settings of generation; the source's settings are copied as they are.
-        generation_config=transformers.GenerationConfig(),
-        output_loading_info=True,
-        **LOCAL,
-    )
+    # transformers refuses some settings of generation; the source's settings are copied as they are.
+    options = {"config": config, "dtype": dtype, "generation_config": transformers.GenerationConfig(), **LOCAL}
+    model, loaded = load(getattr(transformers, name, None) or transformers.AutoModelForCausalLM, folder, options)
+    # Adapters are merged in fp32.
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if isinstance(wanted, torch.dtype) and model.dtype != wanted:
+        model = model.to(wanted)
     # transformers has drawn the missing ones at random, and left the others out.
     for problem, names in (
         ("lacks {} weights of the model", loaded["missing_keys"]),
@@ -169,19 +170,29 @@ def _trained(source: Path, adapters: lora.Adapters) -> tuple[dict[str, Tensor], 
     Raises:
         LoraError: the training state lacks adapters that it says it has, or has others.
     """
+    if Reference.read(source) is not None:
+        place, saved = source / lora.ADAPTERS, lora.read_adapter(source)
+        heads = {name: t for name, t in saved.items() if not _is_adapter(name)}
+    else:
+        place, end = source / TENSORS, "']"
+        found = _tensors(place, lambda name: name.startswith(_PARAM) and _is_adapter(name.removesuffix(end)))
+        saved = {name.removeprefix(_PARAM).removesuffix(end): t for name, t in found.items()}
+        heads = _tensors(source / MODEL, lambda name: name.partition(".")[0] in _VALUE_HEADS)
+    held = {name for name in saved if _is_adapter(name)}
+    if differing := sorted(held.symmetric_difference(adapters.names())):
+        raise lora.LoraError(
+            f"{place} does not hold the adapters that {lora.ABOUT} lists: {len(differing)} differ, such as "
+            f"{differing[0]}; one of the files is of another checkpoint"
+        )
+    return {name: saved[name] for name in adapters.names()} | heads, next(iter(heads), "").partition(".")[0]
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def _tensors(file: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
-    tensors: dict[str, Tensor] = {}
-    with safe_open(source / TENSORS, "pt") as file:
-        found = {key[len(_PARAM) : -2]: key for key in file.keys() if key.startswith(_PARAM)}  # noqa: SIM118
-        held = {name for name in found if name.endswith((".lora_A.weight", ".lora_B.weight"))}
-        if differing := sorted(held.symmetric_difference(adapters.names())):
-            raise lora.LoraError(
-                f"{source / TENSORS} does not hold the adapters that {lora.ABOUT} lists: {len(differing)} differ, "
-                f"such as {differing[0]}; one of the files is of another checkpoint"
-            )
-        tensors |= {name: file.get_tensor(found[name]) for name in adapters.names()}
-    with safe_open(source / MODEL, "pt") as file:
-        heads = [name for name in file.keys() if name.partition(".")[0] in _VALUE_HEADS]  # noqa: SIM118
-        tensors |= {name: file.get_tensor(name) for name in heads}
-    return tensors, heads[0].partition(".")[0] if heads else ""
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118

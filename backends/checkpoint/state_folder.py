@@ -28,14 +28,15 @@ from verl_fn import atomic
 from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
 from verl_fn.backends.hf.folder import write_carried
-from verl_fn.backends.hf.lora import ABOUT
+from verl_fn.backends.hf.frozen_base import FrozenBase
+from verl_fn.backends.hf.lora import ABOUT, ADAPTERS, PEFT_CONFIG, write_peft_config
 from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.backends.tensor_file import Rows, Span
+from verl_fn.backends.tensor_file import SINGLE, TENSORS, Rows, Span
 from verl_fn.errors import UserError
 from verl_fn.state import Buffers, TrainState, tree
 from verl_fn.state.tree import Scalar, flatten, unflatten
 
-MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
+MODEL, SCALARS = SINGLE, "train_state.json"
 _ASIDE = ".writing"
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ def save_state(
     scalars: Mapping[str, Scalar],
     describe: Callable[[Path], None] = lambda folder: None,
     *,
+    file: str = MODEL,
     gather: Gather = alone,
     rank: int = 0,
 ) -> None:
@@ -75,10 +77,11 @@ def save_state(
 
     Args:
         folder: is made if it does not exist.
-        model: the tensors of ``model.safetensors``, under transformers' names.
+        model: the tensors of ``file``, under transformers' or PEFT's names.
         rest: the other tensors, under any names.
         scalars: the parts of the state that are not tensors.
         describe: writes the files that belong beside the weights into a folder, on the first rank.
+        file: ``model.safetensors``, or PEFT's file.
         gather: returns the values of all ranks, by rank.
         rank: the number of this process.
 
@@ -87,7 +90,7 @@ def save_state(
             ``restore`` refuses the folder.
     """
     folder, aside = Path(folder), Path(folder) / _ASIDE
-    files = {MODEL: model, TENSORS: rest}
+    files = {file: model, TENSORS: rest}
     try:
         with agreed(gather):
             if rank == 0:
@@ -104,7 +107,7 @@ def save_state(
         with agreed(gather):
             if rank == 0:
                 # The folder has no `train_state.json` while it holds a mixture of two states.
-                atomic.move_files(aside, folder, last=SCALARS, stale=[ABOUT])
+                atomic.move_files(aside, folder, last=SCALARS, stale=[ABOUT, MODEL, ADAPTERS, PEFT_CONFIG])
     finally:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -115,19 +118,21 @@ def read_state(
     model: Mapping[str, Tensor],
     rest: T,
     *,
+    file: str = MODEL,
     rows: Rows = lambda count: (0, count),
     device: str | torch.device = "cpu",
     gather: Gather = alone,
     frozen: Iterable[str] = (),
 ) -> tuple[dict[str, Tensor], T]:
-    """Reads the tensors of ``model.safetensors`` and the rest of the state in ``folder``, bitwise.
+    """Reads the tensors of ``file`` and the rest of the state in ``folder``, bitwise.
 
     Parameters that are not trained get the dtype that the backend holds them in, if they were saved in another one.
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold, on the meta device.
+        model: the tensors that ``file`` must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
+        file: ``model.safetensors``, or PEFT's file.
         rows: returns the rows of a tensor that this rank reads, given the number of all rows.
         device: where the tensors go.
         gather: returns the values of all ranks, by rank.
@@ -141,7 +146,7 @@ def read_state(
     with agreed(gather):
         check_finished(folder)
         try:
-            weights = tensor_file.read(folder / MODEL, model, rows, device, cast)
+            weights = tensor_file.read(folder / file, model, rows, device, cast)
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device, cast)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
@@ -156,7 +161,7 @@ class Opened(Generic[T]):
     """A state in a folder, whose tensors are read when they are asked for.
 
     Attributes:
-        model: returns rows of a tensor of ``model.safetensors``: by name, from the first to the one before the last.
+        model: returns rows of a tensor of the model's file: by name, from the first to the one before the last.
         rest: the same for the rest of the state, by path.
         hollow: the rest of the state, with None for every tensor.
     """
@@ -172,14 +177,21 @@ def _either(frozen: Iterable[str]) -> frozenset[str]:
 
 
 def open_state(
-    folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gather: Gather = alone, frozen: Iterable[str] = ()
+    folder: str | Path,
+    model: Mapping[str, Tensor],
+    rest: T,
+    *,
+    file: str = MODEL,
+    gather: Gather = alone,
+    frozen: Iterable[str] = (),
 ) -> Opened[T]:
     """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold, on the meta device.
+        model: the tensors that ``file`` must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
+        file: ``model.safetensors``, or PEFT's file.
         gather: returns the values of all ranks, by rank.
         frozen: names of parameters that are not trained; they may be read in another dtype than ``model`` has.
 
@@ -194,9 +206,9 @@ def open_state(
     with agreed(gather):
         check_finished(folder)
         try:
-            tensor_file.read(folder / MODEL, model, none, cpu, cast)
+            tensor_file.read(folder / file, model, none, cpu, cast)
             tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu, cast)
-            weights, others = (tensor_file.Slices(folder / name) for name in (MODEL, TENSORS))
+            weights, others = (tensor_file.Slices(folder / name) for name in (file, TENSORS))
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
         # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
@@ -235,10 +247,21 @@ def about(folder: str | Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
 
-def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
-    """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings."""
+def describe_model(folder: Path, skeleton: Skeleton, made_from: Path, base: FrozenBase | None = None) -> None:
+    """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings.
+
+    Args:
+        folder: where to write.
+        skeleton: the model.
+        made_from: the model's own folder.
+        base: the weights that the folder refers to; None if it holds all of them.
+    """
     write_carried(skeleton.files, folder)
-    skeleton.adapters.write(folder, made_from)
+    if base is None:
+        skeleton.adapters.write(folder, made_from)
+    else:
+        skeleton.adapters.write(folder, base.folder, base.about())
+        write_peft_config(skeleton.adapters, str(base.folder), folder, skeleton.trained_head)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
-from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.frozen_base import Reference
+from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
@@ -122,12 +123,13 @@ class Fsdp(Base):
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
-        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
+        super().__init__(
+            optimizer, folder=folder, head=head, deterministic=deterministic, lora=lora, several_ranks=True
+        )
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
         self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
-        self.lora = lora
         self.compile = compile
         self.exact = exact
         if exact and (compile or self.layout.size > 1):
@@ -151,22 +153,32 @@ class Fsdp(Base):
         checkpoint.check_dtypes(state)
         skeleton.check_trained(params)
         skeleton.check_buffers(params.buffers)
-        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))
-        merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
-        weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}
-        model, others = (
-            {name: self.layout.part(t) for name, t in tensors.items()}
-            for tensors in ({**weights, **params.buffers}, rest)
-        )
+        weights: dict[str, Tensor]
+        if (base := self._base_of(params)) is None:
+            file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)
+            merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
+            weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}
+            weights |= dict(params.buffers)
+        else:
+            file, kept = ADAPTERS, Params({})
+            weights = {in_peft(name): params[name] for name in params.trained()}
+        rest, scalars = flatten(attrs.evolve(state, params=kept))
+        model, others = ({name: self.layout.part(t) for name, t in tensors.items()} for tensors in (weights, rest))
 
         def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder)
+            checkpoint.describe_model(folder, skeleton, self.folder, base)
 
-        checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
+        checkpoint.save_state(
+            folder, model, others, scalars, describe, file=file, gather=gathered, rank=self.layout.rank
+        )
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
-        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards."""
+        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards.
+
+        Raises:
+            ModelError: its frozen weights are in another folder, and this backend's folder has others.
+        """
         skeleton = self._built()
         require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
         with agreed():
@@ -174,14 +186,23 @@ class Fsdp(Base):
             check_same_config(skeleton, folder)
             skeleton.adapters.check(Path(folder))
         adapters, params = skeleton.adapters, self._blank
-        rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
+        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        if (reference := Reference.read(folder)) is not None:
+            model = {in_peft(name): params[name] for name in params.trained()}
+            weights, rest = checkpoint.read_state(
+                folder, model, rest, file=ADAPTERS, rows=self.layout.bounds, device=self.device, gather=gathered
+            )
+            trained = {name: sharded(weights[in_peft(name)], specs[name]) for name in params.trained()}
+            joined = self._on_base(reference, folder, trained)
+            return attrs.evolve(with_specs(rest, specs), params=joined)
+        rest = attrs.evolve(rest, params=adapters.unmerged(params))
         buffers = {name: b.to("meta") for name, b in params.buffers.items()}
         model = {**adapters.merged_like(params), **buffers}
         frozen = params.keys() - params.trained()
         weights, rest = checkpoint.read_state(
             folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered, frozen=frozen
         )
-        specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         joined = adapters.joined(params, weights, rest.params)
         joined = attrs.evolve(joined, buffers=checkpoint.read_buffers(folder, params.buffers))
         return with_specs(attrs.evolve(rest, params=joined), specs)
@@ -308,6 +329,9 @@ class Fsdp(Base):
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
         check_slots(optimizer, params)
         return optimizer
+
+    def _held(self, t: Tensor) -> Tensor:
+        return local_of(t)
 
     def _check(self, *values: Params | Grads) -> None:
         for value in values:

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from verl_fn.backends.hf import frozen_base
 from verl_fn.backends.hf.checks import fit_of, kernels_for, wrong_gradients
 from verl_fn.backends.hf.config import (
     LOCAL,
@@ -43,6 +44,7 @@ from verl_fn.backends.hf.config import (
     reason,
     refused,
 )
+from verl_fn.backends.hf.frozen_base import Reference
 from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.hf.tokenizer import END
@@ -293,15 +295,8 @@ def _loaded(auto: Any, config: Any, folder: str | Path, options: dict[str, Any])
     import transformers
 
     # The folder's own settings of generation are not used, and some of them would be refused.
-    model, report = auto.from_pretrained(
-        folder,
-        config=config,
-        generation_config=transformers.GenerationConfig(),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options | LOCAL,
-    )
-    return model, report
+    own = {"config": config, "generation_config": transformers.GenerationConfig(), "ignore_mismatched_sizes": True}
+    return frozen_base.load(auto, folder, {**options, **own, **LOCAL})
 
 
 @_one_at_a_time
@@ -378,7 +373,8 @@ def _check_count(described: int, folder: str | Path) -> None:
     Raises:
         ModelError: the config describes more.
     """
-    files = [path for pattern in ("*.safetensors", "*.bin") for path in Path(folder).glob(pattern)]
+    source = Path(folder) if (reference := Reference.read(folder)) is None else reference.base
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in source.glob(pattern)]
     held = sum(path.stat().st_size for path in files)
     # Quantized weights take more than a bit each, too.
     if files and described > 8 * held:

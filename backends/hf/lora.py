@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from verl_fn.errors import UserError, install
 from verl_fn.state import Key, Params, isolated
+from verl_fn.state.node import FrozenDict
 
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
+PEFT_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."  # of the names in that file
 ABOUT = "lora.json"
 ALL = "all-linear"
 
@@ -176,13 +179,17 @@ class Adapters:
         """Returns parameters with the structure of ``like``, from the merged model and the unmerged leaves."""
         return attrs.evolve(like, leaves={n: unmerged[n] if n in unmerged else merged[n] for n in like})
 
-    def write(self, folder: Path, base: Path) -> None:
-        """Writes into ``folder`` which adapters its training state has, and the model ``base`` that they adapt."""
-        if self.lora is None:
-            (folder / ABOUT).unlink(missing_ok=True)
-        else:
+    def write(self, folder: Path, base: Path, more: Mapping[str, Any] = FrozenDict()) -> None:
+        """Writes into ``folder`` which adapters its training state has, and the model ``base`` that they adapt.
+
+        Args:
+            folder: where to write.
+            base: the model's folder.
+            more: what else to write.
+        """
+        if self.lora is not None:
             about = attrs.asdict(self.lora) | {"layers": self.layers, "transposed": sorted(self.transposed)}
-            (folder / ABOUT).write_text(json.dumps({"base_model": str(base), **about}, indent=1))
+            (folder / ABOUT).write_text(json.dumps({"base_model": str(base), **about, **more}, indent=1))
 
     def check(self, folder: Path) -> None:
         """Compares these adapters with the adapters of the training state in ``folder``.
@@ -296,6 +303,31 @@ def canonical(name: str) -> str:
     return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
 
+def in_peft(name: str) -> str:
+    """Returns the name of an adapter's parameter, or of a value head's, in PEFT's file.
+
+    Example:
+        >>> in_peft("m.q_proj.lora_A.weight")
+        'base_model.model.m.q_proj.lora_A.weight'
+    """
+    return f"{_PREFIX}{name}"
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Returns what PEFT's file in ``folder`` holds, by name in the model.
+
+    Raises:
+        LoraError: the file cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return {name.removeprefix(_PREFIX): t for name, t in load_file(folder / ADAPTERS).items()}
+    except (OSError, SafetensorError) as error:
+        raise LoraError(f"{folder / ADAPTERS} cannot be read: {error}") from error
+
+
 def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, out: Path, head: str = "") -> None:
     """Writes the adapters' parameters as a folder that ``peft.PeftModel.from_pretrained(base_model, out)`` loads.
 
@@ -308,6 +340,14 @@ def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, 
     """
     from safetensors.torch import save_file
 
+    out.mkdir(parents=True, exist_ok=True)
+    write_peft_config(adapters, base, out, head)
+    named = {in_peft(name): t.contiguous() for name, t in tensors.items()}
+    save_file(named, out / ADAPTERS, metadata={"format": "pt"})
+
+
+def write_peft_config(adapters: Adapters, base: str, out: Path, head: str = "") -> None:
+    """Writes PEFT's description of adapters; see ``write_adapter``."""
     assert adapters.lora is not None
     config = _peft().LoraConfig(
         r=adapters.lora.rank,
@@ -320,10 +360,7 @@ def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, 
     )
     config.inference_mode = True
     config.target_modules = list(adapters.layers)  # the config would keep a set of them, in no order
-    out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(out)
-    named = {f"base_model.model.{name}": t.contiguous() for name, t in tensors.items()}
-    save_file(named, out / ADAPTERS, metadata={"format": "pt"})
 
 
 def _peft() -> Any:

@@ -32,6 +32,7 @@ class ModelSizes:
         experts: elements of the experts of all layers.
         ends: elements outside of layers: embeddings, output layer and last norm.
         adapted: elements of the weights that adapters are added to.
+        buffers: elements of the buffers that a model's files contain.
         config: the config of the text model.
 
     Source:
@@ -43,6 +44,7 @@ class ModelSizes:
     experts: int
     ends: int
     adapted: int
+    buffers: int
     config: Any = attrs.field(repr=False, eq=False)
 
     @property
@@ -113,7 +115,8 @@ def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes
         trained = adapters + (sum(p.numel() for p in output.parameters()) if head == "value" else 0)
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     ends = sum(count for name, count in counts.items() if not re.search(r"\.\d+\.", name))
-    return ModelSizes(total, trained, experts, ends, adapted, model.config.get_text_config())
+    buffers = sum(b.numel() for b in skeleton.constants.values())
+    return ModelSizes(total, trained, experts, ends, adapted, buffers, model.config.get_text_config())
 
 
 def width_of(dtype: str) -> int:

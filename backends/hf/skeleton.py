@@ -195,6 +195,13 @@ class Skeleton(nn.Module):
         head = set(self.output_layer.parameters()) if self.head == "value" else set()
         return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
 
+    @property
+    def trained_head(self) -> str:
+        """The name of a value head, which is trained beside adapters; empty for a language model."""
+        if self.head != "value":
+            return ""
+        return next(name for name, module in self.model.named_modules() if module is self.output_layer)
+
     def _outside_tower(self) -> frozenset[str]:
         assert self.tower is not None
         inside = set(self.tower.parameters())

@@ -19,7 +19,8 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
-from verl_fn.backends.hf.lora import Lora, itself
+from verl_fn.backends.hf.frozen_base import Reference
+from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.vision import beside_tokens
@@ -103,12 +104,11 @@ class Local(Base):
         deterministic: bool = False,
         exact: bool = False,
     ) -> None:
-        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic)
+        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, lora=lora)
         self.exact = exact
         self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
-        self.lora = lora
         self.row_layout = row_layout
         self.freeze_vision_tower = freeze_vision_tower
         self.device = torch.device(device)
@@ -127,26 +127,41 @@ class Local(Base):
         checkpoint.check_dtypes(state)
         skeleton.check_trained(state.params)
         skeleton.check_buffers(state.buffers)
-        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))
-        model, others = (
-            {name: Span.whole(t) for name, t in tensors.items()}
-            for tensors in ({**skeleton.adapters.filed(state.params), **state.buffers}, rest)
-        )
+        params, base = state.params, self._base_of(state.params)
+        if base is None:
+            file, weights = checkpoint.MODEL, {**skeleton.adapters.filed(params), **state.buffers}
+            kept = skeleton.adapters.unmerged(params)
+        else:
+            file, weights = ADAPTERS, {in_peft(name): params[name] for name in params.trained()}
+            kept = Params({})
+        rest, scalars = flatten(attrs.evolve(state, params=kept))
+        model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (weights, rest))
 
         def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder)
+            checkpoint.describe_model(folder, skeleton, self.folder, base)
 
-        checkpoint.save_state(folder, model, others, scalars, describe)
+        checkpoint.save_state(folder, model, others, scalars, describe, file=file)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
-        """Returns the state that ``save`` wrote, bitwise."""
+        """Returns the state that ``save`` wrote, bitwise.
+
+        Raises:
+            ModelError: its frozen weights are in another folder, and this backend's folder has others.
+        """
         skeleton = self._built()
         checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
         adapters, params = skeleton.adapters, self._blank
         adapters.check(Path(folder))
-        rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        reference = Reference.read(folder)
+        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        if reference is not None:
+            model = {in_peft(name): params[name] for name in params.trained()}
+            weights, rest = checkpoint.read_state(folder, model, rest, file=ADAPTERS, device=self.device)
+            trained = {name: weights[in_peft(name)] for name in params.trained()}
+            return attrs.evolve(rest, params=self._on_base(reference, folder, trained))
+        rest = attrs.evolve(rest, params=adapters.unmerged(params))
         model = {**adapters.merged_like(params), **tree.map_tensors(_on_meta, params.buffers)}
         frozen = params.keys() - params.trained()
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device, frozen=frozen)

@@ -115,7 +115,9 @@ class Megatron(Base):
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
-        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
+        super().__init__(
+            optimizer, folder=folder, head=head, deterministic=deterministic, lora=lora, several_ranks=True
+        )
         self.layout = Layout.of(Sizes(tp, pp, cp, ep, sp))
         self.dtype = dtype_of(dtype, "dtype")
         self.max_tokens = max_tokens
@@ -135,12 +137,16 @@ class Megatron(Base):
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})
-        saving.save(state, Path(folder), model, self.folder)
+        saving.save(state, Path(folder), model, self.folder, self._base_of(state.params))
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
-        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads what it needs."""
-        return saving.restore(Path(folder), self._built(), self.optimizer)
+        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads what it needs.
+
+        Raises:
+            ModelError: its frozen weights are in another folder, and this backend's folder has others.
+        """
+        return saving.restore(Path(folder), self._built(), self.optimizer, self._on_base)
 
     @one_at_a_time
     def free_buffers(self) -> None:

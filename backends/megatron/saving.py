@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.config import check_same_config
 from verl_fn.backends.hf.folder import FolderWeights, Hollow
+from verl_fn.backends.hf.frozen_base import FrozenBase, Reference
+from verl_fn.backends.hf.lora import ADAPTERS, in_peft
 from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Slices, Span
 from verl_fn.state import Key, Named, Params, TrainState
@@ -24,7 +26,7 @@ from verl_fn.state.tree import flatten
 Rows = Callable[[str, int, int], Tensor]
 
 
-def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> None:
+def save(state: TrainState, folder: Path, model: Executor, made_from: Path, base: FrozenBase | None) -> None:
     """Writes a state into ``folder``; all ranks call it together.
 
     Whole tensors are gathered one after the other, and each is kept and written by one rank, in turn.
@@ -34,6 +36,7 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
         folder: where to save.
         model: Megatron's model.
         made_from: the model's own folder.
+        base: the frozen weights, if the checkpoint refers to them.
     """
     layout, skeleton = model.layout, model.hollow.skeleton
     number = 0
@@ -54,26 +57,36 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
     rest = parts(iter(others.items()))
     for path, value in named_parts(state.optimizer):
         rest |= parts((f".optimizer{path}[{name!r}]", t) for name, t in model.named(value))
-    # What the merged model cannot restore: the adapters, and the weights that they were added to.
-    unmerged = skeleton.adapters.unmerged(model.blank)
-    if unmerged.leaves:
-        kept = {leaf: t for leaf, t in state.params.items() if unmerged.keys() >= model.canonical.names(leaf)}
-        rest |= parts((f".params[{name!r}]", t) for name, t in model.named(kept))
-    weights = parts(model.merged(state.params)) | parts(iter(state.buffers.items()))
+    if base is None:
+        file, weights = checkpoint.MODEL, parts(model.merged(state.params)) | parts(iter(state.buffers.items()))
+        # What the merged model cannot restore: the adapters, and the weights that they were added to.
+        unmerged = skeleton.adapters.unmerged(model.blank)
+        if unmerged.leaves:
+            kept = {leaf: t for leaf, t in state.params.items() if unmerged.keys() >= model.canonical.names(leaf)}
+            rest |= parts((f".params[{name!r}]", t) for name, t in model.named(kept))
+    else:
+        trained = {leaf: state.params[leaf] for leaf in state.params.trained()}
+        file, weights = ADAPTERS, parts((in_peft(name), t) for name, t in model.named(trained))
 
     def describe(folder: Path) -> None:
-        checkpoint.describe_model(folder, skeleton, made_from)
+        checkpoint.describe_model(folder, skeleton, made_from, base)
 
-    checkpoint.save_state(folder, weights, rest, scalars, describe, gather=gathered, rank=layout.rank)
+    checkpoint.save_state(folder, weights, rest, scalars, describe, file=file, gather=gathered, rank=layout.rank)
 
 
-def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
+def restore(
+    folder: Path,
+    model: Executor,
+    optimizer: Any,
+    on_base: Callable[[Reference, Path, Mapping[str, Tensor]], Params],
+) -> TrainState:
     """Returns the state that ``save`` of any backend wrote; all ranks call it together.
 
     Args:
         folder: where it was saved.
         model: Megatron's model.
         optimizer: for canonical names.
+        on_base: adds the frozen weights that a checkpoint refers to to the trained ones.
 
     Raises:
         CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
@@ -87,15 +100,18 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
         checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
         adapters.check(folder)
-    unmerged = adapters.unmerged(blank)
+    like, trained, reference = model.new_buffers(), blank.trained(), Reference.read(folder)
+    unmerged = adapters.unmerged(blank) if reference is None else Params({})
+    if reference is None:
+        file, weights = (
+            checkpoint.MODEL,
+            {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}},
+        )
+    else:
+        file, weights = ADAPTERS, {in_peft(name): blank[name] for name in trained}
     rest = TrainState(unmerged, optimizer.init(blank), 0, Key.from_seed(0), 0)
-    like = model.new_buffers()
     opened = checkpoint.open_state(
-        folder,
-        {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}},
-        rest,
-        gather=gathered,
-        frozen=blank.keys() - blank.trained(),
+        folder, weights, rest, file=file, gather=gathered, frozen=blank.keys() - set(trained)
     )
     moments: dict[str, Any] = {}
     for place, value in named_parts(rest.optimizer):
@@ -107,6 +123,8 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
     state = opened.hollow
 
     def parameters(name: str, start: int, end: int) -> Tensor:
+        if reference is not None:
+            return opened.model(in_peft(name), start, end)
         if name in unmerged:
             return opened.rest(f".params[{name!r}]", start, end)
         return opened.model(name, start, end)
@@ -115,8 +133,11 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
         return moments[pytree.keystr(path)] if isinstance(part, Named) else part
 
     optimizer = pytree.tree_map_with_path(fill, state.optimizer, is_leaf=lambda part: isinstance(part, Named))
-    leaves = model.read(parameters, blank.keys())
-    params = Params(leaves, model.trainable, checkpoint.read_buffers(folder, like))
+    if reference is None:
+        leaves = model.read(parameters, blank.keys())
+        params = Params(leaves, model.trainable, checkpoint.read_buffers(folder, like))
+    else:
+        params = on_base(reference, folder, model.read(parameters, trained))
     return attrs.evolve(state, params=params, optimizer=optimizer)
 
 

@@ -11,17 +11,16 @@ from run_configs import tiny_run
 
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.backends.local import Local
+from verl_fn.checksums import BLOCK, crc_of
 from verl_fn.cli import main
 from verl_fn.errors import UserError
 from verl_fn.runs import RunError
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import (
-    BLOCK,
     MANIFEST,
     check_model_folder,
     checkpoints,
-    crc_of,
     prune,
     read_manifest,
     verify,

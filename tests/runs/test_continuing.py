@@ -10,10 +10,11 @@ from run_configs import tiny_run
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.checksums import crc_of
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import RunError, continuing, history
-from verl_fn.runs.checkpoints import checkpoints, crc_of
+from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay

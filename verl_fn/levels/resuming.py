@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl_fn import build
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
-from verl_fn.backends.checkpoint.state_folder import MODEL, SCALARS, TENSORS
+from verl_fn.backends.checkpoint.state_folder import SCALARS
 from verl_fn.backends.hf.config import LOCAL, quiet, read_config
 from verl_fn.benchmarks.families import batch_of
 from verl_fn.config import Plan
@@ -74,7 +74,9 @@ def resumed(request: Request, folder: Path, other: Path, say: Callable[[str], No
 
 def _same_state(whole: Path, stopped: Path) -> Check:
     """Compares two checkpoints of all roles, file by file."""
-    files = [f"{role}/{name}" for role in ("actor", "critic") for name in (MODEL, TENSORS, SCALARS)]
+    kinds = ("*.safetensors", SCALARS)
+    held = {file.relative_to(one) for one in (whole, stopped) for kind in kinds for file in one.glob(f"*/{kind}")}
+    files = sorted(map(str, held))
     absent = [name for name in files if not ((whole / name).is_file() and (stopped / name).is_file())]
     if absent:
         return Check(STATE, False, f"{absent[0]} is missing")

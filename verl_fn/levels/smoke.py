@@ -17,7 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from verl_fn.backends.checkpoint.state_folder import TENSORS
+from verl_fn.backends.hf.frozen_base import Reference
+from verl_fn.backends.hf.lora import in_peft
+from verl_fn.backends.tensor_file import TENSORS
 from verl_fn.benchmarks.first_step_layout import ON_CPU
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.runs.logs import read_metrics
@@ -162,12 +164,22 @@ def checks_of(folder: Path, plan: Plan) -> list[Check]:
     if not actor.lora:
         return [*checks, all_changed(ALL_CHANGED, moved)]
     adapters = {name: other for name, other in moved.items() if ".lora_" in name}
-    base = {name: other for name, other in moved.items() if ".lora_" not in name}
-    given = changed(parameters(Path(plan.model)), before)
-    base = {name: other or given.get(name, False) for name, other in base.items()}
+    return [
+        *checks,
+        all_changed(ADAPTERS, adapters),
+        _untouched(folder / f"checkpoints/step_{last}/actor", plan, moved),
+    ]
+
+
+def _untouched(last: Path, plan: Plan, moved: Mapping[str, bool]) -> Check:
+    """Checks that adapters' training has not changed what is frozen, which the last checkpoint refers to or holds."""
+    if Reference.read(last) is not None:
+        return Check(BASE, True, f"every bit is that of {plan.model}")
+    given = changed(parameters(Path(plan.model)), parameters(last))
+    base = {name: other or moved.get(name, False) for name, other in given.items() if ".lora_" not in name}
     touched = sorted(name for name, other in base.items() if other)
     held = f"{len(base)} parameters" if not touched else f"{len(touched)} changed, such as {touched[0]}"
-    return [*checks, all_changed(ADAPTERS, adapters), Check(BASE, not touched and bool(base), held)]
+    return Check(BASE, not touched and bool(base), held)
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
@@ -178,7 +190,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 if file.name != TENSORS:
-                    found[key] = tensors.get_tensor(key)
+                    found[key.removeprefix(in_peft(""))] = tensors.get_tensor(key)
                 elif key.startswith(start):
                     found[key.removeprefix(start).removesuffix(end)] = tensors.get_tensor(key)
     return found

@@ -6,15 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import operator
-import os
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from verl_fn import atomic
 from verl_fn.algorithms import Workers
-from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.tensor_file import TENSORS
+from verl_fn.checksums import crc_of
 from verl_fn.config import Plan
 from verl_fn.state import tree
 
@@ -38,7 +35,6 @@ MANIFEST = "checkpoint.json"
 STATE = "algorithm.safetensors"
 IDENTITY = "run.json"
 CHECKSUM = "checksum"
-BLOCK, THREADS = 4 * 2**20, 4  # bytes of a file that a thread reads for its checksum at a time; threads
 WRITING, REMOVED = ".writing_", ".removing_"
 
 
@@ -305,37 +301,3 @@ def prune(folder: Path, keep: int) -> list[str]:
         except OSError as error:
             problems.append(f"the old checkpoint {old} cannot be removed: {error.strerror or error}")
     return problems
-
-
-def crc_of(path: Path) -> int:
-    """Returns the CRC-32 of a file, blocks of which are read by several threads."""
-
-    def of_block(start: int) -> int:
-        with path.open("rb") as file:
-            file.seek(start)
-            return zlib.crc32(file.read(BLOCK))
-
-    with path.open("rb") as file, ThreadPoolExecutor(THREADS) as pool:
-        whole = os.fstat(file.fileno()).st_size // BLOCK * BLOCK
-        crc = functools.reduce(_joined, pool.map(of_block, range(0, whole, BLOCK)), 0)
-        file.seek(whole)
-        return zlib.crc32(file.read(), crc)
-
-
-def _joined(before: int, block: int) -> int:
-    """Returns the CRC-32 of some bytes and a block after them, from the CRC-32 of each.
-
-    Example:
-        >>> some, block = b"some", b"block" + bytes(BLOCK - 5)
-        >>> _joined(zlib.crc32(some), zlib.crc32(block)) == zlib.crc32(some + block)
-        True
-    """
-    return functools.reduce(operator.xor, (each for bit, each in enumerate(_shifted()) if before >> bit & 1), block)
-
-
-@functools.cache
-def _shifted() -> list[int]:
-    """Returns what becomes of each bit of a CRC-32 when any block follows: a CRC is linear over bits."""
-    zeros = bytes(BLOCK)
-    none = zlib.crc32(zeros)
-    return [zlib.crc32(zeros, 1 << bit) ^ none for bit in range(32)]

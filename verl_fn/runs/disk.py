@@ -23,18 +23,17 @@ def checkpoint_bytes(plan: Plan) -> int:
 def _role_bytes(role: RolePlan, plan: Plan) -> int:
     """Returns the bytes of a role's weights and moments in its files.
 
-    With adapters, a checkpoint holds the merged model, whose adapted layers are fp32, and the weights of these layers
-    without them.
+    With adapters, a checkpoint refers to the frozen weights. Only if the model's files contain buffers, it holds the
+    merged model, whose adapted layers are fp32, and the weights of these layers without adapters.
     """
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
     width = width_of(compute_dtype(role.dtype, role.folder, build.device(plan.driver)))
     if not role.lora:
         each = FLOAT32 + MOMENTS if role.trained else width
         return sizes.total * each
-    trained = sizes.trained if role.trained else 0
+    trained = sizes.trained * (FLOAT32 + MOMENTS)
     frozen = sizes.total - sizes.trained
-    adapters = sizes.trained * FLOAT32
-    return sizes.adapted * FLOAT32 + frozen * width + adapters + trained * MOMENTS
+    return trained if not sizes.buffers else trained + sizes.adapted * FLOAT32 + frozen * width
 
 
 def checkpoints_at_once(plan: Plan) -> int:

@@ -22,6 +22,7 @@ import attrs
 import tomli_w
 
 from verl_fn import __version__, atomic
+from verl_fn.checksums import crc_of
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
@@ -29,7 +30,7 @@ from verl_fn.data.hub import is_set, recorded, set_files
 from verl_fn.user_files import code_files, with_imports
 
 from . import RunError
-from .checkpoints import IDENTITY, carried_identity, checkpoints, crc_of, identities, step_of
+from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, step_of
 
 CONFIG = "config.toml"
 _EARLIER, _UNTIL = "configs", "until_step_"
