@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends.checkpoint.state_folder import Writing
 from verl_fn.backends.hf.frozen_base import FrozenBase, Reference, stamp_of
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_head, check_needs
@@ -134,6 +135,7 @@ class Base(abc.ABC):
         self.lora = lora
         self.several_ranks = several_ranks
         self._base: FrozenBase | None = None
+        self._writing: Writing | None = None
         self._trains = not isinstance(optimizer, Frozen)
         self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
 
@@ -155,6 +157,32 @@ class Base(abc.ABC):
             LayoutError: ranks were given different keys or weights.
         """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    @one_at_a_time
+    def save(self, state: TrainState, folder: str | Path, *, later: bool = False) -> None:
+        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder, or one of PEFT.
+
+        Args:
+            state: the state.
+            folder: is made if it does not exist. Every backend writes the same files.
+            later: return when the state is copied, and let a thread write; ``saved`` makes the folder whole.
+
+        Raises:
+            OSError: some rank cannot write; all ranks raise it, here or in ``saved``, and the folder keeps its state.
+        """
+        self.saved()
+        writing = self._saving(state, Path(folder), later)
+        if later:
+            self._writing = writing
+        else:
+            writing.finish()
+
+    @one_at_a_time
+    def saved(self) -> None:
+        """Waits until a save that was to end later is whole; all ranks call it together."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
 
     @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
@@ -251,6 +279,10 @@ class Base(abc.ABC):
     @abc.abstractmethod
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         """Returns the weights of a folder, or random parameters drawn from ``key``."""
+
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
+        """Begins to write a state; a backend with other files replaces ``save`` and ``saved`` instead."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:

@@ -408,8 +408,15 @@ class TrainBackend(Protocol):
         """Returns the same state with the parameters or the optimizer tree on another device."""
         ...
 
-    def save(self, state: Handle[TrainState], folder: str | Path) -> None:
-        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
+    def save(self, state: Handle[TrainState], folder: str | Path, *, later: bool = False) -> None:
+        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder.
+
+        If the save may end later, it returns when the state is copied, and the folder is whole after ``saved``.
+        """
+        ...
+
+    def saved(self) -> None:
+        """Waits until a save that was to end later is whole."""
         ...
 
     def restore(self, folder: str | Path) -> Handle[TrainState]:

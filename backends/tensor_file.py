@@ -55,6 +55,10 @@ class Span:
         """Returns a whole tensor as one part."""
         return cls(t.detach().reshape(-1), 0, t.shape)
 
+    def on_cpu(self) -> Span:
+        """Returns a copy that nothing else holds."""
+        return attrs.evolve(self, elements=self.elements.to("cpu", copy=True))
+
 
 def start(file: Path, parts: Mapping[str, Span]) -> None:
     """Makes the file in its full size, with the header that lists where each tensor lies.

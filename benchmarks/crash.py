@@ -1,7 +1,8 @@
 """``kill -9`` at random moments of a run that saves after every step; every one must resume to the same bytes.
 
 Each trial starts a run, kills it at a moment drawn evenly over the time that a whole run takes, runs the same
-command again, and compares checkpoint, metrics, journal and kept answers with a run that nobody disturbed.
+command again, and compares checkpoint, metrics, journal and kept answers with a run that nobody disturbed. With
+``--async-save`` the killed runs write their checkpoints while the next step runs; the undisturbed run does not.
 Runs are forked from one process that has trained already, so that moments fall into the run, not into imports.
 """
 
@@ -32,7 +33,7 @@ from . import measure
 STEPS = 6
 
 
-def plan_of(folder: Path, model: Path, seed: int) -> Plan:
+def plan_of(folder: Path, model: Path, seed: int, *, async_save: bool = False) -> Plan:
     """A PPO run of some steps that saves and evaluates after each."""
     cfg = load(
         None,
@@ -43,7 +44,7 @@ def plan_of(folder: Path, model: Path, seed: int) -> Plan:
             "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4",
             "algorithm.shuffle=true", "data.max_response_length=8", "data.val_size=8", "actor.optim.lr=1e-3",
             "actor.optim.lr_scheduler_type=cosine", "critic.optim.lr=1e-3", "driver.num_threads=1",
-            "driver.device=cpu",
+            "driver.device=cpu", f"trainer.async_save={str(async_save).lower()}",
         ],
     )  # fmt: skip
     return make_plan(cfg)
@@ -90,7 +91,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     return contents
 
 
-def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def trials(folder: Path, kills: int, seed: int, *, async_save: bool) -> dict[str, Any]:
     """Kill and resume ``kills`` times, each time from a fresh run."""
     # Before anything computes: a process with threads must not be forked.
     torch.set_num_threads(1)
@@ -99,14 +100,14 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     wanted = numbers(folder / "whole")
     whole = []
     for i in range(3):
-        ended, seconds, _ = run(plan_of(folder / f"whole_{i}", model, seed))
+        ended, seconds, _ = run(plan_of(folder / f"whole_{i}", model, seed, async_save=async_save))
         if not ended or numbers(folder / f"whole_{i}") != wanted:
             raise RuntimeError((folder / f"whole_{i}.log").read_text())
         whole.append(seconds)
     rng = random.Random(seed)
     result: dict[str, Any] = {"kills": 0, "ended_before": 0, "while_saving": 0, "resumed_from": {}, "failures": []}
     while result["kills"] < kills:
-        plan = plan_of(folder / "killed", model, seed)
+        plan = plan_of(folder / "killed", model, seed, async_save=async_save)
         shutil.rmtree(folder / "killed", ignore_errors=True)
         after = rng.uniform(0, statistics.median(whole))
         ended, _, half = run(plan, after)
@@ -125,7 +126,7 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         elif different := [k for k, v in numbers(folder / "killed").items() if wanted.get(k) != v]:
             result["failures"].append({"after_s": after, "why": f"{different[:3]} differ"})
         (folder / "killed.log").unlink(missing_ok=True)
-    return result | {"steps": STEPS, "run_s": statistics.median(whole)}
+    return result | {"async_save": async_save, "steps": STEPS, "run_s": statistics.median(whole)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,9 +134,10 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("crash", __doc__)
     parser.add_argument("--kills", type=measure.count, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--async-save", action="store_true")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        result = trials(Path(folder), args.kills, args.seed)
+        result = trials(Path(folder), args.kills, args.seed, async_save=args.async_save)
     measure.write(args.json, "crash", "cpu", result)
     print(
         f"{result['kills']} kills, {result['while_saving']} of them while a checkpoint was written; "

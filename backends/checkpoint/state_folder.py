@@ -2,7 +2,11 @@
 
 ``from_pretrained`` reads ``model.safetensors``, ``config.json`` and the tokenizer; ``train_state.safetensors`` and
 ``train_state.json`` hold the rest of the state, under canonical names. Experts are stacked, as models compute with
-them; ``verl-fn export`` writes them as the hub does. The same state gives the same bytes for every number of ranks.
+them; ``verl-fn export`` writes them as the hub does. The same state gives the same bytes for every number of ranks,
+but for the last bits of weights that adapters are merged into. If the model has adapters and its frozen weights are
+its folder's own, they are not written again: ``adapter_model.safetensors``, which PEFT loads, takes the place of
+``model.safetensors``, and the folder refers to the weights (``hf.frozen_base``).
+
 Files are written in a folder of their own and renamed when all are complete, ``train_state.json`` last, so a folder
 without that file holds no state, even after a kill.
 """
@@ -10,11 +14,13 @@ without that file holds no state, even after a kill.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -62,6 +68,51 @@ def check_dtypes(state: TrainState) -> None:
             )
 
 
+class Writing:
+    """A save that has begun; ``finish`` makes the folder whole.
+
+    If the save may end later, a thread writes what this rank has. It has copies of the tensors on the CPU, so the
+    state may be updated and donated meanwhile.
+    """
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, Mapping[str, Span]], gather: Gather, rank: int, later: bool
+    ) -> None:
+        self._folder, self._gather, self._rank = folder, gather, rank
+        if later:
+            held = {name: {n: span.on_cpu() for n, span in parts.items()} for name, parts in files.items()}
+            thread = ThreadPoolExecutor(1, "verl_fn save")
+            self._written: Callable[[], None] = thread.submit(_fill, folder / _ASIDE, held).result
+            thread.shutdown(wait=False)
+        else:
+            self._written = functools.partial(_fill, folder / _ASIDE, files)
+
+    def finish(self) -> None:
+        """Waits until this rank's parts are written, and moves the files to their places; all ranks call it together.
+
+        Raises:
+            OSError: some rank cannot write; all ranks raise it, and the folder keeps its state. If renaming files
+                fails, ``restore`` refuses the folder.
+        """
+        aside = self._folder / _ASIDE
+        try:
+            with agreed(self._gather):
+                self._written()
+            with agreed(self._gather):
+                if self._rank == 0:
+                    # The folder has no `train_state.json` while it holds a mixture of two states.
+                    stale = [ABOUT, MODEL, ADAPTERS, PEFT_CONFIG]
+                    atomic.move_files(aside, self._folder, last=SCALARS, stale=stale)
+        finally:
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(aside: Path, files: Mapping[str, Mapping[str, Span]]) -> None:
+    for name, parts in files.items():
+        tensor_file.fill(aside / name, parts)
+
+
 def save_state(
     folder: str | Path,
     model: Mapping[str, Span],
@@ -72,8 +123,9 @@ def save_state(
     file: str = MODEL,
     gather: Gather = alone,
     rank: int = 0,
-) -> None:
-    """Writes a state into ``folder``; all ranks call it together, each with its own parts.
+    later: bool = False,
+) -> Writing:
+    """Begins to write a state into ``folder``; all ranks call it together, each with its own parts.
 
     Args:
         folder: is made if it does not exist.
@@ -84,10 +136,13 @@ def save_state(
         file: ``model.safetensors``, or PEFT's file.
         gather: returns the values of all ranks, by rank.
         rank: the number of this process.
+        later: write in a thread, from copies of the parts.
+
+    Returns:
+        The save, which has to be finished.
 
     Raises:
-        OSError: some rank cannot write; all ranks raise it, and the folder keeps its state. If renaming files fails,
-            ``restore`` refuses the folder.
+        OSError: the first rank cannot write; all ranks raise it, and the folder keeps its state.
     """
     folder, aside = Path(folder), Path(folder) / _ASIDE
     files = {file: model, TENSORS: rest}
@@ -101,16 +156,11 @@ def save_state(
                 for name, parts in files.items():
                     tensor_file.start(aside / name, parts)
                 (aside / SCALARS).write_text(json.dumps(scalars, indent=1))
-        with agreed(gather):
-            for name, parts in files.items():
-                tensor_file.fill(aside / name, parts)
-        with agreed(gather):
-            if rank == 0:
-                # The folder has no `train_state.json` while it holds a mixture of two states.
-                atomic.move_files(aside, folder, last=SCALARS, stale=[ABOUT, MODEL, ADAPTERS, PEFT_CONFIG])
-    finally:
+    except BaseException:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Writing(folder, files, gather, rank, later)
 
 
 def read_state(

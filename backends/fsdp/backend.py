@@ -144,9 +144,8 @@ class Fsdp(Base):
 
     # Making states
 
-    @one_at_a_time
-    def save(self, state: TrainState, folder: str | Path) -> None:
-        """Writes the files that ``Local`` would write; each rank writes its own shards, and nothing is gathered."""
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
+        """Each rank writes its own shards, and nothing is gathered."""
         self.layout.check(state.params)
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
@@ -168,8 +167,9 @@ class Fsdp(Base):
         def describe(folder: Path) -> None:
             checkpoint.describe_model(folder, skeleton, self.folder, base)
 
-        checkpoint.save_state(
-            folder, model, others, scalars, describe, file=file, gather=gathered, rank=self.layout.rank
+        rank = self.layout.rank
+        return checkpoint.save_state(
+            folder, model, others, scalars, describe, file=file, gather=gathered, rank=rank, later=later
         )
 
     @one_at_a_time

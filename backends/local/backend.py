@@ -120,9 +120,7 @@ class Local(Base):
 
     # Making states
 
-    @one_at_a_time
-    def save(self, state: TrainState, folder: str | Path) -> None:
-        """Writes the state into ``folder``; the folder is then also a Hugging Face model folder."""
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
         skeleton = self._built()
         checkpoint.check_dtypes(state)
         skeleton.check_trained(state.params)
@@ -140,7 +138,7 @@ class Local(Base):
         def describe(folder: Path) -> None:
             checkpoint.describe_model(folder, skeleton, self.folder, base)
 
-        checkpoint.save_state(folder, model, others, scalars, describe, file=file)
+        return checkpoint.save_state(folder, model, others, scalars, describe, file=file, later=later)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:

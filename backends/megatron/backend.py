@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
 from verl_fn.backends.base import Base, one_at_a_time
-from verl_fn.backends.checkpoint.state_folder import check_dtypes
+from verl_fn.backends.checkpoint.state_folder import Writing, check_dtypes
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
@@ -129,15 +129,14 @@ class Megatron(Base):
         self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
         self._model: Executor | None = None
 
-    @one_at_a_time
-    def save(self, state: TrainState, folder: str | Path) -> None:
-        """Writes the files that ``Local`` would write; each whole tensor is written by one of the ranks."""
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
+        """Each whole tensor is written by one of the ranks."""
         model = self._built()
         check_dtypes(state)
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})
-        saving.save(state, Path(folder), model, self.folder, self._base_of(state.params))
+        return saving.save(state, folder, model, self.folder, self._base_of(state.params), later=later)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:

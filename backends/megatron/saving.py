@@ -26,8 +26,10 @@ from verl_fn.state.tree import flatten
 Rows = Callable[[str, int, int], Tensor]
 
 
-def save(state: TrainState, folder: Path, model: Executor, made_from: Path, base: FrozenBase | None) -> None:
-    """Writes a state into ``folder``; all ranks call it together.
+def save(
+    state: TrainState, folder: Path, model: Executor, made_from: Path, base: FrozenBase | None, *, later: bool
+) -> checkpoint.Writing:
+    """Begins to write a state into ``folder``; all ranks call it together.
 
     Whole tensors are gathered one after the other, and each is kept and written by one rank, in turn.
 
@@ -37,6 +39,7 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path, base
         model: Megatron's model.
         made_from: the model's own folder.
         base: the frozen weights, if the checkpoint refers to them.
+        later: see ``save_state``.
     """
     layout, skeleton = model.layout, model.hollow.skeleton
     number = 0
@@ -71,7 +74,9 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path, base
     def describe(folder: Path) -> None:
         checkpoint.describe_model(folder, skeleton, made_from, base)
 
-    checkpoint.save_state(folder, weights, rest, scalars, describe, file=file, gather=gathered, rank=layout.rank)
+    return checkpoint.save_state(
+        folder, weights, rest, scalars, describe, file=file, gather=gathered, rank=layout.rank, later=later
+    )
 
 
 def restore(
@@ -100,45 +105,42 @@ def restore(
         checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
         adapters.check(folder)
-    like, trained, reference = model.new_buffers(), blank.trained(), Reference.read(folder)
-    unmerged = adapters.unmerged(blank) if reference is None else Params({})
-    if reference is None:
-        file, weights = (
-            checkpoint.MODEL,
-            {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}},
-        )
+    trained, reference = blank.trained(), Reference.read(folder)
+    rest = TrainState(Params({}), optimizer.init(blank), 0, Key.from_seed(0), 0)
+    if reference is not None:
+        weights = {in_peft(name): blank[name] for name in trained}
+        opened = checkpoint.open_state(folder, weights, rest, file=ADAPTERS, gather=gathered)
+        own = model.read(lambda name, start, end: opened.model(in_peft(name), start, end), trained)
+        params = on_base(reference, folder, own)
     else:
-        file, weights = ADAPTERS, {in_peft(name): blank[name] for name in trained}
-    rest = TrainState(unmerged, optimizer.init(blank), 0, Key.from_seed(0), 0)
-    opened = checkpoint.open_state(
-        folder, weights, rest, file=file, gather=gathered, frozen=blank.keys() - set(trained)
-    )
+        rest, like = attrs.evolve(rest, params=adapters.unmerged(blank)), model.new_buffers()
+        weights = {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}}
+        frozen = blank.keys() - set(trained)
+        opened = checkpoint.open_state(folder, weights, rest, gather=gathered, frozen=frozen)
+
+        def rows(name: str, start: int, end: int) -> Tensor:
+            if name in rest.params:
+                return opened.rest(f".params[{name!r}]", start, end)
+            return opened.model(name, start, end)
+
+        params = Params(model.read(rows, blank.keys()), model.trainable, checkpoint.read_buffers(folder, like))
+    return attrs.evolve(opened.hollow, params=params, optimizer=_moments(opened, rest.optimizer, model))
+
+
+def _moments(opened: checkpoint.Opened[TrainState], like: Any, model: Executor) -> Any:
+    """Returns the optimizer's state, with what this rank owns of the tensors."""
     moments: dict[str, Any] = {}
-    for place, value in named_parts(rest.optimizer):
+    for place, value in named_parts(like):
 
         def rows(name: str, start: int, end: int, place: str = place) -> Tensor:
             return opened.rest(f".optimizer{place}[{name!r}]", start, end)
 
         moments[place] = rebuild(type(value), {"leaves": FrozenDict(model.read(rows, value.keys()))})
-    state = opened.hollow
-
-    def parameters(name: str, start: int, end: int) -> Tensor:
-        if reference is not None:
-            return opened.model(in_peft(name), start, end)
-        if name in unmerged:
-            return opened.rest(f".params[{name!r}]", start, end)
-        return opened.model(name, start, end)
 
     def fill(path: Any, part: Any) -> Any:
         return moments[pytree.keystr(path)] if isinstance(part, Named) else part
 
-    optimizer = pytree.tree_map_with_path(fill, state.optimizer, is_leaf=lambda part: isinstance(part, Named))
-    if reference is None:
-        leaves = model.read(parameters, blank.keys())
-        params = Params(leaves, model.trainable, checkpoint.read_buffers(folder, like))
-    else:
-        params = on_base(reference, folder, model.read(parameters, trained))
-    return attrs.evolve(state, params=params, optimizer=optimizer)
+    return pytree.tree_map_with_path(fill, opened.hollow.optimizer, is_leaf=lambda part: isinstance(part, Named))
 
 
 def readable(folder: str | Path, model: Hollow) -> Rows | None:

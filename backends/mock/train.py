@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
+from verl_fn.backends.checkpoint.state_folder import MODEL, Writing, read_state, save_state
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
@@ -105,6 +105,7 @@ class Mock:
         if unknown := {method for method, _ in self.failures} - set(METHODS):
             raise ValueError(f"failures name {sorted(unknown)}; the methods are {', '.join(METHODS)}")
         self.calls: Counter[str] = Counter()
+        self._writing: Writing | None = None
         self._lock = threading.Lock()
 
     # Making states
@@ -125,12 +126,23 @@ class Mock:
         self._called("load_pretrained")
         return self._fresh(_tables(folder), key)
 
-    def save(self, state: TrainState, folder: str | Path) -> None:
-        """Writes the state into ``folder``, under the file names of ``Local``."""
+    def save(self, state: TrainState, folder: str | Path, *, later: bool = False) -> None:
+        """Writes the state into ``folder``, under the file names of ``Local``, and later only in ``saved``."""
         self._called("save")
+        self.saved()
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
         model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
-        save_state(folder, model, others, scalars)
+        writing = save_state(folder, model, others, scalars, later=later)
+        if later:
+            self._writing = writing
+        else:
+            writing.finish()
+
+    def saved(self) -> None:
+        """Waits until a save that was to end later is whole."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish()
 
     @isolated()
     def restore(self, folder: str | Path) -> TrainState:

@@ -64,6 +64,7 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
                     overrides=[
                         *OVERRIDES,
                         f"driver.kind={kind}",
+                        f"trainer.async_save={str(kind == 'ray').lower()}",
                         f"model.path={model}",
                         f"trainer.dir={tmp_path / kind}",
                     ]

@@ -49,7 +49,7 @@ if FAULT == "slow save, stopped by rank 1":
 elif FAULT == "no model on rank 1" and RANK == 1:
     before(Fsdp, "_hollow", no_model)
 elif FAULT == "no room on rank 0" and RANK == 0:
-    before(folder, "write_manifest", no_room)
+    before(folder, "seal", no_room)
 elif FAULT == "slow preparation" and RANK == 0:
     before(loop, "prepare", lambda plan, say: time.sleep(8))
 elif FAULT == "slow update" and RANK == 1:

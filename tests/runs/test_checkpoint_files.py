@@ -217,8 +217,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(copied, 
 def test_a_run_made_by_hand_prints_no_control_characters(tiny, tmp_path, monkeypatch, capsys):
     """As a folder's name may hold."""
     saver = Run(sft(tiny, tmp_path / "a", 2))
-    monkeypatch.setattr(folder_module, "save_roles", lambda *args: None)
-    monkeypatch.setattr(folder_module, "write_manifest", lambda *args: None)
+    monkeypatch.setattr(folder_module, "begin", lambda *args: {})
+    monkeypatch.setattr(folder_module, "seal", lambda *args: None)
     monkeypatch.setattr(folder_module, "prune", lambda *args: ["the old checkpoint \x1b[31m cannot be removed"])
     saver.save(SimpleNamespace(step=1), None)
     assert capsys.readouterr().out == "warning: the old checkpoint \\x1b[31m cannot be removed\n"

@@ -29,8 +29,8 @@ def run(tiny, tmp_path_factory):
     return folder
 
 
-def longer(tiny, folder):
-    return tiny_run(tiny, folder, "algorithm.name=sft", "trainer.total_training_steps=3")
+def longer(tiny, folder, *more):
+    return tiny_run(tiny, folder, "algorithm.name=sft", "trainer.total_training_steps=3", *more)
 
 
 class Writes:
@@ -55,9 +55,10 @@ class Writes:
         return call
 
 
-def test_a_disk_that_fills_at_any_write_of_a_save_costs_only_that_save(run, tiny, tmp_path):
+@pytest.mark.parametrize("later", ["false", "true"])
+def test_a_disk_that_fills_at_any_write_of_a_save_costs_only_that_save(run, tiny, tmp_path, later):
     """Every write of a save fails in turn; the checkpoint before it loads, and the error names the disk."""
-    cfg = longer(tiny, tmp_path / "a")
+    cfg = longer(tiny, tmp_path / "a", f"trainer.async_save={later}")
     shutil.copytree(run, tmp_path / "a", symlinks=True)
     with workers(cfg) as w:
         state = restored_state(checkpoints(tmp_path / "a")[0], cfg, w)
@@ -66,6 +67,7 @@ def test_a_disk_that_fills_at_any_write_of_a_save_costs_only_that_save(run, tiny
             writes = Writes(patch)
             shutil.rmtree(tmp_path / "a/checkpoints/step_2")
             saver.save(state, w)
+            saver.saved(w)
         assert writes.count > 10
         for fail_at in range(1, writes.count + 1):
             shutil.rmtree(tmp_path / "a")
@@ -74,6 +76,7 @@ def test_a_disk_that_fills_at_any_write_of_a_save_costs_only_that_save(run, tiny
             with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as error:
                 Writes(patch, fail_at)
                 saver.save(state, w)
+                saver.saved(w)
             assert "No space left on device" in str(error.value), fail_at
             assert str(tmp_path / "a") in str(error.value) and "MiB are free" in str(error.value)
             newest = checkpoints(tmp_path / "a")[0]
@@ -136,12 +139,13 @@ def test_a_really_full_disk(run, tiny, tmp_path, warm):
     assert int((tmp_path / "failed").read_text()) >= 8
 
 
-def test_kills_at_random_moments_cost_nothing(warm, tmp_path):
+@pytest.mark.parametrize("how", [(), ("--async-save",)])
+def test_kills_at_random_moments_cost_nothing(warm, tmp_path, how):
     """The benchmark with few kills: every resume ends with the bytes of the run that nobody disturbed."""
-    command = [warm, "-m", "verl_fn.cli", "bench", "crash", "--kills", "4", "--json", tmp_path / "f.json"]
+    command = [warm, "-m", "verl_fn.cli", "bench", "crash", "--kills", "3", *how, "--json", tmp_path / "f.json"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert json.loads((tmp_path / "f.json").read_text())["kills"] == 4
+    assert json.loads((tmp_path / "f.json").read_text())["kills"] == 3
 
 
 def cut(path):

@@ -618,9 +618,8 @@ class TrainerConfig:
     test_freq: int = opt(-1, "steps between evaluations; -1 only at the end", ge(-1))
     save_freq: int = opt(50, "steps between checkpoints; -1 only at the end", ge(-1))
     max_ckpt_to_keep: int = opt(2, "newest checkpoints to keep", ge(1))
-    resume_mode: str = opt(
-        "auto", "auto continues the folder's last checkpoint; disable starts over", one_of("auto", "disable")
-    )
+    async_save: bool = opt(False, "write checkpoints while the next step runs, from a copy in host memory")
+    resume_mode: str = opt("auto", "auto continues the run; disable starts over", one_of("auto", "disable"))
     resume_from_path: str | None = paths(None, "checkpoint of this or another run to start from (a fork)")
     stop_at: float | None = opt(None, "end the run when the held-out stop_metric reaches this", ge(-MOST), le(MOST))
     stop_metric: str = opt(

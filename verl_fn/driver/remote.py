@@ -117,8 +117,12 @@ class RemoteTrain:
     ) -> Remote[TrainState]:
         return self._keep_one("place", state, params=params, optimizer=optimizer)
 
-    def save(self, state: Remote[TrainState], folder: str | Path) -> None:
-        self._invoke("save", (), state, str(folder))
+    def save(self, state: Remote[TrainState], folder: str | Path, *, later: bool = False) -> None:
+        self._invoke("save", (), state, str(folder), **({"later": True} if later else {}))
+        self._cluster.finish(self.group)
+
+    def saved(self) -> None:
+        self._invoke("saved", ())
         self._cluster.finish(self.group)
 
     def forward(self, params: protocol.Remote[Params], batch: Batch, needs: Iterable[str] = ("logprobs",)) -> Any:

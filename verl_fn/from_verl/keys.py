@@ -104,6 +104,7 @@ SAME: Mapping[str, str] = {
         "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations",
         "rollout_data_dir")},
     MODEL.removesuffix("model.") + "nccl_timeout": "ray.timeout",
+    ACTOR + "checkpoint.async_save": "trainer.async_save",
 }  # fmt: skip
 # Tables whose keys become keys of a table here, whatever they are.
 TABLES: Mapping[str, str] = {

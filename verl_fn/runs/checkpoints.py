@@ -70,25 +70,25 @@ def aside_of(final: Path) -> Path:
     return final.with_name(f"{WRITING}{final.name}")
 
 
-def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
-    """Writes the training state of each role into a folder of its name."""
-    for name in plan.roles:
-        w.trainers[name].save(state.role(name), aside / name)
-
-
-def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identity: str = "") -> None:
-    """Writes experience that waits, and the manifest: the rest of the state, and each file's size and checksum.
+def begin(state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = "") -> dict[str, Any]:
+    """Begins to write a checkpoint: the training state of each role, and what waits; ``seal`` ends it.
 
     Args:
-        aside: the folder, in which the roles are written already.
         state: the state.
+        aside: the folder.
         plan: the plan of the run.
         w: the workers.
         identity: the run's.
 
+    Returns:
+        The manifest without the files: the rest of the state.
+
     Raises:
         RunError: a worker wrote its role to a folder that this process does not see.
     """
+    for name in plan.roles:
+        later = {"later": True} if plan.trainer.async_save else {}
+        w.trainers[name].save(state.role(name), aside / name, **later)
     for name in plan.roles:
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
@@ -98,12 +98,19 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         # Clones, since tensors of one file must not share memory.
         copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
         save_file(copies, aside / STATE)
+    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars}
+    manifest |= {"waiting": waiting} if waiting else {}
+    return manifest | ({"run": identity} if identity else {})
+
+
+def seal(aside: Path, manifest: Mapping[str, Any], plan: Plan, w: Workers) -> None:
+    """Waits until a checkpoint that ``begin`` began is written, and writes its manifest with the files' checksums."""
+    for name in plan.roles if plan.trainer.async_save else ():
+        w.trainers[name].saved()
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
-    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
-    manifest |= {"waiting": waiting} if waiting else {}
-    manifest |= {"run": identity} if identity else {}
-    atomic.write(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
+    whole = {**manifest, "files": files}
+    atomic.write(aside / MANIFEST, json.dumps(whole | {CHECKSUM: _checksum(whole)}, indent=1))
     for path in (*aside.rglob("*"), aside):
         atomic.sync(path)
 

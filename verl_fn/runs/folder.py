@@ -22,12 +22,12 @@ from .checkpoints import (
     REMOVED,
     WRITING,
     aside_of,
+    begin,
     carried_identity,
     checkpoints,
     identity_at,
     prune,
-    save_roles,
-    write_manifest,
+    seal,
 )
 from .history import changed_keys, fingerprints, numbered, record, run_config
 from .logs import (
@@ -71,6 +71,8 @@ class Run:
         self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep
         self._plan = plan
+        # A checkpoint that is being written, and its manifest.
+        self._unfinished: tuple[Path, dict[str, Any]] | None = None
         # The newest line of metrics.jsonl, and where it begins.
         self._row: Row = {}
         self._row_at = 0
@@ -224,29 +226,56 @@ class Run:
     def save(self, state: RunState, w: Workers) -> Path:
         """Writes a checkpoint under a temporary name, syncs it to the disk, and then renames it.
 
+        With ``trainer.async_save``, its files may be written until ``saved`` is called.
+
+        Returns:
+            The checkpoint.
+
         Raises:
-            RunError: the checkpoint cannot be written; earlier checkpoints are unchanged.
+            RunError: the checkpoint, or the one before, cannot be written; earlier checkpoints are unchanged.
         """
+        self.saved(w)
         final = self._checkpoint(state.step)
         aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
-        try:
-            what = f"the checkpoint of step {state.step}"
-            with self.written(what), waiting(self._say, what, lambda: _share_written(aside)):
-                aside.mkdir(parents=True)
-                save_roles(state, aside, self._plan, w)
-                write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
-                for name in (*LOGS, SUMS):
-                    if (self.folder / name).exists():
-                        atomic.sync(self.folder / name)
-                aside.rename(final)
-                atomic.sync(final.parent)
-                self._point_at(final / "actor")
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        with self._saving(final):
+            aside.mkdir(parents=True)
+            self._unfinished = final, begin(state, aside, self._plan, w, identity_at(self.folder, state.step) or "")
+        if not self._plan.trainer.async_save:
+            self.saved(w)
+        return final
+
+    def saved(self, w: Workers) -> None:
+        """Waits until the checkpoint that was begun is whole, if there is one, and removes old ones.
+
+        Raises:
+            RunError: the checkpoint cannot be written; earlier checkpoints are unchanged.
+        """
+        if self._unfinished is None:
+            return
+        (final, manifest), self._unfinished = self._unfinished, None
+        aside = aside_of(final)
+        with self._saving(final):
+            seal(aside, manifest, self._plan, w)
+            for name in (*LOGS, SUMS):
+                if (self.folder / name).exists():
+                    atomic.sync(self.folder / name)
+            aside.rename(final)
+            atomic.sync(final.parent)
+            self._point_at(final / "actor")
         for problem in prune(self.folder, self._keep):
             self._say(f"warning: {problem}")
-        return final
+
+    @contextlib.contextmanager
+    def _saving(self, final: Path) -> Iterator[None]:
+        """Says of a long save how much is written; an error removes what was."""
+        what, aside = f"the checkpoint of {final.name.replace('_', ' ')}", aside_of(final)
+        try:
+            with self.written(what), waiting(self._say, what, lambda: _share_written(aside)):
+                yield
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
     @contextlib.contextmanager
     def written(self, what: str) -> Iterator[None]:

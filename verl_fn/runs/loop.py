@@ -181,10 +181,17 @@ class _Loop:
             say(f"no checkpoint in {self.run.folder}: starting over; the log up to step {last} is dropped")
         self.run.start(state.step, origin=origin)
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
-        state = self._steps(state, live, fresh=origin is None)
+        try:
+            state = self._steps(state, live, fresh=origin is None)
+        except Exception:
+            # What was begun is whole in the end, if the error is not of the workers or of the disk.
+            with contextlib.suppress(Exception):
+                self.run.saved(self.w)
+            raise
         if goal_reached(plan, self.evaluation) and state.step < t.total_training_steps:
             say(f"trainer.stop_at = {t.stop_at} is reached at step {state.step}")
         self._save(state)
+        self.run.saved(self.w)
         say(f"done: {state.step} steps; the model is {self.run.folder}/model")
         return self.evaluation
 
@@ -210,6 +217,8 @@ class _Loop:
             skipped: dict[str, int] = {}
             while state.step < total and not goal_reached(plan, self.evaluation):
                 state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
+                # A save had the time of this step. A log without any checkpoint would not be continued.
+                self.run.saved(self.w)
                 report |= self._restarts() | started
                 started = {}
                 self.run.log(state.step, report)
@@ -227,6 +236,7 @@ class _Loop:
                 self._say_once("cut", cut_off(state.step, report))
                 if stop_signals:
                     self._save(state)
+                    self.run.saved(self.w)
                     if state.step < total:
                         raise Interrupted(
                             f"stopped after step {state.step} and saved {self.saved}; "

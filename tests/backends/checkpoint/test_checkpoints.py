@@ -17,7 +17,7 @@ from verl_fn.backends.checkpoint.export import export_model
 from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS, CheckpointError
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.folder import ModelError
-from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.lora import ADAPTERS, Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.tensor_file import Span
@@ -25,6 +25,7 @@ from verl_fn.state import Key, snapshot, tree
 from verl_fn.steps import ppo_clip, sgd
 from verl_fn.testing import tiny_batch
 
+LORA = Lora(rank=3, alpha=6.0)  # a rank that four ranks do not divide
 MOE = {"arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -38,17 +39,30 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"replicate": 2}, {"sp": 2}, {"replicate": 4}, {"head": "value", "sp": 4}], ids=str
+    ("options", "start", "later"),
+    [
+        ({}, "init", False),
+        ({"replicate": 2}, "init", True),
+        ({"sp": 2}, "init", False),
+        ({"replicate": 4}, "init", True),
+        ({"head": "value", "sp": 4}, "init", False),
+        ({"lora": LORA}, "load_pretrained", False),
+        ({"lora": LORA, "head": "value", "replicate": 2}, "load_pretrained", True),
+    ],
+    ids=str,
 )
-def test_the_same_bytes_whoever_writes(four, folder, tmp_path, options):
+def test_the_same_bytes_whoever_writes(four, folder, tmp_path, options, start, later):
     """Four ranks and one process write the same files, and safetensors itself would write these."""
-    four.run("save", folder, tmp_path / "four", options)
-    local = Local(folder, optimizer(), head=options.get("head", "lm"))
-    local.save(local.restore(tmp_path / "four"), tmp_path / "one")
+    digests = four.run("save", folder, tmp_path / "four", options, start, later)
+    local = Local(folder, optimizer(), head=options.get("head", "lm"), lora=options.get("lora"))
+    state = local.restore(tmp_path / "four")
+    assert digests == [tree.digest(state)] * 4
+    local.save(state, tmp_path / "one")
     written = contents(tmp_path / "four")
     assert written == contents(tmp_path / "one")
-    assert {MODEL, TENSORS, "train_state.json", "config.json", "tokenizer.json"} <= written.keys()
-    for name in (MODEL, TENSORS):
+    model = ADAPTERS if start == "load_pretrained" else MODEL
+    assert {model, TENSORS, "train_state.json", "config.json", "tokenizer.json"} <= written.keys()
+    for name in (model, TENSORS):
         save_file(load_file(tmp_path / "four" / name), tmp_path / "again", metadata={"format": "pt"})
         assert (tmp_path / "again").read_bytes() == written[name]
 

@@ -317,7 +317,8 @@ def moves(folder, options, source, into):
     """Restores a state of another backend or layout, saves it again; a digest of it in whole tensors."""
     backend = megatron(folder, options)
     state = backend.restore(source)
-    backend.save(state, into)
+    backend.save(state, into, later=True)
+    backend.saved()
     return tree.digest({name: t.cpu() for name, t in backend.named(state.params)})
 
 

@@ -257,15 +257,19 @@ def refused_token(folder):
     return error_of(lambda: backend.forward(backend.init(KEY).params, batch))
 
 
-def save(folder, into, options):
-    """A trained state, written; its digests by the whole."""
+def save(folder, into, options, start="init", later=False):
+    """A trained state, written, perhaps while the next update overwrites it; its digests by the whole."""
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
-    state = backend.init(KEY)
+    state = getattr(backend, start)(key=KEY)
     for _ in range(2):
         grads, _ = backend.forward_backward(state, batch, loss_for(backend.head))
         state, _ = backend.apply_update(state, grads)
-    backend.save(state, into)
-    return tree.digest(whole_of(state))
+    digest = tree.digest(whole_of(state))
+    grads, _ = backend.forward_backward(state, batch, loss_for(backend.head))
+    backend.save(state, into, later=later)
+    backend.apply_update(state, grads)
+    backend.saved()
+    return digest
 
 
 def restore(folder, source, options):

@@ -108,8 +108,8 @@ def test_frozen_parameters_that_one_rank_owns_are_the_states(megatron_ranks, unt
         assert held == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "start"), [("float32", "load_pretrained"), ("bfloat16", "init")])
+def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype, start):
     """Restored by tp = 2 and saved, and then by pp = 2: the files are those of one process, and so are PEFT's."""
     from rank_cases import KEY, optimizer
 
@@ -117,15 +117,16 @@ def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype
     from verl_fn.testing import tiny_batch
 
     one = Local(untied, optimizer(), max_tokens=24, lora=LORA, dtype=dtype)
-    state = one.init(KEY)
+    state = getattr(one, start)(key=KEY)
     for _ in range(2):
         state, _ = one.apply_update(state, one.forward_backward(state, tiny_batch(), ppo_clip())[0])
     one.save(state, tmp_path / "one")
+    weights = "model.safetensors" if start == "init" else "adapter_model.safetensors"
     digest = tree.digest(dict(state.params))
     options = [{"lora": LORA, "dtype": dtype, **sizes} for sizes in ({"tp": 2}, {"pp": 2})]
     assert call(two, "moves", untied, options[0], tmp_path / "one", tmp_path / "two") == [digest] * 2
     assert call(two, "moves", untied, options[1], tmp_path / "two", tmp_path / "three") == [digest] * 2
-    for file in ("model.safetensors", "train_state.safetensors", "train_state.json", "lora.json"):
+    for file in (weights, "train_state.safetensors", "train_state.json", "lora.json"):
         assert (tmp_path / "three" / file).read_bytes() == (tmp_path / "one" / file).read_bytes(), file
 
 
