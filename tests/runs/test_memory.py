@@ -347,7 +347,7 @@ def test_a_plan_proposes_the_engines_share_and_rows(qwen3, capsys):
 
 
 def test_frozen_weights_count_in_the_dtype_that_computes(folder):
-    """On `local` they are their own copy; only the adapters have another one."""
+    """On `local`, and if one rank owns them on `megatron`, they are their own copy; adapters have another one."""
     model, lora = folder("0.5b"), Lora(8)
     sizes = model_sizes(model, "lm", lora)
     frozen, own = sizes.total - sizes.trained, sizes.trained
@@ -360,7 +360,16 @@ def test_frozen_weights_count_in_the_dtype_that_computes(folder):
         assert of["actor parameters"] == 2 * frozen + 4 * own, strategy
         assert of["actor moments"] == 8 * own
     copies = [of.get("actor bfloat16 copy") for of in counted.values()]
-    assert copies == [2 * own, None, 2 * sizes.total]
+    assert copies == [2 * own, None, 2 * own]
+    for ranks, split, copied in (
+        (2, "tensor_model_parallel_size=2", own // 2),
+        (2, "pipeline_model_parallel_size=2", own // 2 + 151936 * 896 + 896),  # a tied embedding
+        (2, "context_parallel_size=2", sizes.total),
+        (4, "tensor_model_parallel_size=2", sizes.total // 2),
+    ):
+        plan = plan_of(model, *more, "actor.strategy=megatron", f"actor.megatron.{split}", f"ray.ranks={ranks}")
+        of = parts(plan, ranks, 140 * GIB)["update_actor"]
+        assert abs(of["actor bfloat16 copy"] - 2 * copied) < 16, split
     wide = parts(plan_of(model, *more, "actor.dtype=float32"), 1, 140 * GIB)["update_actor"]
     assert wide["actor parameters"] == 4 * sizes.total and "actor float32 copy" not in wide
 
@@ -369,9 +378,9 @@ def test_frozen_weights_count_in_the_dtype_that_computes(folder):
 def test_a_reference_counts_in_the_dtype_that_computes(folder, strategy):
     model, more = folder("0.5b"), ["algorithm.name=grpo", "rollout.n=8", "algorithm.use_kl_loss=true"]
     counted = parts(plan_of(model, *more, f"actor.strategy={strategy}"), 1, 140 * GIB)["update_actor"]
-    n, copy = model_sizes(model, "lm").total, {"megatron": 2}.get(strategy)
+    n = model_sizes(model, "lm").total
     assert counted["actor parameters"] == 4 * n and counted["reference parameters"] == 2 * n
-    assert counted.get("reference bfloat16 copy") == (copy and copy * n)
+    assert "reference bfloat16 copy" not in counted
 
 
 MEGATRON = ["actor.strategy=megatron", "algorithm.name=grpo", "rollout.n=8"]
@@ -405,7 +414,8 @@ def test_a_model_of_megatron_by_hand(folder):
 
 
 def test_a_model_of_megatron_that_is_not_trained_has_no_gradients(folder):
-    sizes = parts(plan_of(folder("0.5b"), *MEGATRON, "algorithm.use_kl_loss=true"), 1, 140 * GIB)["update_actor"]
+    plan = plan_of(folder("0.5b"), *MEGATRON, "algorithm.use_kl_loss=true", "ray.ranks=2")
+    sizes = parts(plan, 2, 140 * GIB)["update_actor"]
     assert {"reference bfloat16 copy", "actor gradient buffer"} <= sizes.keys()
     assert "reference gradient buffer" not in sizes
 

@@ -236,14 +236,21 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     if pp > 1 and role.head == "lm" and not getattr(sizes.config, "tie_word_embeddings", False):
         ends //= 2
     own = (layers + sizes.experts + ends * pp + adapters) // ranks
-    held = layers // (tp * pp) + sizes.experts // (m.expert_model_parallel_size * pp) + ends // tp
-    held += adapters // (tp * pp)
+    experts = sizes.experts // (m.expert_model_parallel_size * pp)
+    held = layers // (tp * pp) + experts + ends // tp + adapters // (tp * pp)
     own_trained, held_trained = (adapters // ranks, adapters // (tp * pp)) if role.lora else (own, held)
     if not role.trained:
         own_trained = held_trained = 0
     if m.use_megatron_fsdp:
         return own, own_trained, own + sizes.ends, own_trained, two_layers
-    return own, own_trained, held, held_trained, 0
+    copied = held
+    # Where one rank owns frozen elements, the state's own tensors compute. A tied embedding lies on two stages.
+    if (role.lora or not role.trained) and m.context_parallel_size == 1:
+        if ranks == tp * pp:
+            copied -= layers // (tp * pp) + (ends // tp if pp == 1 or ends < sizes.ends else 0)
+        if ranks == m.expert_model_parallel_size * pp:
+            copied -= experts
+    return own, own_trained, copied, held_trained, 0
 
 
 def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
