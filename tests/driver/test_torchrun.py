@@ -31,9 +31,10 @@ def faulty(python, fault, folder, *more):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
 
 
-def test_a_run_that_only_one_process_is_told_to_stop_is_saved_before_any_ends(warm, tmp_path):
+@pytest.mark.parametrize("later", ["false", "true"])
+def test_a_run_that_only_one_process_is_told_to_stop_is_saved_before_any_ends(warm, tmp_path, later):
     """The first process still writes when the other has long written its part."""
-    said = faulty(warm, "slow save, stopped by rank 1", tmp_path).stderr
+    said = faulty(warm, "slow save, stopped by rank 1", tmp_path, f"trainer.async_save={later}").stderr
     assert said.count("stopped after step 2 and saved") == 1, said
     assert (tmp_path / "checkpoints/step_2/checkpoint.json").is_file()
 
