@@ -310,7 +310,7 @@ def describe_model(folder: Path, skeleton: Skeleton, made_from: Path, base: Froz
     if base is None:
         skeleton.adapters.write(folder, made_from)
     else:
-        skeleton.adapters.write(folder, base.folder, base.about())
+        skeleton.adapters.write(folder, base.folder, base.about(folder.parent))
         write_peft_config(skeleton.adapters, str(base.folder), folder, skeleton.trained_head)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,13 @@ class Reference:
 
     Attributes:
         base: the model folder that they were read from.
+        beside: the way to it from the checkpoint, for a folder that was moved with both in it.
         dtype: torch's name for the dtype that the state held them in.
         files: size and CRC-32 of each file of the folder that holds weights.
     """
 
     base: Path
+    beside: Path
     dtype: str
     files: Mapping[str, tuple[int, int]]
 
@@ -59,7 +62,8 @@ class Reference:
             if "files" not in content:
                 return None
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-            return cls(Path(content["base_model"]), str(content["dtype"]), files)
+            beside = Path(folder, content["beside"])
+            return cls(Path(content["base_model"]), beside, str(content["dtype"]), files)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -78,7 +82,7 @@ class Reference:
         Raises:
             ModelError: a file is missing, or was changed.
         """
-        folder = self.base if base is None else Path(base)
+        folder = Path(base) if base is not None else self.base if self.base.is_dir() else self.beside
         for name, (size, crc) in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -88,8 +92,8 @@ class Reference:
             else:
                 continue
             raise ModelError(
-                f"{checkpoint} holds adapters, and their frozen weights are those of {self.base}, but {problem}; "
-                "bring these files back"
+                f"{checkpoint} holds adapters, and their frozen weights are the ones that {self.base} had, but {problem}: "
+                "bring them back, or to continue a run set model.path to where they are"
             )
         return folder
 
@@ -119,8 +123,8 @@ class FrozenBase:
             return False
         return _prints(weights) == self.prints and len({dtype for dtype, _ in self.prints.values()}) <= 1
 
-    def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint says about these weights; see ``Reference``.
+    def about(self, checkpoint: Path) -> dict[str, Any]:
+        """Returns what a checkpoint in a folder says about these weights; see ``Reference``.
 
         Raises:
             ModelError: the files are being changed.
@@ -129,7 +133,7 @@ class FrozenBase:
         files = {name: (size, _checksum(self.folder / name, tuple(rest))) for name, size, *rest in self.stamp}
         if stamp_of(self.folder) != self.stamp:
             raise ModelError(f"files of {self.folder} change while a checkpoint that refers to them is saved")
-        return {"dtype": dtype, "files": files}
+        return {"beside": os.path.relpath(self.folder, checkpoint.resolve()), "dtype": dtype, "files": files}
 
 
 def load(auto: Any, folder: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -166,6 +166,24 @@ def test_frozen_weights_that_are_not_there_are_named_and_never_replaced(base, tm
     USES[use](base, saved, tmp_path / "out")
 
 
+def test_a_folder_that_holds_both_may_be_moved(tiny, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny, run / "model")
+    backend = Local(run / "model", TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained(), steps=1)
+    backend.save(state, run / "checkpoints" / "actor")
+    run.rename(tmp_path / "moved")
+    saved = tmp_path / "moved" / "checkpoints" / "actor"
+    merged = Local(saved, TX)
+    gap = merged.forward(merged.load_pretrained().params, ragged()).logprobs
+    assert (gap - backend.forward(state.params, ragged()).logprobs).abs().max() < 1e-5
+    edit(tmp_path / "moved" / "model")
+    with pytest.raises(
+        ModelError, match=r"moved/checkpoints/\.\./model/.* is another file|model\.safetensors is another"
+    ):
+        Local(saved, TX).load_pretrained()
+
+
 def test_adapters_on_a_checkpoint_of_adapters(tiny, tmp_path):
     """Its frozen weights are the sum of both, and what it refers to is checked through."""
     first = Local(tiny, TX, lora=LORA)
