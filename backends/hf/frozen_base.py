@@ -92,8 +92,8 @@ class Reference:
             else:
                 continue
             raise ModelError(
-                f"{checkpoint} holds adapters, and their frozen weights are the ones that {self.base} had, but {problem}: "
-                "bring them back, or to continue a run set model.path to where they are"
+                f"{checkpoint} holds adapters, and their frozen weights are the ones that {self.base} had, but "
+                f"{problem}: bring them back, or to continue a run set model.path to where they are"
             )
         return folder
 
