@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -229,6 +230,9 @@ def _publish(engine: Any, trainer: Any, params: Any, version: int) -> None:
 
 def _ended(*errors: Exception | None) -> Exception:
     """Returns what errors of gloo mean; their type is the same for each, so only the messages tell."""
+    if threading.current_thread() is threading.main_thread():
+        # torchrun ends all processes when one has ended, and this one has to say why it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if any("timed out" in str(error).lower() for error in errors):
         return ActorHangs(
             f"rank {torchrun_rank()} waited for another of torchrun's processes for longer than ray.timeout; raise "

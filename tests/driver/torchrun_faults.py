@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 from verl_fn.backends.fsdp import Fsdp
@@ -56,6 +57,9 @@ elif FAULT == "slow update" and RANK == 1:
     before(Fsdp, "forward_backward", lambda *args: time.sleep(10))
 elif FAULT == "rank 0 is interrupted" and RANK == 0:
     before(Fsdp, "forward_backward", interrupted)
+elif FAULT == "rank 1 ends" and RANK == 0:
+    # Once it no longer stops at the end of a step, and before it has said why it ends.
+    before(folder.Run, "saved", lambda *args: time.sleep(3 if sys.exc_info()[0] else 0))
 elif FAULT == "rank 1 ends" and RANK == 1:
     before(Fsdp, "forward_backward", lambda *args: os._exit(3))
 

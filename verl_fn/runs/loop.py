@@ -371,4 +371,6 @@ def stop_requests(say: Say, reply: str = STOPPING) -> Iterator[list[int]]:
         yield requests
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # What was set meanwhile stays: a process that says why it ends may ignore a signal.
+            if signal.getsignal(number) in (record, signal.default_int_handler):
+                signal.signal(number, handler)
