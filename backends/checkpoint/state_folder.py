@@ -113,7 +113,7 @@ def _fill(aside: Path, files: Mapping[str, Mapping[str, Span]]) -> None:
         tensor_file.fill(aside / name, parts)
 
 
-def save_state(
+def begin_save(
     folder: str | Path,
     model: Mapping[str, Span],
     rest: Mapping[str, Span],
@@ -179,7 +179,7 @@ def read_state(
     Parameters that are not trained get the dtype that the backend holds them in, if they were saved in another one.
 
     Args:
-        folder: where ``save_state`` wrote a state.
+        folder: where ``save`` wrote a state.
         model: the tensors that ``file`` must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
         file: ``model.safetensors``, or PEFT's file.
@@ -238,7 +238,7 @@ def open_state(
     """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
 
     Args:
-        folder: where ``save_state`` wrote a state.
+        folder: where ``save`` wrote a state.
         model: the tensors that ``file`` must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
         file: ``model.safetensors``, or PEFT's file.
@@ -268,7 +268,7 @@ def open_state(
 
 
 def read_buffers(folder: str | Path, like: Buffers) -> Buffers:
-    """Returns the buffers that ``save_state`` wrote, on the devices of ``like``; ``read_state`` checks the file."""
+    """Returns the buffers that ``save`` wrote, on the devices of ``like``; ``read_state`` checks the file."""
     if not like:
         return like
     model = tensor_file.Slices(Path(folder) / MODEL)

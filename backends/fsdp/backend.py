@@ -168,7 +168,7 @@ class Fsdp(Base):
             checkpoint.describe_model(folder, skeleton, self.folder, base)
 
         rank = self.layout.rank
-        return checkpoint.save_state(
+        return checkpoint.begin_save(
             folder, model, others, scalars, describe, file=file, gather=gathered, rank=rank, later=later
         )
 

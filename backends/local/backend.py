@@ -138,7 +138,7 @@ class Local(Base):
         def describe(folder: Path) -> None:
             checkpoint.describe_model(folder, skeleton, self.folder, base)
 
-        return checkpoint.save_state(folder, model, others, scalars, describe, file=file, later=later)
+        return checkpoint.begin_save(folder, model, others, scalars, describe, file=file, later=later)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:

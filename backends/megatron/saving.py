@@ -39,7 +39,7 @@ def save(
         model: Megatron's model.
         made_from: the model's own folder.
         base: the frozen weights, if the checkpoint refers to them.
-        later: see ``save_state``.
+        later: see ``begin_save``.
     """
     layout, skeleton = model.layout, model.hollow.skeleton
     number = 0
@@ -74,7 +74,7 @@ def save(
     def describe(folder: Path) -> None:
         checkpoint.describe_model(folder, skeleton, made_from, base)
 
-    return checkpoint.save_state(
+    return checkpoint.begin_save(
         folder, weights, rest, scalars, describe, file=file, gather=gathered, rank=layout.rank, later=later
     )
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verl_fn.backends.checkpoint.state_folder import MODEL, Writing, read_state, save_state
+from verl_fn.backends.checkpoint.state_folder import MODEL, Writing, begin_save, read_state
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
@@ -132,7 +132,7 @@ class Mock:
         self.saved()
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
         model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
-        writing = save_state(folder, model, others, scalars, later=later)
+        writing = begin_save(folder, model, others, scalars, later=later)
         if later:
             self._writing = writing
         else:
