@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.checkpoint.state_folder import Writing
-from verl_fn.backends.hf.frozen_base import FrozenBase, Reference, stamp_of
+from verl_fn.backends.hf.frozen_base import FrozenBase, Reference, chain_of, stamp_of
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_head, check_needs
 from verl_fn.backends.hf.skeleton import repeatable
@@ -345,10 +345,13 @@ class Base(abc.ABC):
         self._base = FrozenBase.of(self.folder, stamp, self._frozen(params))
         return params
 
-    def _base_of(self, params: Params) -> FrozenBase | None:
-        """Returns the frozen weights of a state if its checkpoint may refer to their folder, else None."""
-        held = self._base is not None and not params.buffers and self._base.holds(self._frozen(params))
-        return self._base if all(self._gather(held)) else None
+    def _base_of(self, params: Params, into: Path) -> FrozenBase | None:
+        """Returns the frozen weights of a state if a checkpoint in ``into`` may refer to their folder, else None."""
+        base = self._base
+        # A save replaces the weights in its folder.
+        kept = base is not None and not params.buffers and into.resolve() not in chain_of(base.folder)
+        held = kept and base is not None and base.holds(self._frozen(params))
+        return base if all(self._gather(held)) else None
 
     def _on_base(self, reference: Reference, checkpoint: str | Path, trained: Mapping[str, Tensor]) -> Params:
         """Returns parameters of which a checkpoint holds the trained ones, and refers to the frozen ones.

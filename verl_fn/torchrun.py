@@ -229,9 +229,12 @@ def _publish(engine: Any, trainer: Any, params: Any, version: int) -> None:
 
 
 def _ended(*errors: Exception | None) -> Exception:
-    """Returns what errors of gloo mean; their type is the same for each, so only the messages tell."""
+    """Returns what errors of gloo mean, for this process to end with it.
+
+    The type of these errors is the same for each cause, so only the messages tell.
+    """
     if threading.current_thread() is threading.main_thread():
-        # torchrun ends all processes when one has ended, and this one has to say why it ends.
+        # torchrun ends all processes when one has ended; this one must not end before it has said why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if any("timed out" in str(error).lower() for error in errors):
         return ActorHangs(

@@ -75,10 +75,6 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
     # transformers refuses some settings of generation; the source's settings are copied as they are.
     options = {"config": config, "dtype": dtype, "generation_config": transformers.GenerationConfig(), **LOCAL}
     model, loaded = load(getattr(transformers, name, None) or transformers.AutoModelForCausalLM, folder, options)
-    # Adapters are merged in fp32.
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if isinstance(wanted, torch.dtype) and model.dtype != wanted:
-        model = model.to(wanted)
     # transformers has drawn the missing ones at random, and left the others out.
     for problem, names in (
         ("lacks {} weights of the model", loaded["missing_keys"]),

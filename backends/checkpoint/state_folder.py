@@ -3,9 +3,9 @@
 ``from_pretrained`` reads ``model.safetensors``, ``config.json`` and the tokenizer; ``train_state.safetensors`` and
 ``train_state.json`` hold the rest of the state, under canonical names. Experts are stacked, as models compute with
 them; ``verl-fn export`` writes them as the hub does. The same state gives the same bytes for every number of ranks,
-but for the last bits of weights that adapters are merged into. If the model has adapters and its frozen weights are
-its folder's own, they are not written again: ``adapter_model.safetensors``, which PEFT loads, takes the place of
-``model.safetensors``, and the folder refers to the weights (``hf.frozen_base``).
+but for the last bits of weights that adapters are merged into. If the model has adapters, and the state's frozen
+weights are the ones in the model's folder, the files do not hold them: PEFT's ``adapter_model.safetensors`` takes the
+place of ``model.safetensors``, and ``lora.json`` names the model's folder (``hf.frozen_base``).
 
 Files are written in a folder of their own and renamed when all are complete, ``train_state.json`` last, so a folder
 without that file holds no state, even after a kill.
@@ -139,7 +139,7 @@ def begin_save(
         later: write in a thread, from copies of the parts.
 
     Returns:
-        The save, which has to be finished.
+        The save. Call its ``finish``.
 
     Raises:
         OSError: the first rank cannot write; all ranks raise it, and the folder keeps its state.

@@ -153,7 +153,7 @@ class Fsdp(Base):
         skeleton.check_trained(params)
         skeleton.check_buffers(params.buffers)
         weights: dict[str, Tensor]
-        if (base := self._base_of(params)) is None:
+        if (base := self._base_of(params, folder)) is None:
             file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)
             merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
             weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}

@@ -44,7 +44,6 @@ from verl_fn.backends.hf.config import (
     reason,
     refused,
 )
-from verl_fn.backends.hf.frozen_base import Reference
 from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.hf.tokenizer import END
@@ -373,8 +372,8 @@ def _check_count(described: int, folder: str | Path) -> None:
     Raises:
         ModelError: the config describes more.
     """
-    source = Path(folder) if (reference := Reference.read(folder)) is None else reference.base
-    files = [path for pattern in ("*.safetensors", "*.bin") for path in source.glob(pattern)]
+    holder = frozen_base.chain_of(folder)[-1]
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in holder.glob(pattern)]
     held = sum(path.stat().st_size for path in files)
     # Quantized weights take more than a bit each, too.
     if files and described > 8 * held:

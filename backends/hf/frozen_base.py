@@ -38,14 +38,12 @@ class Reference:
     """What a checkpoint of adapters says about the weights that it does not hold.
 
     Attributes:
-        base: the model folder that they were read from.
-        beside: the way to it from the checkpoint, for a folder that was moved with both in it.
+        base: the model folder that they were read from; relative to the checkpoint, if both were moved together.
         dtype: torch's name for the dtype that the state held them in.
         files: size and CRC-32 of each file of the folder that holds weights.
     """
 
     base: Path
-    beside: Path
     dtype: str
     files: Mapping[str, tuple[int, int]]
 
@@ -62,8 +60,8 @@ class Reference:
             if "files" not in content:
                 return None
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-            beside = Path(folder, content["beside"])
-            return cls(Path(content["base_model"]), beside, str(content["dtype"]), files)
+            base, beside = Path(content["base_model"]), Path(folder, content["beside"])
+            return cls(base if base.is_dir() or not beside.is_dir() else beside, str(content["dtype"]), files)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -82,7 +80,7 @@ class Reference:
         Raises:
             ModelError: a file is missing, or was changed.
         """
-        folder = Path(base) if base is not None else self.base if self.base.is_dir() else self.beside
+        folder = self.base if base is None else Path(base)
         for name, (size, crc) in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -139,7 +137,8 @@ class FrozenBase:
 def load(auto: Any, folder: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns transformers' model with the weights of a folder, and its report on them.
 
-    If the folder is a checkpoint that refers to frozen weights, its adapters are merged into these, in fp32.
+    If the folder is a checkpoint that refers to frozen weights, its adapters are merged into these in fp32, and the
+    sum is cast to the dtype that the options name.
 
     Args:
         auto: transformers' class.
@@ -165,8 +164,16 @@ def load(auto: Any, folder: str | Path, options: Mapping[str, Any]) -> tuple[Any
         for name, t in adapters.merged(Params({**frozen, **trained})):
             own[name].data.copy_(t)
     missing = [name for name in report["missing_keys"] if name not in trained]
+    if (dtype := options.get("dtype", "auto")) != "auto":
+        model = model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     # The frozen weights are the ones that were trained on, and what was not of the model then is not now.
     return model, {**report, "missing_keys": missing, "unexpected_keys": []}
+
+
+def chain_of(folder: str | Path) -> list[Path]:
+    """Returns a model folder and the folders that it refers to; the last one holds all of its weights."""
+    reference = Reference.read(folder)
+    return [Path(folder), *(() if reference is None else chain_of(reference.base))]
 
 
 def stamp_of(folder: Path) -> Stamp:

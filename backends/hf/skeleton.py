@@ -197,7 +197,7 @@ class Skeleton(nn.Module):
 
     @property
     def trained_head(self) -> str:
-        """The name of a value head, which is trained beside adapters; empty for a language model."""
+        """The name of the value head, since it is trained although it has no adapter; empty for a language model."""
         if self.head != "value":
             return ""
         return next(name for name, module in self.model.named_modules() if module is self.output_layer)

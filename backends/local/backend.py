@@ -125,7 +125,7 @@ class Local(Base):
         checkpoint.check_dtypes(state)
         skeleton.check_trained(state.params)
         skeleton.check_buffers(state.buffers)
-        params, base = state.params, self._base_of(state.params)
+        params, base = state.params, self._base_of(state.params, folder)
         if base is None:
             file, weights = checkpoint.MODEL, {**skeleton.adapters.filed(params), **state.buffers}
             kept = skeleton.adapters.unmerged(params)

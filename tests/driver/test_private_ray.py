@@ -90,7 +90,7 @@ def test_whoever_only_reads_its_files_survives(tmp_path):
     try:
         assert all(process.stdout.readline() for process in held.values())
         assert list(users_of(tmp_path)) == [held["writes"].pid]
-        # Its parent has ended without a word.
+        # The end of stdin says that the driver has died.
         subprocess.run([sys.executable, processes.__file__, tmp_path], stdin=subprocess.DEVNULL, check=True)
         assert held["writes"].wait() == -signal.SIGKILL and not tmp_path.exists()
         assert [held[name].poll() for name in ("reads", "lists")] == [None, None]

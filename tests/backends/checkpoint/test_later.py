@@ -24,7 +24,7 @@ def backend(request, tmp_path):
 
 
 def grown(backend, state):
-    """The state after an update, which takes over its memory."""
+    """The state after an update. The update reuses the memory of the given state."""
     return backend.apply_update(state, backend.forward_backward(state, tiny_batch(), ppo_clip())[0])
 
 

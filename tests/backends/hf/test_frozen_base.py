@@ -14,7 +14,8 @@ from verl_fn.backends.checkpoint.export import export_adapter, export_model
 from verl_fn.backends.hf import frozen_base
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.frozen_base import Reference, print_of
-from verl_fn.backends.hf.lora import LoraError
+from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.state import Key, tree
 
@@ -196,6 +197,31 @@ def test_adapters_on_a_checkpoint_of_adapters(tiny, tmp_path):
     merged = Local(tmp_path / "second", TX)
     gap = merged.forward(merged.load_pretrained().params, ragged()).logprobs
     assert (gap - second.forward(state.params, ragged()).logprobs).abs().max() < 1e-5
+
+
+def test_a_state_in_the_models_own_folder_is_whole(base, tmp_path):
+    """A save replaces the weights there, so nothing may refer to them; nor through another checkpoint."""
+    first = Local(base, TX, lora=LORA)
+    state = trained(first, first.load_pretrained(), steps=1)
+    first.save(state, tmp_path / "first")
+    second = Local(tmp_path / "first", TX, lora=LORA)
+    on_top = trained(second, second.load_pretrained(key=Key.from_seed(5)), steps=1)
+    second.save(on_top, base)
+    assert written(base) == {WEIGHTS, REST} and tree.equal(second.restore(base), on_top)
+    third = Local(base, TX, lora=LORA)
+    again = third.load_pretrained()
+    third.save(again, base)
+    assert written(base) == {WEIGHTS, REST} and tree.equal(third.restore(base), again)
+
+
+def test_a_chain_of_small_adapters_has_the_weights_of_its_last_folder(tmp_path):
+    """The files that hold adapters are far smaller than the model that config.json describes."""
+    folder = new_model(tmp_path / "model", chars="abcdefgh>", hidden_size=128, max_position_embeddings=256)
+    few = Lora(rank=1, targets=("q_proj",))
+    for name in ("first", "second", "third"):
+        backend = Local(folder, TX, lora=few)
+        backend.save(backend.load_pretrained(), folder := tmp_path / name)
+    assert len(Local(folder, TX).load_pretrained().params) > 0
 
 
 def test_damaged_files_of_adapters_are_named(tiny, tmp_path):
