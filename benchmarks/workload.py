@@ -1,4 +1,4 @@
-"""The workload of the GPU benchmarks: Qwen2.5's shapes with random weights, and one ragged PPO batch."""
+"""The workload of the GPU benchmarks: Qwen's shapes with random weights, and one ragged PPO batch."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
     },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 65536, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
@@ -69,7 +75,7 @@ def write_config(folder: Path, shape: str) -> Any:
     fields = {"vocab_size": len(tokenizer)} | SHAPES[shape]
     kind = fields.pop("model_type", "qwen2")
     config = AutoConfig.for_model(kind, bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
-    config.architectures = ["Qwen2ForCausalLM"] if kind == "qwen2" else None
+    config.architectures = {"qwen2": ["Qwen2ForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}.get(kind)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return config

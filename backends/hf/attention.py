@@ -25,6 +25,9 @@ from verl_fn.state import Batch
 NAME = "verl_fn_packed"
 # The smallest heads that FlexAttention's kernels take.
 FLEX_DIM = 16
+# A micro-batch of one row with so many tokens takes cuDNN's attention, if kernels need not be repeatable. cuDNN makes
+# a plan for each length, which shorter rows would not pay back.
+LONG = 8192
 
 
 @attrs.frozen(eq=False)
@@ -130,6 +133,8 @@ def _fused(
     size = (-1 if window is None else window - 1, 0)
     if sinks is not None:
         return cast(Tensor, _FlashWithSinks.apply(q, k, v, sinks, cu, longest, scaling, size)[0])
+    if window is None and packing.rows == 1 and longest >= LONG:
+        return _one_row(q, k, v, scaling)
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel takes values as wide as keys; those of latent attention are narrower.
@@ -138,6 +143,14 @@ def _fused(
     # Its types don't say that it returns a tuple only if more than the output is asked for.
     out = cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
     return out[..., :width]
+
+
+def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """Calls cuDNN's attention, or FlashAttention for what cuDNN's does not take."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 class _FlashWithSinks(torch.autograd.Function):

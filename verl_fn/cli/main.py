@@ -21,7 +21,7 @@ PREPARED = ("gsm8k", "arithmetic", "squares", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 BENCHMARKS = (
     "purity", "sampler", "exact", "imports", "large-data", "crash", "faults", "families", "first-step",
-    "frozen", "ppo-layouts", "throughput", "residency", "rollout", "turns", "weight-sync", "batches",
+    "frozen", "ppo-layouts", "throughput", "long-rows", "residency", "rollout", "turns", "weight-sync", "batches",
     "loading", "saves", "scaling", "step",
 )  # fmt: skip
 

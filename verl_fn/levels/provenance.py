@@ -102,8 +102,8 @@ def environment(bridge: str, device: str) -> dict[str, str]:
     if device == "cpu":
         changed |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
-        # transformer-engine computes products of fp32 in TF32 otherwise.
-        changed |= {"NVIDIA_TF32_OVERRIDE": "0"}
+        # transformer-engine, and the attention of vLLM in Triton, compute products of fp32 in TF32 otherwise.
+        changed |= {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
     return {**os.environ, **changed}
 
 

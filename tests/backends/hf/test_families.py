@@ -219,6 +219,19 @@ def test_the_law_notices(folder, mutant, monkeypatch):
     assert compare(folder(name))["outcome"] == families.WRONG
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_long_row_alone_takes_another_kernel(kv_heads, monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 16, generator=rng, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    packing = attention.Packing.of_table(1, 9, torch.device("cpu"))
+    monkeypatch.setattr(attention, "LONG", 9)
+    found = attention._fused(q, k, v, packing, 0.3, None, None, None)
+    expected = attention._padded(q, k, v, packing, 0.3, None, None, None)
+    assert torch.allclose(found, expected, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(out.sum(), (q, k, v)) for out in (found, expected)), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
     """Were packed attention to ignore where rows begin, no family would be packed."""
     whole = attention.Packing.of

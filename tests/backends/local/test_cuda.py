@@ -4,7 +4,7 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.hf.attention import Packing, packed_attention
+from verl_fn.backends.hf.attention import LONG, Packing, packed_attention
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -85,6 +85,26 @@ def test_soft_caps_and_sinks_of_fused_attention(softcap, sink, window, dim):
     for found, expected, rounded in zip(attend(torch.bfloat16, packing), exact, half, strict=True):
         error, allowed = ((t.float() - expected).norm() / expected.norm() for t in (found, rounded))
         assert error <= 2 * allowed + 1e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128)])
+def test_a_long_row_alone(heads, kv_heads, dim):
+    """cuDNN's attention gives the values and gradients of FlashAttention over two rows, of which one is short."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    device, length = torch.device("cuda"), LONG + 3
+    alone, two = (Packing.of(Batch.from_rows([[1] * n for n in sizes]), device) for sizes in ((length,), (length, 5)))
+    given = [
+        torch.randn(1, n, length + 5, dim, generator=rng, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    found = []
+    for packing, tokens in ((alone, length), (two, length + 5)):
+        leaves = [t[:, :, :tokens].clone().requires_grad_() for t in given]
+        out, _ = packed_attention(torch.nn.Module(), *leaves, None, packing=packing, scaling=dim**-0.5)
+        grads = torch.autograd.grad(out[:, :length].float().square().sum(), leaves)
+        found.append([out[:, :length], *(grad[:, :, :length] for grad in grads)])
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
 
 
 @pytest.mark.parametrize(
