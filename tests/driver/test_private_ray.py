@@ -125,6 +125,8 @@ with ray_private.private_ray(num_cpus=1, log_to_driver=False, logging_level="cri
     actor = ray.remote(num_cpus=0)(Actor).remote()
     ray.get(actor.nothing.remote())
     family = [process.pid for process in psutil.Process().children(recursive=True)]
+    # A signal to the group of this process, as of `timeout`, leaves them alone.
+    assert os.getpgrp() not in map(os.getpgid, family)
     print(os.environ["RAY_AUTH_TOKEN_PATH"], *family, flush=True)
     ray_private.require_alive()
     if sys.argv[1] == "driver":

@@ -32,6 +32,21 @@ from .ranks import ActorDied
 RAY = "2.60"
 # The processes that Ray cannot do without, by id.
 _core: dict[int, str] = {}
+# Whether processes that are forked now are Ray's own.
+_starting = False
+
+
+def _leave_group() -> None:
+    """Takes a process of Ray out of the group of this one.
+
+    A signal to the group, as of ``timeout`` or a batch system, would end Ray, and the run could not save.
+    """
+    if _starting:
+        os.setpgid(0, 0)
+
+
+# Ray gives its processes no options, but a function to call in them, and then such hooks run too.
+os.register_at_fork(after_in_child=_leave_group)
 
 
 @contextlib.contextmanager
@@ -47,7 +62,7 @@ def private_ray(**options: Any) -> Iterator[None]:
     token.write_text(secrets.token_hex(32))
     with _removed(folder), _settings(token):
         try:
-            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+            _init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
             names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes.users_of(folder)}
             _core.update({pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")})
             yield
@@ -58,6 +73,15 @@ def private_ray(**options: Any) -> Iterator[None]:
             ray.shutdown(wait_for_processes=True)
             processes.end(lambda: processes.users_of(folder))
             _core.clear()
+
+
+def _init(**options: Any) -> None:
+    global _starting
+    _starting = True
+    try:
+        ray.init(**options)
+    finally:
+        _starting = False
 
 
 @contextlib.contextmanager
