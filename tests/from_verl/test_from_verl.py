@@ -258,7 +258,12 @@ def test_a_critic_with_updates_of_its_own():
 
 def test_epochs_of_files_that_cannot_be_counted():
     translation = translated(GRPO_LORA, rows=None)
-    assert "set trainer.total_training_steps" in translation.not_possible[0] and not translation.complete
+    assert "append trainer.total_training_steps=N" in translation.not_possible[0] and not translation.complete
+    # No run starts with another number of steps.
+    text = translation.toml()
+    assert text.startswith("# not possible here: trainer.total_epochs: 15 epochs")
+    with pytest.raises(ConfigError, match="total_training_steps: expected a whole number"):
+        structure(tomllib.loads(text))
 
 
 def test_a_yaml_file_with_references_and_overrides(tmp_path, monkeypatch):

@@ -88,15 +88,13 @@ def config(args: argparse.Namespace) -> int:
 
 
 def _from_verl(words: Sequence[str]) -> int:
-    import tomli_w
-
     from verl_fn.data.rows import count_rows
     from verl_fn.from_verl import read_settings, translate
 
     if not words:
         raise UsageError("--from-verl needs a YAML file of verl, or settings key=value")
     translation = translate(read_settings(words), count_rows)
-    say(tomli_w.dumps(translation.table).rstrip("\n"))
+    say(translation.toml())
     complain(translation.report())
     return 0 if translation.complete else 1
 

@@ -45,7 +45,7 @@ class Move:
 
     Attributes:
         keys: verl's keys.
-        ours: the key here; empty for a problem.
+        ours: the key here; of a problem, the key that the user has to set, if there is one.
         value: its value.
         remark: how it differs, for the report.
         problem: why the keys cannot be followed; nothing is set then.
@@ -178,7 +178,8 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         why = f"{values[epochs_key]} epochs are rows // {batch} * {values[epochs_key]} steps, and "
         few = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size"
         why += "data.train_files cannot be counted here" if rows is None else few
-        yield Move((epochs_key,), problem=f"{why}; set trainer.total_training_steps")
+        where = "append trainer.total_training_steps=N to verl's words, or set it in the config"
+        yield Move((epochs_key,), steps_key, problem=f"{why}; {where}")
     else:
         yield Move(keys, "trainer.total_training_steps", steps, remark)
     updates = 1
@@ -214,7 +215,7 @@ def _schedule(values: Values, verl: str, ours: str, steps: int, updates: int) ->
     steps = values.get(verl + "lr_decay_steps") or steps
     count = warmup if warmup > 0 else int(ratio * steps)
     if ratio and warmup <= 0 and not steps:
-        yield Move(keys[1:], problem="the number of steps is not known; set trainer.total_training_steps")
+        yield Move(keys[1:], problem="the number of steps is not known; append trainer.total_training_steps=N")
     else:
         remark = f"{count} steps with {updates} updates each; verl counts steps" if count and updates > 1 else ""
         yield Move(keys, ours + "lr_warmup_steps", count * updates, remark)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import tomli_w
 
 from verl_fn.config.describe import without_effect
 from verl_fn.config.load import default_table, flat, keys, structure
@@ -37,6 +38,11 @@ from .reading import Settings
 _WRAPPED = textwrap.TextWrapper(
     116, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
 )
+_COMMENT = textwrap.TextWrapper(
+    116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+)
+# Stands for a value that the user has to set; no key accepts it.
+UNSET = "?"
 
 
 @attrs.frozen
@@ -44,7 +50,7 @@ class Translation:
     """What became of verl's settings.
 
     Attributes:
-        table: the config as nested tables, without keys at their defaults.
+        table: the config as nested tables, without keys at their defaults; ``?`` is a value that has to be set.
         translated: for each key that was set and translated, a line.
         defaults: a line for each default of verl that differs from the one here.
         without_effect: keys that were set and change nothing here, by the reason.
@@ -63,6 +69,12 @@ class Translation:
     def complete(self) -> bool:
         """Returns whether the config does all that the settings ask for."""
         return not self.not_possible and not self.unknown
+
+    def toml(self) -> str:
+        """Returns the config as TOML, after a comment on each setting that it does not follow."""
+        sections = (("not possible here", self.not_possible), ("unknown to verl", self.unknown))
+        comments = [_COMMENT.fill(f"{title}: {line}") for title, lines in sections for line in lines]
+        return "\n".join([*comments, *[""] * bool(comments), tomli_w.dumps(self.table).rstrip("\n")])
 
     def report(self) -> str:
         """Returns the report on all keys, in sections."""
@@ -114,9 +126,11 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     refused = _no_numbers(given, defaults, written)
     values |= {key: defaults.get(key) for key in refused}
     moves: dict[str, Move] = {}
+    unset: set[str] = set()
     for move in _moves(values, settings, count_rows):
         if move.problem:
             refused |= _refusal(move.keys, move.problem, written)
+            unset |= {move.ours} - {""}
         else:
             moves[move.ours] = move
     moved = {key for move in moves.values() for key in move.keys}
@@ -126,6 +140,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         refused |= _refusal(moves.pop(key).keys if key in moves else (key,), message, written)
     used = {key for move in moves.values() if move.ours not in ignored for key in move.keys}
     kept = flat(table)
+    table = _nested(kept | dict.fromkeys(sorted(unset), UNSET))
     others = {name: _reason(key, moves, ignored) for name, key in names.items() if key not in used | refused.keys()}
     reasons: dict[str, list[str]] = {}
     for name, reason in others.items():
