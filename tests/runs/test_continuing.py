@@ -14,7 +14,10 @@ from verl_fn.checksums import crc_of
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import RunError, continuing, history
+from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.continuing import changes
+from verl_fn.runs.folder import Run
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
@@ -61,6 +64,23 @@ def test_a_finished_run_says_so_before_it_loads_anything(tiny, copy, monkeypatch
     assert lines[0] == "this run has finished, after 2 steps; nothing was done or changed"
     assert "not used: data.train_batch_size: 4 -> 2" in lines
     assert lines[-1] == f"for a run with these settings, choose another trainer.dir than {copy / 'a'}"
+    checked = check_run(plan(tiny, copy, "data.train_batch_size=2")).text.splitlines()
+    assert checked[0] == "this run has finished, after 2 steps; nothing would be done" and checked[1:] == lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        (["lr_scheduler_type=constant"], False),
+        (["lr_scheduler_type=linear"], True),
+        (["lr_scheduler_type=cosine", "lr_decay_steps=9"], False),
+    ],
+)
+def test_more_steps_change_rates_that_fall(more, noted, tiny, copy):
+    longer = plan(tiny, copy, "trainer.total_training_steps=5", *(f"actor.optim.{one}" for one in more))
+    said = changes(Run(longer, SILENT), longer)
+    sentence = "the learning rates of actor.optim are from now on those of a run of 5 steps"
+    assert any(line.startswith(sentence) for line in said) == noted
 
 
 def test_another_algorithm_or_model_in_the_folder_of_a_run(tiny, copy, tmp_path):

@@ -15,8 +15,9 @@ from typing import Any
 import attrs
 import tomli_w
 
-from .algorithms import BUILT_IN, PPO, AlgorithmTable, Rejection, uses_critic
+from .algorithms import BUILT_IN, PPO, AlgorithmTable, PolicyOptimization, Rejection, uses_critic
 from .load import elsewhere, flat, load, raw_table
+from .names import is_reference
 from .options import ConfigError
 from .plan import completed, role_names
 from .schema import Config, to_table
@@ -121,6 +122,13 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
             f"algorithm.critic_warmup = {options.critic_warmup} leaves no step to the actor: "
             f"trainer.total_training_steps is {steps}"
         )
+    if isinstance(options, PolicyOptimization) and is_reference(options.policy_loss) and not cfg.driver.max_lag:
+        prompts = cfg.data.train_batch_size
+        if options.ppo_epochs * options.minibatches(prompts) == 1:
+            yield (
+                f"a step has one update (algorithm.ppo_mini_batch_size = {options.ppo_mini_batch_size} of {prompts} "
+                f"prompts), in which all ratios are 1: a clip in {options.policy_loss} does nothing"
+            )
     if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
         yield (
             f"driver.max_lag = {lag} lets rejection learn from answers that weights up to {lag} steps older have "

@@ -203,7 +203,7 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
     if tokenizer.chat_template is None:
         raise DataError(
             f"{label_of(problem)}: it is a list of chat messages, and the tokenizer has no chat template; use a "
-            "tokenizer folder with chat_template.jinja"
+            "tokenizer folder with chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
         )
     try:
         if isinstance(problem, Conversation):

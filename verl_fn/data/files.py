@@ -270,7 +270,8 @@ def _rendered(problem: Problem, tokenizer: Any) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{label_of(problem)}: the prompt is a list of chat messages, and the tokenizer has no chat template; "
-            "use string prompts, or a tokenizer folder with chat_template.jinja"
+            "use string prompts, or a tokenizer folder with chat_template.jinja (`verl-fn new-model ... "
+            "--chat-template` writes one)"
         )
     try:
         return prompt_text(tokenizer, problem)

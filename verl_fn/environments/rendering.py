@@ -71,7 +71,7 @@ class Renderer:
         if tokenizer.chat_template is None:
             raise EnvError(
                 "env.name needs chat messages, and the tokenizer has no chat template; take a model folder with "
-                "chat_template.jinja"
+                "chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
             )
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
         whole = self._by_tokens([user, reply], [user])

@@ -125,14 +125,11 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     values = defaults | (dict(MEGATRON_DEFAULTS) if settings.engine == "megatron" else {}) | given
     refused = _no_numbers(given, defaults, written)
     values |= {key: defaults.get(key) for key in refused}
-    moves: dict[str, Move] = {}
-    unset: set[str] = set()
-    for move in _moves(values, settings, count_rows):
-        if move.problem:
-            refused |= _refusal(move.keys, move.problem, written)
-            unset |= {move.ours} - {""}
-        else:
-            moves[move.ours] = move
+    found = list(_moves(values, settings, count_rows))
+    problems = [move for move in found if move.problem]
+    for move in problems:
+        refused |= _refusal(move.keys, move.problem, written)
+    moves = {move.ours: move for move in found if not move.problem}
     moved = {key for move in moves.values() for key in move.keys}
     refused |= _not_allowed({key: value for key, value in given.items() if key not in moved}, written)
     table, ignored, unusable = _config(moves)
@@ -140,7 +137,8 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         refused |= _refusal(moves.pop(key).keys if key in moves else (key,), message, written)
     used = {key for move in moves.values() if move.ours not in ignored for key in move.keys}
     kept = flat(table)
-    table = _nested(kept | dict.fromkeys(sorted(unset), UNSET))
+    for key in {move.ours for move in problems} - {""}:
+        _put(table, key, UNSET)
     others = {name: _reason(key, moves, ignored) for name, key in names.items() if key not in used | refused.keys()}
     reasons: dict[str, list[str]] = {}
     for name, reason in others.items():
@@ -264,12 +262,15 @@ def _named(error: ConfigError, values: Mapping[str, Any]) -> dict[str, str]:
 def _nested(values: Mapping[str, Any]) -> Table:
     table: Table = {}
     for key, value in values.items():
-        *path, name = key.split(".")
-        inner = table
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[name] = value
+        _put(table, key, value)
     return table
+
+
+def _put(table: Table, key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+    table[name] = value
 
 
 def _equal(value: Any, default: Any) -> bool:

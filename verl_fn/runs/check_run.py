@@ -31,7 +31,7 @@ from .checks import (
     check_writable,
     row_lengths,
 )
-from .continuing import changes, find_origin, finished, run_date
+from .continuing import changes, find_origin, finished, run_date, unused_settings
 from .disk import check_disk, disk_line
 from .engine_size import cached_rows, fits, rows_of_engine, sized, with_engine
 from .fitting import Fit, better_engine, counted, enough_gpus, layouts, longest_row, nearest, remedies
@@ -82,7 +82,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     # On another machine, the folder is empty.
     origin, changed = (find_origin(plan, run), changes(run, plan)) if gpus is None else (None, [])
     if (ended := finished(plan, origin)) is not None:
-        return Report(f"this run has finished, after {ended.step} steps; nothing would be done")
+        done = f"this run has finished, after {ended.step} steps; nothing would be done"
+        return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
     longest = longest_row(plan)
@@ -99,8 +100,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
-    on_gpus = build.device(plan.driver) == "cuda"
-    if on_gpus:
+    if on_gpus := build.device(plan.driver) == "cuda":
         gpu = gpu or build.gpu_memory("cuda")
         plan = sized(plan, gpu)
     lines = [*_run_lines(plan, longest), disk_line(plan)]

@@ -536,7 +536,12 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         ConfigError: ranks would share padded rows.
     """
     models = {(role.folder, role.head, role.row_layout): role for role in plan.roles.values()}
-    lacking = [] if needed else [folder for folder, *_ in models if not _has_weights(Path(folder))]
+    lacking = [folder for folder, *_ in models if not _has_weights(Path(folder))]
+    if needed and lacking:
+        raise ModelError(
+            f"{lacking[0]} has no weights (model.safetensors or its shards). To plan for a machine that has them, "
+            "add --check --gpus N --gpu-memory GIB"
+        )
     skeletons = {
         (folder, head, layout): hollow(folder, head, key=Key.from_seed(0), row_layout=layout).skeleton
         if folder in lacking

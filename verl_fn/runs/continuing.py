@@ -143,6 +143,8 @@ def changes(run: Run, plan: Plan) -> list[str]:
     if changed:
         _refuse_parts_of_state(run, plan, changed)
     sentences = [_of_setting(key, values) for key, values in changed.items()]
+    if "trainer.total_training_steps" in changed:
+        sentences += _other_rates(plan)
     before = recorded_inputs(run.folder, step_of(newest))
     sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
     return sentences + altered(run.folder) + _lost_lines(run, newest)
@@ -155,10 +157,32 @@ def other_settings(run: Run, plan: Plan) -> dict[str, str]:
     return changed_keys(run.folder, plan.table)
 
 
+def unused_settings(run: Run, plan: Plan) -> list[str]:
+    """Returns lines about settings that differ from the ones of a run that has finished."""
+    unused = [f"not used: {key}: {values}" for key, values in other_settings(run, plan).items()]
+    return [*unused, f"for a run with these settings, choose another trainer.dir than {run.folder}"] if unused else []
+
+
 def _of_setting(key: str, values: str) -> str:
     if key == "model.path":
         return f"continuing with the weights of the checkpoint, although model.path is another one: {values}"
     return f"continuing with another setting: {key}: {values}"
+
+
+def _other_rates(plan: Plan) -> list[str]:
+    """Returns a sentence about learning rates that depend on the number of steps."""
+    optims = {role.table: role.optim for role in plan.roles.values() if role.trained}
+    falling = [
+        f"{table}.optim"
+        for table, optim in optims.items()
+        if optim.lr_scheduler_type != "constant" and optim.lr_decay_steps is None
+    ]
+    if not falling:
+        return []
+    return [
+        f"the learning rates of {' and '.join(falling)} are from now on those of a run of "
+        f"{plan.trainer.total_training_steps} steps; lr_decay_steps would fix their end"
+    ]
 
 
 def _lost_lines(run: Run, newest: Path) -> list[str]:

@@ -23,7 +23,7 @@ from verl_fn.torchrun import leading
 from . import RunError
 from .checkpoints import restore, step_of
 from .checks import check_all_weights, check_has_training, check_run_folder
-from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
+from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
 from .disk import check_disk
 from .engine_size import sized, with_engine
 from .evaluate import check_goal, evaluation_line, validate
@@ -104,10 +104,8 @@ def _ended(plan: Plan, run: Run, say: Say) -> Report | None:
     say(f"this run has finished, after {ended.step} steps; nothing was done or changed")
     for sentence in altered(run.folder):
         say(f"note: {sentence}")
-    if unused := other_settings(run, plan):
-        for key, values in unused.items():
-            say(f"not used: {key}: {values}")
-        say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
+    for line in unused_settings(run, plan):
+        say(line)
     return ended.evaluation
 
 
