@@ -15,6 +15,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from verl_fn.errors import ArgumentError
+
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
@@ -73,6 +75,10 @@ class Node:
     """Base class of all values. A node that was donated has no fields, and reading one raises ``DonatedError``."""
 
     __slots__ = ("_fate", "_names")
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        name = type(self).__name__
+        raise ArgumentError(f"{name} has no fields yet: write @node, of verl_fn, above class {name}(Node)")
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only if the normal lookup fails, so the check costs other nodes nothing.

@@ -200,7 +200,8 @@ class Steps:
             params = getattr(self.state, role).params
             assert list(params) == list(model.params)
             for name, expected in model.params.items():
-                torch.testing.assert_close(params[name].double(), expected.detach(), rtol=0, atol=1e-6)
+                # Processors round differently.
+                torch.testing.assert_close(params[name].double(), expected.detach(), rtol=0, atol=3e-6)
 
 
 def close(ours, expected, tolerance=2e-5):

@@ -130,6 +130,19 @@ def test_the_algorithm_with_a_reference_on_the_page_trains_and_its_state_must_be
     for refuses in (check_run, lambda plan: train(plan, silent)):
         with pytest.raises(AlgorithmError, match=r"write @node above class State\(Node\)"):
             refuses(plan)
+    for wrong, said in (
+        (("@node\nclass State(Node)", "@attrs.frozen\nclass State(Node)"), r"write @node above class State\(Node\)"),
+        (("@node\nclass State(Node)", "class State(Node)"), r"has no fields yet: write @node, .*class State\(Node\)"),
+        (
+            (', "reference": Role(trained=False, copy_of="actor")', ""),
+            "there is no role 'reference', but actor; in a",
+        ),
+    ):
+        name = f"bad_{len(said)}.py"
+        (tmp_path / name).write_text(good.read_text().replace(*wrong))
+        own = make_plan(load(overrides=overrides(tiny, tmp_path / "no", f"algorithm.name={tmp_path / name}:mine")))
+        with pytest.raises((AlgorithmError, TypeError), match=said):
+            check_run(own)
 
 
 def test_numbers_and_tensors_of_its_state_are_in_the_checkpoint(tiny, tmp_path):

@@ -62,6 +62,22 @@ class Processes:
     restarts: Callable[[], list[str]] = list
 
 
+class Roles(dict[str, Any]):
+    """Values by role, such as training backends.
+
+    Raises:
+        AlgorithmError: a role is read that is not there.
+    """
+
+    def __missing__(self, role: str) -> Any:
+        others = ", ".join(self) or "none"
+        raise AlgorithmError(
+            f"there is no role {role!r}, but {others}; in a run, the roles are the ones of the algorithm's outline, "
+            f'such as Outline({{"actor": Role(), "{role}": Role(trained=False, copy_of="actor")}}), and in a program '
+            "the trainers of Workers"
+        )
+
+
 @attrs.frozen(eq=False)
 class Workers:
     """The parts that a step uses. Batches are values; what trainers and engine return is read by ``get``.
@@ -91,7 +107,7 @@ class Workers:
             those that do not; ``strict`` if it fails at the first.
     """
 
-    trainers: Mapping[str, TrainBackend]
+    trainers: Mapping[str, TrainBackend] = attrs.field(converter=Roles)
     rollout: RolloutBackend
     reward: Callable[..., Any]
     tokenizer: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import attrs
 
 from verl_fn import algorithms
 from verl_fn.algorithms import Algorithm, AlgorithmError, Workers
+from verl_fn.algorithms.workers import Roles
 from verl_fn.config import Plan
+from verl_fn.errors import UserError
 from verl_fn.state import Key, Node, node, tree
 
 from .recorder import Waiting
@@ -63,13 +64,13 @@ def algorithm_of(plan: Plan) -> Algorithm[Any]:
 def blank_state(plan: Plan) -> RunState:
     """Returns the state before the first step, with None for each training state."""
     key = Key.from_seed(plan.trainer.seed)
-    return RunState(algorithm_of(plan).init(dict.fromkeys([*plan.roles, *plan.copies]), key), cursor=0)
+    return RunState(algorithm_of(plan).init(Roles.fromkeys([*plan.roles, *plan.copies]), key), cursor=0)
 
 
 def initial_state(plan: Plan, w: Workers) -> RunState:
     """Returns the state before the first step, with every role loaded from its model folder."""
     key = Key.from_seed(plan.trainer.seed)
-    states: dict[str, Any] = dict.fromkeys(plan.copies)
+    states = Roles.fromkeys(plan.copies)
     for name, role in plan.roles.items():
         # A state moves to the CPU before the next one is loaded.
         states |= offloaded({name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name))}, plan, w)
@@ -84,7 +85,8 @@ def check_fields(state: RunState, plan: Plan) -> None:
     Raises:
         AlgorithmError: a field is missing, or the state is no node.
     """
-    if not isinstance(state.algorithm, Node):
+    # A class of which only the base is a node has no leaves that a checkpoint could have.
+    if not isinstance(state.algorithm, Node) or "" in tree.paths(state.algorithm):
         kind = type(state.algorithm).__name__
         raise AlgorithmError(
             f"the state of {plan.algorithm} is a {kind}, and a run saves only nodes: write @node above class "
@@ -105,11 +107,13 @@ def check_blank(plan: Plan) -> None:
         AlgorithmError: as ``check_fields``.
     """
     # An init that reads training states fails; the states that it makes are checked when they are loaded.
-    blank = None
-    with contextlib.suppress(AttributeError, TypeError, KeyError):
+    try:
         blank = blank_state(plan)
-    if blank is not None:
-        check_fields(blank, plan)
+    except UserError:
+        raise
+    except (AttributeError, TypeError, KeyError):
+        return
+    check_fields(blank, plan)
 
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
