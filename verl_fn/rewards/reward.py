@@ -233,6 +233,8 @@ def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequenc
         ['ab', 'b<bos>']
     """
     ends = set(end_tokens or [tokenizer.eos_token_id])
-    ids = [[token for token in tokens if token != tokenizer.pad_token_id or token in ends] for tokens in responses]
+    # Read once: transformers looks the number up each time.
+    padding = {tokenizer.pad_token_id} - ends
+    ids = [[token for token in tokens if token not in padding] for tokens in responses]
     ids = [tokens[:-1] if tokens and tokens[-1] in ends else tokens for tokens in ids]
     return tokenizer.batch_decode(ids, skip_special_tokens=False)
