@@ -19,8 +19,9 @@ from torch import Tensor
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.fsdp.sharding import Layout
 from verl_fn.backends.fsdp.torch_private import sharded
-from verl_fn.backends.hf.folder import FolderWeights, Hollow, build, hollow
+from verl_fn.backends.hf.folder import Hollow, build, hollow
 from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.tensor_file import Slices
 from verl_fn.state import Key
 

@@ -1,8 +1,6 @@
 """Makes skeletons and parameters from Hugging Face folders, and refuses models that a pure step cannot run.
 
-``build`` loads weights with transformers. ``FolderWeights`` reads any rows of the files of most folders; there is
-none if transformers has to convert: one tensor for each expert, names with another prefix, tied weights that are
-stored twice, pickled or quantized files.
+``build`` loads weights with transformers; ``weights.FolderWeights`` reads the files of most folders without it.
 
 The files beside the weights, such as the tokenizer's, are read once, when a model is made from its folder, and are
 then written from memory into the folders of its checkpoints. So a save works whatever happens to that folder, and a
@@ -14,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -27,7 +24,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from verl_fn.backends.hf import frozen_base
@@ -48,6 +44,7 @@ from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.hf.vision import attentions, class_of
+from verl_fn.backends.hf.weights import HEADS, check_numbers
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.errors import install
 from verl_fn.state import Key, isolated
@@ -59,11 +56,6 @@ __all__ = [
     "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "check_weights", "hollow",
     "model_notices", "pads_rows", "quiet", "read_config",
 ]  # fmt: skip
-
-# What transformers calls the output layers of language models and of classifiers.
-HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
-
-LARGEST_WEIGHT = 1e18
 
 # Packages of kernels by the modules in them, as sources of transformers' models name them.
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
@@ -79,7 +71,6 @@ _SUFFIXES = frozenset(
 _TEMPLATES = "additional_chat_templates"
 # These speak of weights, or of a training that led to them.
 _LEFT = frozenset((CONFIG, ABOUT, "train_state.json", "trainer_state.json", "adapter_config.json", "made_from.json"))
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
@@ -169,38 +160,6 @@ def build(
     skeleton.trained = trained
     _to_meta(model)
     return skeleton, _masters(skeleton, params, frozen)
-
-
-def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
-    """Checks that float32 holds the squares of weights, since norms and moments are made of squares.
-
-    A bias may have -inf, by which an output layer excludes tokens.
-
-    Args:
-        name: of the parameter.
-        weight: some or all of its rows.
-        place: the folder or file that they come from, for the error.
-
-    Raises:
-        ModelError: a weight is not finite, or too large.
-
-    Example:
-        >>> check_numbers("norm.weight", torch.tensor([1.0, 1e38]), "model")
-        Traceback (most recent call last):
-        verl_fn.backends.hf.config.ModelError: model: norm.weight has the value 1e+38, and weights beyond 1e+18 make
-        every step useless; copy the file again, or correct the weight
-    """
-    # A norm says the same, in ten times the time. Both are nan if a weight is.
-    low, high = map(float, torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
-    if max(-low, high) <= LARGEST_WEIGHT:
-        return
-    excludes = (weight == -torch.inf) & name.endswith("bias")
-    wrong = ~(weight.abs() <= LARGEST_WEIGHT) & ~excludes
-    if wrong.any():
-        raise ModelError(
-            f"{place}: {name} has the value {float(weight[wrong][0]):g}, and weights beyond {LARGEST_WEIGHT:g} make "
-            "every step useless; copy the file again, or correct the weight"
-        )
 
 
 @_one_at_a_time
@@ -590,106 +549,3 @@ def write_carried(contents: Mapping[str, bytes], folder: Path) -> None:
         (folder / _TEMPLATES).mkdir(exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-
-
-@attrs.frozen(eq=False)
-class FolderWeights:
-    """The weights of a folder; any rows can be read without the others.
-
-    Attributes:
-        shapes: the shape of every parameter of the model by canonical name.
-        files: the file that holds each; parameters that no file holds are zeros.
-        digest: a hash of all headers and of some elements of every tensor; it differs between folders.
-    """
-
-    shapes: dict[str, torch.Size]
-    files: dict[str, Path]
-    digest: str
-
-    @classmethod
-    def of(cls, folder: str | Path, model: Hollow) -> FolderWeights | None:
-        """Returns the weights of ``folder`` if they can be read without conversion, else None.
-
-        It raises no errors: ``folder.build`` reports weights that are missing, damaged or of another shape.
-        """
-        if getattr(model.skeleton.config, "quantization_config", None) or model.skeleton.constants:
-            return None
-        try:
-            places = files_of(Path(folder))
-            if not places or not _needs_no_conversion(places, model):
-                return None
-            shapes = {name: t.shape for name, t in model.shapes.items() if name not in model.adapters}
-            files = {name: places[name] for name in shapes if name in places}
-            digest = _digest(files, shapes)
-        except (OSError, ValueError, KeyError, SafetensorError):
-            return None
-        return None if digest is None else cls(shapes, files, digest)
-
-    def read(self, name: str, start: int, end: int, into: Tensor, opened: dict[Path, Slices]) -> Tensor:
-        """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
-
-        Args:
-            name: of the parameter.
-            start: the first row.
-            end: the one after the last row.
-            into: has room for these rows.
-            opened: the files that earlier calls opened; this call adds to it.
-
-        Returns:
-            ``into``.
-
-        Raises:
-            ModelError: a number is none that a model can have; see ``check_numbers``.
-        """
-        if name not in self.files:
-            return into.zero_()
-        file = self.files[name]
-        if file not in opened:
-            opened[file] = Slices(file)
-        into.copy_(opened[file].rows(name, start, end))
-        check_numbers(name, into, file)
-        return into
-
-
-def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
-    """Returns whether transformers would read the tensors of these names without renaming or converting any."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
-        return False
-    skeleton = model.skeleton
-    own = next(name for name, module in skeleton.model.named_modules() if module is skeleton.output_layer)
-    wanted = {name for name in model.shapes if name not in model.adapters}
-    heads = HEADS - {own}
-    if any(name not in wanted and name.partition(".")[0] not in heads for name in places):
-        return False
-    if any(name not in places and not (model.new_head and name.startswith(f"{own}.")) for name in wanted):
-        return False
-    transforms = get_model_conversion_mapping(skeleton.model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    known: dict[str, Any] = skeleton.model.state_dict()
-    prefix = skeleton.model.base_model_prefix
-    return all(
-        rename_source_key(name, renamings, converters, prefix, known) == (name, None)
-        for name in places
-        if name in wanted
-    )
-
-
-def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None:
-    """Returns the digest, or None where a tensor has another shape or no floating-point dtype."""
-    digest = hashlib.blake2b(digest_size=8)
-    opened: dict[Path, Slices] = {}
-    for name, file in sorted(files.items()):
-        if file not in opened:
-            opened[file] = Slices(file)
-        dtype, shape = opened[file].about(name)
-        if dtype not in FLOATS or shape != tuple(shapes[name]) or not shape:
-            return None
-        digest.update(f"{name}{dtype}{shape}".encode())
-        for row in sorted({0, shape[0] // 3, shape[0] - 1}):
-            part = opened[file].rows(name, row, row + 1).reshape(-1)[:64]
-            digest.update(part.clone().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -18,12 +18,13 @@ from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
-from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
+from verl_fn.backends.hf.folder import build, check_same_config, check_same_model, hollow
 from verl_fn.backends.hf.frozen_base import Reference
 from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.vision import beside_tokens
+from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
@@ -282,11 +283,18 @@ class Local(Base):
         self._cast_from.clear()
 
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
-        skeleton, params = build(
-            folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
-            lora=self.lora, row_layout=self.row_layout, frozen=self.dtype, device=self.device,
-            trained=self._trains, freeze_tower=self.freeze_vision_tower,
-        )  # fmt: skip
+        how: dict[str, Any] = {
+            "key": key, "checkpointing": self.checkpointing, "lora": self.lora, "row_layout": self.row_layout,
+            "frozen": self.dtype, "device": self.device, "trained": self._trains,
+            "freeze_tower": self.freeze_vision_tower,
+        }  # fmt: skip
+        empty = hollow(folder, self.head, **how) if pretrained else None
+        if empty is not None and (weights := FolderWeights.of(folder, empty)) is not None:
+            skeleton, params = empty.skeleton, weights.whole(empty, self.device)
+        else:
+            skeleton, params = build(folder, self.head, pretrained=pretrained, **how)
+            # Copies, since transformers' tensors may share a storage, or lie such that kernels round differently.
+            params = {name: t.to(self.device, copy=True) for name, t in params.items()}
         if self._skeleton is None and Path(folder) == self.folder:
             if self.exact:
                 exact.check(skeleton, self.dtype, self.device, folder)
@@ -298,9 +306,7 @@ class Local(Base):
         else:
             # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), skeleton, folder)
-        # Copies, since tensors from a file may share a storage or be aligned such that kernels round differently.
-        leaves = {name: t.to(self.device, copy=True) for name, t in params.items()}
-        return Params(leaves, skeleton.trainable, skeleton.new_buffers(self.device))
+        return Params(params, skeleton.trainable, skeleton.new_buffers(self.device))
 
     def _built(self) -> Skeleton:
         if self._skeleton is None:

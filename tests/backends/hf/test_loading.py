@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.checks import fit_of, smaller
-from verl_fn.backends.hf.folder import FolderWeights, ModelError, build, check_numbers, hollow, read_config
+from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.outputs import check_head
+from verl_fn.backends.hf.weights import FolderWeights, check_numbers
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import loading
 from verl_fn.state import Batch, Key, tree
@@ -79,7 +80,7 @@ def test_a_model_that_is_larger_than_its_weights_gets_no_memory(tmp_path, fields
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("model.embed_tokens.weight", 1e38, r"model: model\.embed_tokens\.weight has the value 1e\+38, and"),
+        ("model.embed_tokens.weight", 1e38, r"model\.embed_tokens\.weight has the value 1e\+38, and"),
         (UP, float("nan"), "has the value nan"),
         ("model.norm.weight", float("inf"), "has the value inf"),
         ("lm_head.weight", -float("inf"), "has the value -inf"),
