@@ -86,6 +86,16 @@ def test_rows_that_learn_leaves_out_are_counted_as_dropped(rows, left):
     assert report["rollout/tokens_learned"] == int(kept["response_mask"].sum())
 
 
+def test_rows_without_weight_are_counted_as_dropped():
+    def weightless(batch):
+        batch = dr_grpo(batch)
+        return batch.with_tokens(response_mask=batch["response_mask"] * batch.spread(batch["row_of_experience"] > 2))
+
+    algorithm = own(learn=lambda state, experience, w: learn(state, experience, w, estimate=weightless))
+    _, _, report = step(algorithm, workers())
+    assert report["rollout/rows_dropped/learn"] == 3.0 and report["rollout/tokens_dropped/learn"] > 0
+
+
 def test_rows_of_other_batches_are_not_counted():
     def elsewhere(state, experience, w):
         return learn(state, attrs.evolve(experience, batch=experience.batch.without("row_of_experience")), w)

@@ -223,14 +223,15 @@ def test_a_check_ends_as_the_run_does_if_no_conversation_begins(tmp_path, wrong,
 
 
 @pytest.mark.parametrize(("wrong", "reason"), list(BROKEN_STEPS.items()))
-def test_a_check_refuses_an_environment_that_answers_no_reply(tmp_path, wrong, reason, capsys):
-    """A run would drop these conversations, except those that are cut off first."""
+def test_an_environment_that_answers_no_reply_is_refused(tmp_path, wrong, reason, capsys):
+    """By a run as by a check, though conversations that are cut off never reach such a step."""
     (tmp_path / "own.py").write_text(f"{MINE}\n\nclass Wrong(Fine):\n    {wrong}\n")
     (tmp_path / "run.toml").write_text("")
     model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
     more = [f"model.path={model}", f"trainer.dir={tmp_path}/run", f"env.name={tmp_path}/own.py:Wrong"]
-    assert main(["train", str(tmp_path / "run.toml"), *TINY, *more, "data.max_prompt_length=64", "--check"]) == 1
-    assert re.search(f"error: env.name: all 8 training conversations fail, .*{reason}", capsys.readouterr().err)
+    for check in (["--check"], []):
+        assert main(["train", str(tmp_path / "run.toml"), *TINY, *more, "data.max_prompt_length=64", *check]) == 1
+        assert re.search(f"error: env.name: all 8 training conversations fail, .*{reason}", capsys.readouterr().err)
 
 
 def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, capsys):
@@ -255,6 +256,7 @@ def test_a_folder_that_is_not_there_may_be_a_name_of_the_hub(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for folder, says in (
         ("Qwen/Qwen3-8B", "verl-fn prepare hub:Qwen/Qwen3-8B --out models/Qwen3-8B first"),
+        ("models/own", "verl-fn prepare hub:OWNER/NAME --out FOLDER first"),
         ("a/b/c", "verl-fn prepare hub:OWNER/NAME --out FOLDER first"),
         ("model", "verl-fn prepare hub:OWNER/NAME --out FOLDER first"),
     ):

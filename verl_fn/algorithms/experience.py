@@ -45,7 +45,7 @@ from verl_fn.steps.aggregate import last_of_rows
 from .exact import require_equal, with_engine_log_probs
 from .policy import Selection, aggregation
 from .reports import timing_report, update_report
-from .workers import Clock, Experience, Report, Workers
+from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 
 def publish(w: Workers, actor: Any, step: int) -> int:
@@ -223,6 +223,11 @@ def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference"
 
 def reference_outputs(batch: Batch, state: Any, w: Workers, role: str = "reference") -> Ref[TokenOutputs]:
     """Returns the log-probs of a frozen copy of the actor; with LoRA the actor's frozen base is that copy."""
+    if not hasattr(state, role):
+        raise AlgorithmError(
+            f"{type(state).__name__} has no field {role!r}: give the outline a role, {role}: Role(trained=False, "
+            'copy_of="actor"), and the algorithm a state with a field for it (docs/algorithms.md, Your own)'
+        )
     if (own := getattr(state, role)) is not None:
         return w.trainers[role].forward(own.params, batch, ("logprobs",))
     # The reference picks its own experts.

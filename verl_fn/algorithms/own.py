@@ -181,8 +181,11 @@ class _Passes:
 
 
 def _pass(batch: Batch) -> tuple[list[int] | None, int]:
-    """Returns the numbers of the rows of a pass, and the count of tokens whose advantage is not finite."""
+    """Returns the numbers of the rows of a pass that weigh, and the count of tokens whose advantage is not finite."""
     rows = batch[ROW].tolist() if ROW in batch.per_row else None
+    if rows is not None and "loss_weight" in batch.per_token:
+        weighs = (batch.sum_rows(batch["loss_weight"].abs()) != 0).tolist()
+        rows = [row for row, one in zip(rows, weighs, strict=True) if one]
     if "advantages" not in batch.per_token or "response_mask" not in batch:
         return rows, 0
     return rows, int((~batch["advantages"].isfinite() & (batch["response_mask"] != 0)).sum())

@@ -20,13 +20,14 @@ from .checks import (
     RowLengths,
     check_all_weights,
     check_code,
+    check_conversations,
     check_device,
     check_gpus,
     check_has_training,
     check_lengths,
     check_model_folders,
-    check_processes,
     check_ranks,
+    check_rewards,
     check_run_folder,
     check_writable,
     row_lengths,
@@ -92,10 +93,10 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         _check_without_tokenizer(plan, longest)
     else:
         source = prepare(plan, say, gpus)
-        tokenizer = build.policy_tokenizer(plan.rollout)
-        for note in check_processes(plan, source, tokenizer):
+        check_rewards(plan)
+        for note in check_conversations(plan, source):
             say(f"note: {note}")
-        lengths = row_lengths(plan, source, tokenizer)
+        lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
         longest = max(lengths.sampled, lengths.trained)
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
@@ -120,7 +121,7 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     """Checks what can be checked of a plan for another machine without the model's tokenizer."""
     check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
-    check_code(plan)
+    check_code(plan, here=False)
     check_ranks(plan, ranks.training_ranks(plan), installed=False)
     if plan.learns_from == "samples":
         parts = "a row: data.max_prompt_length and data.max_response_length"

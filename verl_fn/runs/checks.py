@@ -49,6 +49,8 @@ from verl_fn.state import Key
 OTHER_MODELS = ("reward_model", "teacher")
 # The most conversations of a kind that a check probes.
 TRIES = 8
+# A path in one of these is no OWNER/NAME of the hub.
+OUR_FOLDERS = frozenset(("models", "runs", "checkpoints", "exported", "data"))
 
 
 def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True) -> None:
@@ -222,14 +224,15 @@ def check_model_folders(plan: Plan) -> None:
             raise ConfigError(
                 f"{key}: there is no folder {role.folder}. If another run makes it, do that one first. A run "
                 f"downloads no models: for one of the Hugging Face hub, run verl-fn prepare hub:{hub} --out {folder} "
-                "first and set the folder"
+                "first and set the folder. To plan for another machine (--gpus), a folder with config.json is enough"
             )
 
 
 def _hub_name(folder: Path) -> str:
     """Returns what may be the name of a model of the hub, of a path that was given as OWNER/NAME; else nothing."""
-    here = Path.cwd()
-    return "/".join(folder.parts[-2:]) if folder.parent.parent == here and not folder.parent.exists() else ""
+    here, owner = Path.cwd(), folder.parent
+    named = owner.parent == here and not owner.exists() and owner.name not in OUR_FOLDERS
+    return "/".join(folder.parts[-2:]) if named else ""
 
 
 def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
@@ -491,8 +494,12 @@ def check_gpus(plan: Plan, gpus: int) -> None:
         check_room(plan, "cuda", [{"GPU": gpus}])
 
 
-def check_code(plan: Plan) -> None:
+def check_code(plan: Plan, *, here: bool = True) -> None:
     """Checks that the files of the user's own code exist, and that the algorithm can be made of its objects.
+
+    Args:
+        plan: the plan.
+        here: whether rewards and environment run on this machine, and so have to be here.
 
     Raises:
         ConfigError: a file or an object in it does not exist, or is none that the key takes.
@@ -501,7 +508,7 @@ def check_code(plan: Plan) -> None:
     for reference, key in keys.items():
         file = Path(reference.rpartition(":")[0])
         # A cluster that runs already may have files that this machine lacks.
-        if file.suffix == ".py" and not file.is_file() and not plan.ray.address:
+        if here and file.suffix == ".py" and not file.is_file() and not plan.ray.address:
             raise ConfigError(f"{key}: there is no file {file}")
     make(plan.algorithm, plan.options)
 
@@ -578,22 +585,31 @@ def _has_weights(folder: Path) -> bool:
     return any(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
 
 
-def check_processes(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
-    """Starts what runs the user's reward functions and environment, as a run does, and probes a conversation.
+def check_rewards(plan: Plan) -> None:
+    """Starts what runs the user's reward functions, as a run does.
+
+    Raises:
+        UserError: they cannot be used.
+    """
+    if not any(_elsewhere(plan, name) for name in plan.reward.functions):
+        build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
+
+
+def check_conversations(plan: Plan, source: Source) -> Iterator[str]:
+    """Starts what runs the user's environment, as a run does, and probes a conversation.
 
     The environment begins the conversation and answers an empty reply. If it fails, other conversations are tried: a
     run ends if all of a step's conversations fail.
 
     Yields:
-        Sentences about what a run would survive.
+        Sentences about what a run survives.
 
     Raises:
-        UserError: they cannot be used, or all conversations fail.
+        UserError: the environment cannot be used, or all conversations fail.
     """
-    if not any(_elsewhere(plan, name) for name in plan.reward.functions):
-        build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
     if plan.env.name and not _elsewhere(plan, plan.env.name):
         # Nothing is drawn, so no engine is needed.
+        tokenizer = build.policy_tokenizer(plan.rollout)
         conversing: Any = build.conversing(plan.rollout, "cpu", plan.env, engine=lambda *_: MockRollout({}))
         sampling = build.sampling(plan.rollout, plan.data.max_response_length)
         # All of a step are tried until one begins.

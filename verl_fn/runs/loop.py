@@ -22,7 +22,7 @@ from verl_fn.torchrun import leading
 
 from . import RunError
 from .checkpoints import restore, step_of
-from .checks import check_all_weights, check_has_training, check_run_folder
+from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
 from .disk import check_disk
 from .engine_size import sized, with_engine
@@ -77,6 +77,8 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
         origin, changed = find_origin(plan, run), changes(run, plan)
         with start.part("check"):
             source = prepare(plan, say)
+            for note in check_conversations(plan, source):
+                say(f"note: {note}")
             if origin is None:
                 check_all_weights(plan)
             check_disk(plan)
