@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +40,7 @@ from verl_fn.backends.hf.config import (
     refused,
 )
 from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
-from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
+from verl_fn.backends.hf.skeleton import PADDED, Fit, Hollow, Skeleton
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.hf.vision import attentions, class_of
 from verl_fn.backends.hf.weights import HEADS, check_numbers
@@ -80,24 +79,6 @@ def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
             return make(*args, **kwargs)
 
     return alone
-
-
-@attrs.frozen(eq=False)
-class Hollow:
-    """A model without its weights.
-
-    Attributes:
-        skeleton: on the meta device, except for constants such as rotary frequencies.
-        shapes: every parameter by canonical name, on the meta device, in the dtype that a state holds it in; adapters
-            come last.
-        adapters: the values of LoRA's adapters.
-        new_head: the output layer is new and of zeros, so the folder need not have it.
-    """
-
-    skeleton: Skeleton
-    shapes: dict[str, Tensor]
-    adapters: dict[str, Tensor]
-    new_head: bool
 
 
 @_one_at_a_time

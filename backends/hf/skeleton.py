@@ -452,6 +452,24 @@ def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tens
     return torch.where((ids == padding)[..., None], rows.detach(), rows)
 
 
+@attrs.frozen(eq=False)
+class Hollow:
+    """A model without its weights.
+
+    Attributes:
+        skeleton: on the meta device, except for constants such as rotary frequencies.
+        shapes: every parameter by canonical name, on the meta device, in the dtype that a state holds it in; adapters
+            come last.
+        adapters: the values of LoRA's adapters.
+        new_head: the output layer is new and of zeros, so the folder need not have it.
+    """
+
+    skeleton: Skeleton
+    shapes: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+    new_head: bool
+
+
 def compile_layer(layer: nn.Module) -> None:
     """Compiles a decoder layer with ``torch.compile``; all layers and all numbers of tokens share its kernels."""
     for module in layer.modules():

@@ -10,7 +10,7 @@ import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -18,10 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.skeleton import Hollow
 from verl_fn.backends.tensor_file import Slices, files_of
-
-if TYPE_CHECKING:
-    from verl_fn.backends.hf.folder import Hollow
 
 # What transformers calls the output layers of language models and of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
