@@ -121,7 +121,10 @@ def loss_of(name: str) -> tuple[str, Loss]:
         raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
     loss = load_object(name, "--losses")
     if not isinstance(loss, Loss):
-        raise ConfigError(f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected")
+        raise ConfigError(
+            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name the "
+            "loss itself, such as `mine = clipped()` in that file for a function of options"
+        )
     return "value" if "values" in loss.needs else "lm", loss
 
 

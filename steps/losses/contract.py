@@ -82,7 +82,8 @@ class Term:
             if not isinstance(metric, Metric):
                 raise self._error(
                     f"{kind_of(metric)} as the metric {name!r}; it does not add up over micro-batches; "
-                    "verl_fn.state has Weighted, Sum, Max, Min and Moments"
+                    "verl_fn.steps.token_mean(batch, values) makes one, and verl_fn.state has Weighted, Sum, "
+                    "Max, Min and Moments"
                 )
         return values if self.factor == 1.0 else self.factor * values, reported
 
