@@ -65,7 +65,7 @@ from verl_fn.environments import Done
 
 class Echo:
     def reset(self, problem):
-        Path(__file__).with_name(f"asked_{os.getpid()}").touch()
+        Path(__file__).with_name(f"asked_{os.environ['RANK']}").touch()
         return [{"role": "user", "content": problem.prompt}]
 
     def step(self, reply):
@@ -76,9 +76,10 @@ class Echo:
 def test_only_the_first_process_talks_to_environments(warm, tmp_path):
     (tmp_path / "echo.py").write_text(ECHO)
     more = [f"env.name={tmp_path}/echo.py:Echo", "trainer.val_before_train=true", "data.max_prompt_length=64"]
+    more.append("env.variables=['RANK']")
     ended = faulty(warm, "", tmp_path / "run", *more)
     assert ended.returncode == 0 and "done: 4 steps" in ended.stdout, ended.stderr
-    assert len(list(tmp_path.glob("asked_*"))) == 1
+    assert [file.name for file in tmp_path.glob("asked_*")] == ["asked_0"]
 
 
 def test_processes_wait_for_the_first_as_long_as_it_prepares(warm, tmp_path):

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-# Before transformers looks for torchvision.
+# Before transformers looks for torchvision, here and in the process in which vLLM looks at a model's class.
 sys.path.append(os.environ["BESIDE"])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.environ["BESIDE"]]))
 
 import attrs
 import pytest
