@@ -30,7 +30,7 @@ BAR = 1.3
 
 
 def operations(config: Any, parameters: int, tokens: int) -> int:
-    """Operations of a token in a row of so many tokens.
+    """Returns the operations for each token of a row of ``tokens`` tokens, forward and backward.
 
     Example:
         >>> import types

@@ -121,8 +121,7 @@ class Batch(Node):
         if name in CORE:
             return getattr(self, name)
         names = sorted((*CORE, *self.per_token, *self.per_row, *self.ragged))
-        writer = ", which verl_fn.algorithms.experience.with_reference writes" if name == "ref_log_prob" else ""
-        raise KeyError(f"the batch has no field {name!r}{writer}; it has {names}")
+        raise KeyError(f"the batch has no field {name!r}; it has {names}")
 
     def with_tokens(self, **fields: Any) -> Batch:
         """Returns this batch with per-token fields added or replaced."""

@@ -25,8 +25,8 @@ from verl_fn.state import Batch
 NAME = "verl_fn_packed"
 # The smallest heads that FlexAttention's kernels take.
 FLEX_DIM = 16
-# A micro-batch of one row with so many tokens takes cuDNN's attention, if kernels need not be repeatable. cuDNN makes
-# a plan for each length, which shorter rows would not pay back.
+# The fewest tokens of a row that is alone in its micro-batch and takes cuDNN's attention. cuDNN plans each new
+# length, and for shorter rows planning takes longer than its kernels save.
 LONG = 8192
 
 
@@ -133,7 +133,9 @@ def _fused(
     size = (-1 if window is None else window - 1, 0)
     if sinks is not None:
         return cast(Tensor, _FlashWithSinks.apply(q, k, v, sinks, cu, longest, scaling, size)[0])
-    if window is None and packing.rows == 1 and longest >= LONG:
+    # cuDNN's backward pass does not repeat bitwise.
+    repeats, as_wide = torch.are_deterministic_algorithms_enabled(), v.shape[-1] == k.shape[-1]
+    if window is None and packing.rows == 1 and longest >= LONG and as_wide and not repeats:
         return _one_row(q, k, v, scaling)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -146,7 +148,7 @@ def _fused(
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """Calls cuDNN's attention, or FlashAttention for what cuDNN's does not take."""
+    """Calls cuDNN's attention, or FlashAttention for heads that cuDNN's does not take."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

@@ -1,7 +1,8 @@
 """The weights of a folder, read from its files without transformers' model.
 
-That is faster, and needs no memory for the whole model. There are no such weights if transformers has to convert: one
-tensor for each expert, names with another prefix, tied weights that are stored twice, pickled or quantized files.
+That is faster, and needs no memory for the whole model. ``FolderWeights.of`` returns None for files that transformers
+has to convert: one tensor for each expert, names with another prefix, tied weights that are stored twice, pickled or
+quantized files.
 """
 
 from __future__ import annotations

@@ -225,11 +225,25 @@ def test_a_long_row_alone_takes_another_kernel(kv_heads, monkeypatch):
     q, k, v = (torch.randn(9, heads, 16, generator=rng, requires_grad=True) for heads in (4, kv_heads, kv_heads))
     packing = attention.Packing.of_table(1, 9, torch.device("cpu"))
     monkeypatch.setattr(attention, "LONG", 9)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     found = attention._fused(q, k, v, packing, 0.3, None, None, None)
     expected = attention._padded(q, k, v, packing, 0.3, None, None, None)
     assert torch.allclose(found, expected, atol=1e-6)
     for one, other in zip(*(torch.autograd.grad(out.sum(), (q, k, v)) for out in (found, expected)), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(("repeats", "width"), [(True, 16), (False, 8)])
+def test_a_long_row_keeps_flash_attention_for_kernels_that_repeat_and_narrow_values(repeats, width, monkeypatch):
+    """cuDNN's does not repeat, and torch calls no other kernel for values that are narrower than keys."""
+    q, k, v = (torch.randn(9, 2, size) for size in (16, 16, width))
+    packing = attention.Packing.of_table(1, 9, torch.device("cpu"))
+    monkeypatch.setattr(attention, "LONG", 9)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeats)
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn", lambda q, *others, **options: torch.full_like(q, 7.0)
+    )
+    assert (attention._fused(q, k, v, packing, None, None, None, None) == 7.0).all()
 
 
 def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
