@@ -31,6 +31,7 @@ from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
+from verl_fn.backends.row_sharing import one_thread
 from verl_fn.state import Batch
 
 LAYOUTS = ("auto", PACKED, PADDED)
@@ -81,7 +82,7 @@ def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = 
         with refused(f"{folder}: a small model of this config cannot be run"):
             for small in smaller(auto, config):
                 try:
-                    with quiet(), torch.no_grad():
+                    with quiet(), torch.no_grad(), one_thread():
                         _fits[checked] = _with_chunks(auto, small, config, head, folder, layout)
                     break
                 except ModelError:

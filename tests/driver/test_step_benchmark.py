@@ -71,11 +71,14 @@ def test_warm_up_steps_do_not_count_and_runs_are_pooled():
 
 def test_the_bars_are_the_ratio_and_our_other_phases():
     fast, slow = step.summary([[one(1.0, gen=0.97)] * 3]), step.summary([[one(2.0, gen=2.0)] * 3])
-    held = step.verdict({"ours": fast, "verl": slow})
-    assert held == {"large_phases": [], "ratio": 2.0, "held": True}
+    held = step.verdict({"ours": fast, "verl": slow}, 2.0)
+    assert held == {"bar": 2.0, "large_phases": [], "ratio": 2.0, "held": True}
+    assert not step.verdict({"ours": fast, "verl": slow}, 2.1)["held"]
     waiting = step.summary([[one(1.0, gen=0.9, reward=0.1)] * 3])
-    assert step.verdict({"ours": waiting, "verl": slow}) == {"large_phases": ["reward"], "ratio": 2.0, "held": False}
-    assert not step.verdict({"ours": slow, "verl": fast})["held"] and not step.verdict({"ours": fast})["held"]
+    found = step.verdict({"ours": waiting, "verl": slow}, 2.0)
+    assert found == {"bar": 2.0, "large_phases": ["reward"], "ratio": 2.0, "held": False}
+    for engines in ({"ours": slow, "verl": fast}, {"ours": fast}):
+        assert not step.verdict(engines, 1.0)["held"]
 
 
 def test_both_trainers_get_the_same_sizes(tmp_path):
@@ -130,7 +133,7 @@ def test_parts_make_up_steps(tmp_path, monkeypatch):
     steps = step_parts.run_parts(work(tmp_path), 2, tmp_path, tmp_path / "2_parts.log", 100.0, {})
     assert [(s["seconds"], s["tokens"]) for s in steps] == [(7.0, 64), (8.0, 64)]
     ours = step.summary([[one(4.0, tokens=64)]])
-    assert step.verdict({"ours": ours, "parts": step.summary([steps])})["ratio_to_parts"] == 2.0
+    assert step.verdict({"ours": ours, "parts": step.summary([steps])}, 1.0)["ratio_to_parts"] == 2.0
 
 
 def test_the_tokenizer_has_all_tokens_of_the_model_and_those_that_verl_asks_for(tmp_path):

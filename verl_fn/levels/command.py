@@ -65,14 +65,22 @@ def run(args: argparse.Namespace) -> int:
         _bridge_tests(args, out, env) if not blocked else _skipped(args),
         _imported(args.bridge, probed, blocked),
     ]
+    command, sources = shlex.join(["verl-fn", *args.argv]), _repositories(args.bridge, probed)
+
+    def reported(last: int) -> report.Report:
+        whole = [*deliverables, *_to_come(request, last), _capture(out, deliverables)]
+        made = report.Report.of(request, whole, command, sources, probed)
+        made.write(out)
+        return made
+
     for level in LEVELS:
         deliverables.append(_level(level, request, out, env, blocked))
         if level in levels:
+            # Already now, so that a command that a time limit ends leaves what it found.
+            reported(level)
             say(f"{deliverables[-1].name}: {deliverables[-1].verdict} - {deliverables[-1].reason}")
-    deliverables.append(_capture(out, deliverables))
-    command = shlex.join(["verl-fn", *args.argv])
-    written = report.Report.of(request, deliverables, command, _repositories(args.bridge, probed), probed)
-    written.write(out)
+            _drop_weights(out, deliverables[-1])
+    written = reported(max(LEVELS))
     say()
     say(written.text())
     return STATUS[written.result]
@@ -168,8 +176,7 @@ def _imported(bridge: str, probed: Mapping[str, Any], blocked: Sequence[str]) ->
 
 def _level(level: int, request: Request, out: Path, env: Mapping[str, str], blocked: Sequence[str]) -> Deliverable:
     """Runs the processes of a level, one after the other, and returns its verdict."""
-    about = LEVELS[level]
-    name = f"Level {level}: {about.title}"
+    about, name = LEVELS[level], _named(level)
     if level not in request.levels:
         return Deliverable(name, Verdict.NOT_REQUESTED, about.proves)
     if blocked:
@@ -186,6 +193,29 @@ def _level(level: int, request: Request, out: Path, env: Mapping[str, str], bloc
             outcome = attrs.evolve(outcome, blocked=reason, checks=())
         outcomes[part] = attrs.evolve(outcome, notes=(*outcome.notes, f"{time.monotonic() - began:.0f} s"))
     return of_level(name, about.required(request), outcomes)
+
+
+def _named(level: int) -> str:
+    return f"Level {level}: {LEVELS[level].title}"
+
+
+def _to_come(request: Request, last: int) -> list[Deliverable]:
+    """Returns the deliverables of the levels after one, as they are if the command ends now."""
+    return [
+        Deliverable(_named(level), Verdict.BLOCKED, "the command ended before it")
+        if level in request.levels
+        else Deliverable(_named(level), Verdict.NOT_REQUESTED, about.proves)
+        for level, about in LEVELS.items()
+        if level > last
+    ]
+
+
+def _drop_weights(out: Path, level: Deliverable) -> None:
+    """Removes the weights that a level which passed has written, many times the size of the model."""
+    if level.verdict == Verdict.PASS:
+        for part in level.outcomes:
+            for file in (out / part).rglob("*.safetensors"):
+                file.unlink()
 
 
 def _elsewhere(imports: Mapping[str, str], bridge: str) -> str:

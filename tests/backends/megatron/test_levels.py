@@ -22,7 +22,7 @@ from warm_python import warm_python
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
-from verl_fn.levels import learning, provenance, verdict
+from verl_fn.levels import command, learning, provenance, verdict
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -207,6 +207,30 @@ def test_levels_pass(levels, config, arch, tmp_path):
     assert of["Level 5"]["verdict"] == "Not requested" and of["Log capture"]["verdict"] == "Pass"
     for name in ("report.txt", "report.md", "report.html", "pull_request.md"):
         assert "Pass" in (tmp_path / "out" / name).read_text()
+
+
+def test_a_command_that_is_ended_leaves_a_report_and_no_weights_of_levels_that_passed(
+    levels, config, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+
+    def one(level, request, folder, env, blocked):
+        if level == 1:
+            raise SystemExit(124)
+        part = out / "level_0/run"
+        part.mkdir(parents=True)
+        (part / "model.safetensors").write_bytes(bytes(9))
+        (out / "level_0/log.txt").write_text("held")
+        return Deliverable("Level 0: smoke", Verdict.PASS, "held", {"level_0": Outcome()})
+
+    monkeypatch.setattr(command, "_level", one)
+    with pytest.raises(SystemExit, match="124"):
+        levels(0, 1, "--model", config("llama"), "--device", "cpu")
+    report = json.loads((out / "report.json").read_text())
+    of = {one["name"].partition(":")[0]: (one["verdict"], one["reason"]) for one in report["deliverables"]}
+    assert (report["result"], of["Level 0"]) == ("Blocked", ("Pass", "held"))
+    assert of["Level 1"] == ("Blocked", "the command ended before it") and of["Level 2"][0] == "Not requested"
+    assert [file.name for file in (out / "level_0").rglob("*.*")] == ["log.txt"]
 
 
 def test_level_5_compares_with_a_baseline(levels, config, tmp_path):
