@@ -67,20 +67,6 @@ class Share(Generic[S]):
         return len(self.staged)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Limits the CPU to one thread, since many threads take longer than one for small operations."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def agree_on_call(
     layout: RowLayout,
     batch: Batch,

@@ -2,7 +2,7 @@
 
 from . import metrics, tree
 from .batch import Batch, Ragged, concatenate
-from .guards import NotDifferentiable, SharedSetting, isolated, read_only, refuse_derivatives
+from .guards import NotDifferentiable, SharedSetting, isolated, one_thread, read_only, refuse_derivatives
 from .images import POSITIONS, RowImages, with_images
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
@@ -78,6 +78,7 @@ __all__ = [
     "metrics",
     "named",
     "node",
+    "one_thread",
     "output_width",
     "owned",
     "owned_parts",

@@ -97,6 +97,20 @@ def isolated(*, gradients: bool | None = False) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits the CPU to one thread, since many threads take longer than one for small operations."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class NotDifferentiable(UserError, RuntimeError):
     """A derivative was taken of a function that has none."""
 

@@ -46,7 +46,6 @@ from verl_fn.backends.row_sharing import (
     agree_on_batch,
     agree_on_call,
     brought_together,
-    one_thread,
     share_out,
 )
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
@@ -61,6 +60,7 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
     metrics,
+    one_thread,
     tree,
 )
 from verl_fn.state.ownership import donate as donated

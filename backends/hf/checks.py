@@ -31,8 +31,7 @@ from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
-from verl_fn.backends.row_sharing import one_thread
-from verl_fn.state import Batch
+from verl_fn.state import Batch, one_thread
 
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.

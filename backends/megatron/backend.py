@@ -37,7 +37,7 @@ from verl_fn.backends.megatron.masks import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
-from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, one_thread, share_out
+from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, share_out
 from verl_fn.backends.weight_sync import Weights, in_parts, specs_of
 from verl_fn.state import (
     Batch,
@@ -50,6 +50,7 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
     metrics,
+    one_thread,
     tree,
 )
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
