@@ -130,6 +130,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         device: ``cpu`` or ``cuda``.
     """
     from verl_fn.backends.hf.config import compute_dtype
+    from verl_fn.backends.hf.folder import pads_rows
     from verl_fn.backends.hf.lora import Lora
 
     common: dict[str, Any] = {
@@ -151,6 +152,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         common |= {"provider": role.megatron.override_transformer_config, "router_replay": role.router_replay}
         common |= {"updates_by": role.megatron.optimizer, "fsdp": role.megatron.use_megatron_fsdp}
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, **common))
+    # What the first state needs is imported and checked now, while other processes start.
+    pads_rows(role.folder, role.head, role.row_layout)
     common |= {"row_layout": role.row_layout, "exact": role.exact}
     common |= {"freeze_vision_tower": role.freeze_vision_tower}
     if role.strategy != "fsdp":

@@ -4,8 +4,10 @@ import json
 import random
 import shutil
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 from run_configs import tiny_run
 
@@ -14,7 +16,7 @@ from verl_fn.backends.local import Local
 from verl_fn.checksums import BLOCK, crc_of
 from verl_fn.cli import main
 from verl_fn.errors import UserError
-from verl_fn.runs import RunError
+from verl_fn.runs import RunError, disk, loop
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import (
@@ -214,11 +216,38 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(copied, 
     assert [p.name for p in checkpoints(copied)] == ["step_4", "step_3"]
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_the_first_checkpoint_is_written_during_the_first_step_if_memory_has_room(tiny, tmp_path, monkeypatch, room):
+    events = []
+
+    def noted(module, name):
+        before = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **more: (events.append(name), before(*args, **more))[1])
+
+    noted(folder_module, "seal")
+    noted(loop, "advance")
+    monkeypatch.setattr(loop, "can_be_held", lambda plan: room)
+    train(sft(tiny, tmp_path / "run", 1), SILENT)
+    assert events == (["advance", "seal", "seal"] if room else ["seal", "advance", "seal"])
+    assert [verify(path)["algorithm"] for path in checkpoints(tmp_path / "run")] == ["sft", "sft"]
+
+
+def test_a_copy_of_the_states_takes_at_most_a_quarter_of_the_free_memory(tiny, tmp_path, monkeypatch):
+    plan = sft(tiny, tmp_path / "run", 1)
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for share, held in ((0.1, True), (0.5, False)):
+        monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan, share=share: int(share * free))
+        assert disk.can_be_held(plan) is held
+    monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan: 1)
+    assert not disk.can_be_held(attrs.evolve(plan, ray=attrs.evolve(plan.ray, address="auto")))
+
+
 def test_a_run_made_by_hand_prints_no_control_characters(tiny, tmp_path, monkeypatch, capsys):
     """As a folder's name may hold."""
     saver = Run(sft(tiny, tmp_path / "a", 2))
-    monkeypatch.setattr(folder_module, "begin", lambda *args: {})
-    monkeypatch.setattr(folder_module, "seal", lambda *args: None)
+    monkeypatch.setattr(folder_module, "begin", lambda *args, **more: {})
+    monkeypatch.setattr(folder_module, "seal", lambda *args, **more: None)
     monkeypatch.setattr(folder_module, "prune", lambda *args: ["the old checkpoint \x1b[31m cannot be removed"])
     saver.save(SimpleNamespace(step=1), None)
     assert capsys.readouterr().out == "warning: the old checkpoint \\x1b[31m cannot be removed\n"

@@ -70,7 +70,9 @@ def aside_of(final: Path) -> Path:
     return final.with_name(f"{WRITING}{final.name}")
 
 
-def begin(state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = "") -> dict[str, Any]:
+def begin(
+    state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = "", *, later: bool = False
+) -> dict[str, Any]:
     """Begins to write a checkpoint: the training state of each role, and what waits; ``seal`` ends it.
 
     Args:
@@ -79,6 +81,7 @@ def begin(state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = 
         plan: the plan of the run.
         w: the workers.
         identity: the run's.
+        later: let threads write the training states, from copies.
 
     Returns:
         The manifest without the files: the rest of the state.
@@ -87,8 +90,7 @@ def begin(state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = 
         RunError: a worker wrote its role to a folder that this process does not see.
     """
     for name in plan.roles:
-        later = {"later": True} if plan.trainer.async_save else {}
-        w.trainers[name].save(state.role(name), aside / name, **later)
+        w.trainers[name].save(state.role(name), aside / name, **({"later": True} if later else {}))
     for name in plan.roles:
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
@@ -103,9 +105,9 @@ def begin(state: RunState, aside: Path, plan: Plan, w: Workers, identity: str = 
     return manifest | ({"run": identity} if identity else {})
 
 
-def seal(aside: Path, manifest: Mapping[str, Any], plan: Plan, w: Workers) -> None:
+def seal(aside: Path, manifest: Mapping[str, Any], plan: Plan, w: Workers, *, later: bool = False) -> None:
     """Waits until a checkpoint that ``begin`` began is written, and writes its manifest with the files' checksums."""
-    for name in plan.roles if plan.trainer.async_save else ():
+    for name in plan.roles if later else ():
         w.trainers[name].saved()
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}

@@ -1,4 +1,4 @@
-"""The bytes that the checkpoints of a run take, compared with the room on its disk before anything is paid for."""
+"""The bytes that the checkpoints of a run take, compared with the room on its disk and in memory."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ def check_disk(plan: Plan) -> None:
             f"(trainer.max_ckpt_to_keep = {keep}, and one that is written), {_size(more * each)}; {_size(free)} are "
             "free: make room, choose a folder on another disk, or lower trainer.max_ckpt_to_keep"
         )
+
+
+def can_be_held(plan: Plan) -> bool:
+    """Returns whether a copy of the training states takes at most a quarter of the memory that is free here.
+
+    Training states that are offloaded while the engine generates, and the page cache of their files, need room too.
+    The memory of the other machines of a cluster is not known here.
+    """
+    if plan.ray.address:
+        return False
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return 4 * checkpoint_bytes(plan) <= int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def disk_line(plan: Plan) -> str:

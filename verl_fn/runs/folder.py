@@ -71,8 +71,8 @@ class Run:
         self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep
         self._plan = plan
-        # A checkpoint that is being written, and its manifest.
-        self._unfinished: tuple[Path, dict[str, Any]] | None = None
+        # A checkpoint that is being written, its manifest, and whether threads write it.
+        self._unfinished: tuple[Path, dict[str, Any], bool] | None = None
         # The newest line of metrics.jsonl, and where it begins.
         self._row: Row = {}
         self._row_at = 0
@@ -223,10 +223,13 @@ class Run:
         """Returns the newest checkpoint, or None."""
         return next(iter(checkpoints(self.folder)), None)
 
-    def save(self, state: RunState, w: Workers) -> Path:
+    def save(self, state: RunState, w: Workers, *, later: bool = False) -> Path:
         """Writes a checkpoint under a temporary name, syncs it to the disk, and then renames it.
 
-        With ``trainer.async_save``, its files may be written until ``saved`` is called.
+        Args:
+            state: the state.
+            w: the workers.
+            later: let threads write the files until ``saved`` is called, as ``trainer.async_save`` does.
 
         Returns:
             The checkpoint.
@@ -238,10 +241,12 @@ class Run:
         final = self._checkpoint(state.step)
         aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
+        later = later or self._plan.trainer.async_save
         with self._saving(final):
             aside.mkdir(parents=True)
-            self._unfinished = final, begin(state, aside, self._plan, w, identity_at(self.folder, state.step) or "")
-        if not self._plan.trainer.async_save:
+            manifest = begin(state, aside, self._plan, w, identity_at(self.folder, state.step) or "", later=later)
+        self._unfinished = final, manifest, later
+        if not later:
             self.saved(w)
         return final
 
@@ -253,10 +258,10 @@ class Run:
         """
         if self._unfinished is None:
             return
-        (final, manifest), self._unfinished = self._unfinished, None
+        (final, manifest, later), self._unfinished = self._unfinished, None
         aside = aside_of(final)
         with self._saving(final):
-            seal(aside, manifest, self._plan, w)
+            seal(aside, manifest, self._plan, w, later=later)
             for name in (*LOGS, SUMS):
                 if (self.folder / name).exists():
                     atomic.sync(self.folder / name)

@@ -24,7 +24,7 @@ from . import RunError
 from .checkpoints import restore, step_of
 from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
-from .disk import check_disk
+from .disk import can_be_held, check_disk
 from .engine_size import sized, with_engine
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Run
@@ -82,6 +82,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
             if origin is None:
                 check_all_weights(plan)
             check_disk(plan)
+            held = can_be_held(plan)
         plan = sized(plan, build.smallest_gpu(plan.driver))
         say(f"{_headline(plan)}; folder {run.folder}")
         with contextlib.ExitStack() as ending, contextlib.ExitStack() as running:
@@ -92,7 +93,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
             if notice := check_memory(plan, ranks.training_ranks(plan), w.processes.gpu_memory):
                 say(f"note: {notice}")
             with explained(plan, w.processes.gpu_memory):
-                evaluation = _Loop(plan, run, w, source, say, start).run_to_end(origin, changed, live)
+                evaluation = _Loop(plan, run, w, source, say, start, held).run_to_end(origin, changed, live)
             ending.enter_context(stop_requests(say, ENDING))
             return evaluation
 
@@ -142,8 +143,10 @@ def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
 class _Loop:
     """One execution of the loop: the parts it works with, the last evaluation and the last checkpoint."""
 
-    def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say, start: Start) -> None:
+    def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say, start: Start, held: bool) -> None:
         self.plan, self.run, self.w, self.source, self.say, self.start = plan, run, w, source, say, start
+        # Threads may write the first checkpoint during the first step: no kill before its end costs a step.
+        self.held = held
         self.algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
         self.pace = Pace.of(plan)
@@ -202,9 +205,9 @@ class _Loop:
             with self.start.part("evaluate"):
                 self._evaluate_first(state, logs, fresh=fresh)
             if self.saved is None:
-                # Before the first update, so that what a save needs is missing now rather than after hours.
+                # So that what a save needs is missing now, or with the first step's end, rather than after hours.
                 with self.start.part("save"):
-                    self.saved = self.run.save(state, self.w)
+                    self.saved = self.run.save(state, self.w, later=self.held)
             self.start.announce()
             started = self.start.report()
             stop_signals = stack.enter_context(stop_requests(self.say))
