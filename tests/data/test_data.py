@@ -187,6 +187,14 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
         read_files([tmp_path / name], "samples")
 
 
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+def test_a_missing_file_is_named_with_its_key(tmp_path, key):
+    there = parquet(tmp_path / "there.parquet", row())
+    files = {"train_files": [there], "val_files": [there]} | {key: [tmp_path / "absent.parquet"]}
+    with pytest.raises(DataError, match=rf"data\.{key}: .*absent\.parquet: there is no such file"):
+        file_data(config(files["train_files"], files["val_files"]), chat_tokenizer())
+
+
 def test_a_parquet_file_without_rows_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet has no rows"):

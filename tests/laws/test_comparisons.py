@@ -114,8 +114,29 @@ def test_gradients_are_compared_too():
     def differentiated(outputs, row):
         return -row["advantages"] * (outputs.logprobs - row["old_log_probs"]).exp() * outputs.logprobs
 
-    with pytest.raises(LawViolation, match="gradient"):
+    with pytest.raises(LawViolation, match=r"on batch 0 the loss differs at \['gradient'\]"):
         compare_loss(detached, differentiated)
+
+
+def test_a_comparison_names_the_row_and_the_token_that_differ_most():
+    @loss(needs=["logprobs"])
+    def wrong_at_the_third_token(outputs, batch):
+        values = -batch["advantages"] * outputs.logprobs
+        return torch.where(batch.positions == 2, values + 100.0, values), {}
+
+    @loss(needs=["logprobs"], level="row")
+    def wrong_in_the_third_row(outputs, batch):
+        mask = batch["response_mask"]
+        sums = torch.stack([row.sum() for row in (outputs.logprobs * mask).split(batch.lengths.tolist())])
+        return torch.where(torch.arange(len(sums)) == 2, sums + 100.0, sums), {}
+
+    def log_prob(outputs, row):
+        return (outputs.logprobs * row["response_mask"]).sum()[None]
+
+    with pytest.raises(LawViolation, match=r"the loss \(most at token 2 of row \d\) differs"):
+        compare_loss(wrong_at_the_third_token, reinforce)
+    with pytest.raises(LawViolation, match=r"the loss \(most in row 2\) differs"):
+        compare_loss(wrong_in_the_third_row, log_prob)
 
 
 def test_what_cannot_be_compared_is_refused():

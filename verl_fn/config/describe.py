@@ -127,7 +127,7 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         if options.ppo_epochs * options.minibatches(prompts) == 1:
             yield (
                 f"a step has one update (algorithm.ppo_mini_batch_size = {options.ppo_mini_batch_size} of {prompts} "
-                f"prompts), in which all ratios are 1: a clip in {options.policy_loss} does nothing"
+                f"prompts), in which all ratios are 1: if {options.policy_loss} clips them, its clip does nothing"
             )
     if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
         yield (

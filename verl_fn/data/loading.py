@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
 from verl_fn.data.files import FileData, problem_rows, read_problems
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
-from verl_fn.data.rows import DataError
+from verl_fn.data.rows import SUFFIXES, DataError
 from verl_fn.data.streaming import streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
@@ -173,6 +174,10 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
+    for key in ("train_files", "val_files"):
+        for entry in getattr(table, key):
+            if Path(str(entry)).suffix in SUFFIXES and not Path(entry).expanduser().is_file():
+                raise DataError(f"data.{key}: {entry}: there is no such file")
     convert = converters(table)
     kinds = functools.partial(kinds_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None

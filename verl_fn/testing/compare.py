@@ -58,7 +58,7 @@ def compare_loss(
         >>> compare_loss(ascends, lambda outputs, row: row["advantages"] * outputs.logprobs)
         >>> compare_loss(ascends, lambda outputs, row: -row["advantages"] * outputs.logprobs)
         Traceback (most recent call last):
-        verl_fn.testing.violation.LawViolation: Reference: on batch 0 the loss differs ...
+        verl_fn.testing.violation.LawViolation: Reference: on batch 0 the loss (most at token 7 of row 2) differs ...
     """
     if len(loss.levels) > 1:
         raise ValueError("this loss has terms of both levels, token and row; compare them one at a time")
@@ -71,14 +71,15 @@ def compare_loss(
         carried = carrying(batch, outputs)
         parts = [_evaluated(reference, *apart(carried.take(rows), outputs), WEIGHTS[level]) for rows in split.rows]
         join = split.join if level == "token" else split.join_rows
+        wanted = join([values for values, _ in parts])
         expected = {
-            "values": join([values for values, _ in parts]),
+            "values": wanted,
             "gradient": split.join_outputs([gradient for _, gradient in parts]).by_name,
         }
         values, gradient = _evaluated(lambda *args: loss(*args)[0], outputs, batch, WEIGHTS[level])
         require_close(
             LAW,
-            f"on batch {number} the loss",
+            f"on batch {number} the loss{_most_at(batch, level, wanted, values, tolerance)}",
             expected,
             {"values": values, "gradient": gradient.by_name},
             "another sign, a shift by one token, rows that are mixed, or a wrong formula in one of the two",
@@ -102,6 +103,18 @@ def _evaluated(
     total = (weights * live).sum()
     wrt = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     return live.detach(), TokenOutputs(dict(zip(leaves, wrt, strict=True)))
+
+
+def _most_at(batch: Batch, level: str, expected: Tensor, actual: Tensor, tolerance: float) -> str:
+    """Names the row, and the token in it, where two losses differ most; nothing if only their gradients differ."""
+    gaps = (expected - actual).abs()
+    if not len(gaps) or gaps.max() <= tolerance * expected.abs().max():
+        return ""
+    worst = int(gaps.argmax())
+    if level == "row":
+        return f" (most in row {worst})"
+    row = int((batch.cu_seqlens <= worst).sum()) - 1
+    return f" (most at token {int(batch.positions[worst])} of row {row})"
 
 
 def compare_advantage(
