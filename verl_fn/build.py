@@ -130,7 +130,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         device: ``cpu`` or ``cuda``.
     """
     from verl_fn.backends.hf.config import compute_dtype
-    from verl_fn.backends.hf.folder import pads_rows
+    from verl_fn.backends.hf.folder import OFFLOAD, pads_rows
     from verl_fn.backends.hf.lora import Lora
 
     common: dict[str, Any] = {
@@ -155,6 +155,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     # What the first state needs is imported and checked now, while other processes start.
     pads_rows(role.folder, role.head, role.row_layout)
     common |= {"row_layout": role.row_layout, "exact": role.exact}
+    if role.offload_activations:
+        common["checkpointing"] = OFFLOAD
     common |= {"freeze_vision_tower": role.freeze_vision_tower}
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local

@@ -33,7 +33,7 @@ from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
-from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
+from verl_fn.backends.hf.folder import Checkpointing, Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.frozen_base import Reference
 from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft
 from verl_fn.backends.hf.outputs import Staged, token_outputs
@@ -83,7 +83,7 @@ class Fsdp(Base):
         dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
             and reductions.
         max_tokens: the most tokens of a micro-batch; with ``sp``, of the ranks that share it together.
-        checkpointing: recompute each layer in the backward pass.
+        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
@@ -110,7 +110,7 @@ class Fsdp(Base):
         head: str = "lm",
         dtype: str | torch.dtype = "float32",
         max_tokens: int = 16384,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
         lora: Lora | None = None,
         row_layout: str = "auto",
         freeze_vision_tower: bool = False,

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.fsdp.sharding import Layout
 from verl_fn.backends.fsdp.torch_private import sharded
-from verl_fn.backends.hf.folder import Hollow, build, hollow
+from verl_fn.backends.hf.folder import Checkpointing, Hollow, build, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.tensor_file import Slices
@@ -34,7 +34,7 @@ class Recipe:
     """How a backend makes models of folders: see ``hf.folder.build``."""
 
     head: str
-    checkpointing: bool
+    checkpointing: Checkpointing
     lora: Lora | None
     row_layout: str = "auto"
     frozen: torch.dtype = torch.float32

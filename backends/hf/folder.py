@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,9 @@ KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "m
 _making = threading.RLock()
 _counts: dict[str, int] = {}  # of parameters, by class, head and config
 CONFIG = "config.json"
+OFFLOAD = "offload"
+# Whether layers are recomputed in the backward pass, and where their inputs are until then.
+Checkpointing: TypeAlias = bool | Literal["offload"]
 # What the tokenizers of transformers read, chat templates, and the settings of generation and processors.
 _SUFFIXES = frozenset(
     (".json", ".txt", ".model", ".jinja", ".bpe", ".codes", ".spm", ".tiktoken", ".tokenizer", ".vocab")
@@ -88,7 +91,7 @@ def build(
     *,
     pretrained: bool,
     key: Key,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     lora: Lora | None = None,
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
@@ -105,7 +108,7 @@ def build(
         head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
         pretrained: read the weights; otherwise draw them from ``key``.
         key: what random weights and adapters are drawn from.
-        checkpointing: recompute each layer in the backward pass.
+        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
         lora: adapters to put in.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         frozen: the dtype of parameters that are not trained.
@@ -244,7 +247,7 @@ def hollow(
     head: str,
     *,
     key: Key,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     lora: Lora | None = None,
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
@@ -336,7 +339,13 @@ def _refusals(folder: str | Path) -> Iterator[None]:
 
 
 def _prepared(
-    model: Any, folder: str | Path, head: str, config: Any, fit: Fit, checkpointing: bool, freeze_tower: bool = False
+    model: Any,
+    folder: str | Path,
+    head: str,
+    config: Any,
+    fit: Fit,
+    checkpointing: Checkpointing,
+    freeze_tower: bool = False,
 ) -> tuple[Skeleton, bool]:
     """Returns the model as a skeleton, and whether its output layer is new."""
     model.config.use_cache = False
@@ -351,11 +360,25 @@ def _prepared(
         # Only these modules are told to train: routers, for example, would add noise.
         for module in model.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
+            if module.training and checkpointing == OFFLOAD:
+                module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
     skeleton = Skeleton(model, head, longest_row(config), fit)
     skeleton.files = carried(folder, model)
     skeleton.freeze_tower(freeze_tower, folder)
     return skeleton, head == "value" and not has_value_head
+
+
+def _offloading(recompute: Callable[P, T]) -> Callable[P, T]:
+    """Returns transformers' function for a layer that is recomputed, which then keeps the inputs in host memory."""
+
+    def offloaded(*args: P.args, **kwargs: P.kwargs) -> T:
+        pinned = any(isinstance(value, Tensor) and value.is_cuda for value in args)
+        # Within the layer, its own hooks discard what it keeps, so only its inputs are moved.
+        with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+            return recompute(*args, **kwargs)
+
+    return offloaded
 
 
 def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> None:

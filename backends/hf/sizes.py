@@ -71,10 +71,15 @@ class ModelSizes:
         query = text.num_attention_heads * self._head
         return int(tokens * width * (4 * text.hidden_size + 2 * query + 2 * self.key_value + 3 * inner))
 
-    def kept(self, tokens: int, width: int, *, checkpointing: bool) -> int:
-        """Returns the bytes that all layers keep; with checkpointing their inputs only, and all of one layer."""
+    def kept(self, tokens: int, width: int, *, checkpointing: bool, offload: bool = False) -> int:
+        """Returns the bytes that all layers keep; with checkpointing their inputs only, and all of one layer.
+
+        With ``offload`` the inputs are in host memory, but for the ones of two layers.
+        """
         if checkpointing:
-            return self.layers * tokens * width * int(self.config.hidden_size) + self.layer(tokens, width)
+            return (min(2, self.layers) if offload else self.layers) * tokens * width * int(
+                self.config.hidden_size
+            ) + self.layer(tokens, width)
         return self.layers * self.layer(tokens, width)
 
     def logits(self, tokens: int, width: int) -> int:

@@ -18,7 +18,7 @@ from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
-from verl_fn.backends.hf.folder import build, check_same_config, check_same_model, hollow
+from verl_fn.backends.hf.folder import Checkpointing, build, check_same_config, check_same_model, hollow
 from verl_fn.backends.hf.frozen_base import Reference
 from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
@@ -66,7 +66,7 @@ class Local(Base):
         dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
             and reductions.
         max_tokens: the most tokens of a micro-batch.
-        checkpointing: recompute each layer in the backward pass.
+        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
         lora: adapters to train; everything else but a value head is then frozen.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
@@ -97,7 +97,7 @@ class Local(Base):
         head: str = "lm",
         dtype: str | torch.dtype = "float32",
         max_tokens: int = 16384,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
         lora: Lora | None = None,
         row_layout: str = "auto",
         freeze_vision_tower: bool = False,

@@ -54,6 +54,7 @@ def test_a_critic_has_the_actors_layout_unless_it_has_its_own():
         ("dtype", "float32", lambda role: role.dtype),
         ("dtype", "bfloat16", lambda role: role.dtype),
         ("enable_gradient_checkpointing", True, lambda role: role.enable_gradient_checkpointing),
+        ("enable_activation_offload", True, lambda role: role.enable_activation_offload),
         ("ppo_max_token_len_per_gpu", 77, lambda role: role.max_tokens),
         ("lora_rank", 3, lambda role: role.lora and role.lora[0]),
     ],

@@ -10,6 +10,7 @@ import pytest
 from run_configs import TINY, tiny_run
 from transformers import AutoConfig
 
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.benchmarks import workload
@@ -411,6 +412,20 @@ def test_a_model_of_megatron_by_hand(folder):
     assert away["update_actor"] == update
     awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), 8, 140 * GIB)
     assert awake["gen"]["actor bfloat16 copy"] == 2 * held
+
+
+def test_offloaded_inputs_of_layers_are_not_on_the_gpu(folder):
+    recomputed, offloaded = "actor.enable_gradient_checkpointing=true", "actor.enable_activation_offload=true"
+    config = read_config(folder("0.5b"))
+
+    def activations(*more):
+        phases = parts(plan_of(folder("0.5b"), *more, "ray.ranks=1"), 1, 140 * GIB)
+        (found,) = (n for name, n in phases["update_actor"].items() if name.startswith("activations of 16,384"))
+        return found
+
+    inputs = 2 * 16384 * config.hidden_size  # bf16
+    assert activations(recomputed) - activations(recomputed, offloaded) == (config.num_hidden_layers - 2) * inputs
+    assert activations(offloaded) == activations() > activations(recomputed)
 
 
 def test_a_model_of_megatron_that_is_not_trained_has_no_gradients(folder):

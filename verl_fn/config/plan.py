@@ -92,6 +92,11 @@ class RolePlan(TrainedConfig):
         return self.ppo_max_token_len_per_gpu * self.sharers
 
     @property
+    def offload_activations(self) -> bool:
+        """Returns whether the inputs of recomputed layers are kept in host memory."""
+        return self.enable_gradient_checkpointing and self.enable_activation_offload and self.strategy != "megatron"
+
+    @property
     def offload(self) -> bool:
         """Returns whether parameters and optimizer state stay on the CPU between passes."""
         return self.strategy == "fsdp" and self.fsdp_config.offload_policy

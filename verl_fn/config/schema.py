@@ -47,6 +47,7 @@ TAKEN_BY_TEMPLATES = frozenset(
     )
 )
 VLLM = given("name", "vllm", "auto", label="vllm")
+RECOMPUTES = (given("enable_gradient_checkpointing"), unless("strategy", "megatron"))
 COLOCATED, OVER_RAY = given("placement", "colocated"), unless("driver.kind", "local")
 SAMPLING = provided(
     lambda o, cfg: cfg.algorithm.outline.learns_from == "samples", 'with algorithm.name = "{cfg.algorithm.name}"'
@@ -392,11 +393,11 @@ class TrainedConfig:
     ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
     dtype: str | None = opt(
         None,
-        "compute dtype: float32 or bfloat16; by default float32 on a CPU, and the model folder's on a GPU; masters "
-        "are fp32",
+        "compute dtype: float32 or bfloat16; by default float32 on a CPU, the folder's on a GPU; masters are fp32",
         one_of("float32", "bfloat16"),
     )
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
+    enable_activation_offload: bool = opt(False, "keep inputs of recomputed layers in host memory", when=RECOMPUTES)
     lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
     lora_alpha: float = opt(
         16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST), when=given("lora_rank")

@@ -148,6 +148,13 @@ def converters(table: DataConfig) -> tuple[Convert, ...]:
     return tuple(functions)
 
 
+def _check_files(table: DataConfig) -> None:
+    for key in ("train_files", "val_files"):
+        for entry in getattr(table, key):
+            if Path(str(entry)).suffix in SUFFIXES and not Path(entry).expanduser().is_file():
+                raise DataError(f"data.{key}: {entry}: there is no such file")
+
+
 def file_data(
     table: DataConfig,
     tokenizer: Any,
@@ -174,10 +181,7 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
-    for key in ("train_files", "val_files"):
-        for entry in getattr(table, key):
-            if Path(str(entry)).suffix in SUFFIXES and not Path(entry).expanduser().is_file():
-                raise DataError(f"data.{key}: {entry}: there is no such file")
+    _check_files(table)
     convert = converters(table)
     kinds = functools.partial(kinds_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None
@@ -203,15 +207,9 @@ def file_data(
     taught = end_tokens is not None and len(training.problems) > 0
     max_row, max_group = longest_rows([training, validation], learns_from) if taught else (0, 0)
     return FileData(
-        training.problems,
-        validation.problems,
-        table.shuffle,
-        longest_prompt([training, validation]),
-        max_row,
-        max_group,
-        sizes=training.sizes if weights else (),
-        weights=weights,
-    )
+        training.problems, validation.problems, table.shuffle, longest_prompt([training, validation]), max_row,
+        max_group, sizes=training.sizes if weights else (), weights=weights,
+    )  # fmt: skip
 
 
 def _streamed(

@@ -76,7 +76,8 @@ SAME: Mapping[str, str] = {
        for name in ("lr", "weight_decay", "betas", "eps", "clip_grad", "lr_scheduler_type")},
     **{f"{verl}{name}": f"{ours}.{name}"
        for verl, ours in ((MODEL, "actor"), ("critic.model.", "critic"))
-       for name in ("enable_gradient_checkpointing", "lora_rank", "lora_alpha", "target_modules")},
+       for name in ("enable_gradient_checkpointing", "enable_activation_offload", "lora_rank", "lora_alpha",
+                    "target_modules")},
     **{f"{verl}.{name}": f"{ours}.fsdp_config.{name}"
        for verl, ours in ((ACTOR + "fsdp_config", "actor"), ("critic.fsdp", "critic"))
        for name in ("ulysses_sequence_parallel_size", "reshard_after_forward", "offload_policy")},
@@ -275,7 +276,6 @@ NO_EFFECT: Mapping[str, str] = {
     "reward_model.model.external_lib": "Python code of a model's folder is never run",
     "*use_liger": KERNELS,
     "*fused_kernel*": KERNELS,
-    "*enable_activation_offload": KERNELS,
     "*tiled_mlp.*": KERNELS,
     "*.mtp.*": "extra prediction heads are not trained here",
     "*model.lora.*": "there are no adapters: their rank is 0",

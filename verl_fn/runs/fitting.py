@@ -207,6 +207,11 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
     wholly = dict.fromkeys(role.table for role in trained if not role.enable_gradient_checkpointing)
+    inputs = dict.fromkeys(
+        role.table
+        for role in trained
+        if role.enable_gradient_checkpointing and not role.offload_activations and role.strategy != "megatron"
+    )
     over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
@@ -214,6 +219,7 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
         _smaller_share if r.name == "vllm" else _fewer_slots,
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
+        tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
         over if ranks.training_ranks(plan) < gpus and actor.strategy != "megatron" else None,
         ("actor.fsdp_config.offload_policy=true",) if actor.strategy == "fsdp" and not actor.offload else None,
     ]

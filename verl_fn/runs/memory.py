@@ -173,9 +173,11 @@ def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> 
     lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
     if not role.enable_gradient_checkpointing:
         lower += f" or set {role.table}.enable_gradient_checkpointing=true"
+    elif not role.offload_activations and role.strategy != "megatron":
+        lower += f" or set {role.table}.enable_activation_offload=true"
     logits = sizes.logits(tokens, width) if role.head == "lm" else 0
-    checkpointing = role.enable_gradient_checkpointing
-    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, checkpointing=checkpointing)
+    how = {"checkpointing": role.enable_gradient_checkpointing, "offload": role.offload_activations}
+    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, **how)
     forward, backward = (
         Allocation(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept
     )

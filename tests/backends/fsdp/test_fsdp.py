@@ -38,7 +38,7 @@ def untied(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sp": 2, "checkpointing": True},
+        {"sp": 2, "checkpointing": "offload"},
         {"replicate": 2, "reshard_after_forward": False, "head": "value"},
         {"lora": LORA},
         {"row_layout": "padded"},

@@ -102,9 +102,33 @@ def test_transformations_of_the_loss_and_checkpointing_have_the_same_gradient(fo
     grads, _ = backend.forward_backward(state, batch, loss)
     transformed, _ = torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)
     recomputed, _ = Local(folder(name), adamw(0.01), checkpointing=True).forward_backward(state, batch, loss)
+    offloaded, _ = Local(folder(name), adamw(0.01), checkpointing="offload").forward_backward(state, batch, loss)
     for key, g in grads.items():
         assert torch.allclose(transformed[key], g, atol=1e-5 * float(g.norm()) + 1e-8), key
         assert torch.allclose(recomputed[key], g, atol=1e-5 * float(g.norm()) + 1e-8), key
+        assert torch.equal(offloaded[key], recomputed[key]), key
+
+
+def test_offloaded_checkpointing_moves_the_input_of_each_layer_and_nothing_else(folder, monkeypatch):
+    moved = []
+    own = torch.autograd.graph.save_on_cpu
+
+    def counting(pin_memory):
+        hooks = own(pin_memory)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: (moved.append(tuple(tensor.shape)), pack(tensor))[1]
+        return hooks
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counting)
+    mask = {"response_mask": [[0.0, 1.0, 1.0, 1.0], [0.0, 1.0]]}
+    batch = aggregate(Batch.from_rows([[5, 9, 13, 7], [4, 12]], mask))
+    backend = Local(folder("gemma2"), adamw(0.01), checkpointing="offload")
+    state = backend.load_pretrained()
+    backend.forward_backward(state, batch, cross_entropy())
+    config = read_config(folder("gemma2"))
+    # torch saves an empty tensor beside them.
+    inputs = [shape for shape in moved if shape != (0,)]
+    assert inputs == [(1, 6, config.hidden_size)] * config.num_hidden_layers
 
 
 def test_padded_rows_are_sorted_into_parts_within_the_budget():
