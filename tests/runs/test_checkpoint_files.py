@@ -234,12 +234,18 @@ def test_the_first_checkpoint_is_written_during_the_first_step_if_memory_has_roo
 
 def test_a_copy_of_the_states_takes_at_most_a_quarter_of_the_free_memory(tiny, tmp_path, monkeypatch):
     plan = sft(tiny, tmp_path / "run", 1)
+    monkeypatch.setattr(disk, "CGROUP", tmp_path)
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for share, held in ((0.1, True), (0.5, False)):
         monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan, share=share: int(share * free))
         assert disk.can_be_held(plan) is held
     monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan: 1)
+    (tmp_path / "memory.current").write_text("1000\n")
+    for most, held in (("max", True), ("1004", True), ("1003", False)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert disk.can_be_held(plan) is held
+    (tmp_path / "memory.max").unlink()
     assert not disk.can_be_held(attrs.evolve(plan, ray=attrs.evolve(plan.ray, address="auto")))
 
 

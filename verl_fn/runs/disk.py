@@ -14,6 +14,8 @@ from verl_fn.config import ConfigError, Plan, RolePlan
 from .checkpoints import checkpoints
 from .memory import FLOAT32, GIB, MOMENTS
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Returns the bytes of the tensors in one checkpoint; the other files are small."""
@@ -69,10 +71,17 @@ def can_be_held(plan: Plan) -> bool:
     Training states that are offloaded while the engine generates, and the page cache of their files, need room too.
     The memory of the other machines of a cluster is not known here.
     """
-    if plan.ray.address:
-        return False
+    return not plan.ray.address and 4 * checkpoint_bytes(plan) <= _free_memory()
+
+
+def _free_memory() -> int:
+    """Returns the bytes that this machine has free, or this container if it is allowed fewer."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return 4 * checkpoint_bytes(plan) <= int(lines["MemAvailable"].split()[0]) * 1024
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return free
 
 
 def disk_line(plan: Plan) -> str:
