@@ -15,6 +15,11 @@ from .checkpoints import checkpoints
 from .memory import FLOAT32, GIB, MOMENTS
 
 CGROUP = Path("/sys/fs/cgroup")
+# The files of both versions of control groups.
+LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 def checkpoint_bytes(plan: Plan) -> int:
@@ -78,9 +83,9 @@ def _free_memory() -> int:
     """Returns the bytes that this machine has free, or this container if it is allowed fewer."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
+    for limit, used in LIMITS:
+        if (CGROUP / limit).exists() and (most := (CGROUP / limit).read_text().strip()) != "max":
+            free = min(free, int(most) - int((CGROUP / used).read_text()))
     return free
 
 
