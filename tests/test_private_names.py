@@ -42,7 +42,7 @@ USED = {
         "backends/checkpoint/export.py": {"_weight_conversions"},
         "backends/hf/checks.py": {"_model_mapping"},
         "backends/hf/config.py": {"_extra_content"},
-        "backends/hf/folder.py": {"_is_hf_initialized", "_model_mapping"},
+        "backends/hf/folder.py": {"_gradient_checkpointing_func", "_is_hf_initialized", "_model_mapping"},
         "backends/hf/vision.py": {"_model_mapping"},
     },
     "megatron-core": {

@@ -106,6 +106,8 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
         optim: the table, or None for a model that is not trained.
         total_updates: updates of the whole run, over which the learning rate decays by default.
     """
+    import torch
+
     if optim is None:
         return frozen()
     schedule: Schedule
@@ -117,7 +119,8 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
     else:
         schedule = cosine(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     mask = None if optim.decay_biases_and_norms else matrices
-    update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask)
+    moments = torch.bfloat16 if optim.moments_dtype == "bfloat16" else None
+    update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask, moments=moments)
     return chain(clip_by_global_norm(optim.clip_grad), update)
 
 

@@ -52,19 +52,31 @@ class CheckpointError(UserError, ValueError):
     """A folder does not hold a complete training state."""
 
 
-def check_dtypes(state: TrainState) -> None:
+def check_dtypes(state: TrainState, moments: torch.dtype | None = None) -> None:
     """Raises an error for a state that could be written and not restored.
 
+    Args:
+        state: the state.
+        moments: the dtype that the optimizer makes its moments in; None for the parameters' own.
+
     Raises:
-        ValueError: a trained parameter or a moment is not in float32.
+        ValueError: a trained parameter is not in float32, or a moment in another dtype than it was made in.
     """
+
+    def named(dtype: torch.dtype | None) -> str:
+        return str(dtype).removeprefix("torch.")
+
     trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}
-    moments = {f"optimizer{path}": t for path, t in tree.paths(state.optimizer).items() if isinstance(t, Tensor)}
-    for place, t in (trained | moments).items():
-        if t.is_floating_point() and t.dtype != torch.float32:
+    averages = {f"optimizer{path}": t for path, t in tree.paths(state.optimizer).items() if isinstance(t, Tensor)}
+    for place, t in (trained | averages).items():
+        narrow = moments is not None and place in averages and ".exp_avg" in place
+        wanted = moments if narrow else torch.float32
+        if t.is_floating_point() and t.dtype != wanted:
+            rule = f"the optimizer's moments are {named(moments)}" if narrow else "what is trained is float32"
+            way = "do not cast the optimizer's state" if narrow else "make the state with .float() of it"
             raise ValueError(
-                f"state.{place} is {str(t.dtype).removeprefix('torch.')}, and what is trained is float32: a "
-                "checkpoint of this state could not be restored; make the state with .float() of it"
+                f"state.{place} is {named(t.dtype)}, and {rule}: a checkpoint of this state could not be restored; "
+                f"{way}"
             )
 
 

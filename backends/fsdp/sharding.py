@@ -232,7 +232,9 @@ def with_specs(value: T, specs: Mapping[str, Spec]) -> T:
         value: a value of local parts.
         specs: how each parameter is sharded, by name.
     """
-    return _by_name(lambda name, t: sharded(t, specs[name]) if name in specs else t, value)
+    return _by_name(
+        lambda name, t: sharded(t, torch_private.of_dtype(specs[name], t.dtype)) if name in specs else t, value
+    )
 
 
 def check_slots(optimizer: Any, params: Mapping[str, Tensor]) -> None:

@@ -51,6 +51,15 @@ def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size,
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+def of_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
+    """Returns how a tensor of another dtype is sharded, if it is as this one is."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
 def sharded(local: Tensor, spec: Spec) -> DTensor:
     """Returns the sharded tensor whose local part is ``local``, without the cost of PyTorch's dispatcher."""
     return DTensor(local, spec, requires_grad=False)

@@ -123,7 +123,7 @@ class Local(Base):
 
     def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
         skeleton = self._built()
-        checkpoint.check_dtypes(state)
+        checkpoint.check_dtypes(state, self.optimizer.moments)
         skeleton.check_trained(state.params)
         skeleton.check_buffers(state.buffers)
         params, base = state.params, self._base_of(state.params, folder)

@@ -35,7 +35,8 @@ def check_updates_by(name: str, optimizer: Optimizer) -> None:
     """Raises an error for an optimizer whose updates cannot be computed by ``name``.
 
     Raises:
-        ValueError: there is no such name, or Megatron's optimizer cannot compute what this one does.
+        ValueError: there is no such name, Megatron's optimizer cannot compute what this one does, or its moments are
+            in bf16.
 
     Example:
         >>> from verl_fn.steps import adamw, chain, sgd
@@ -46,6 +47,11 @@ def check_updates_by(name: str, optimizer: Optimizer) -> None:
     """
     if name not in UPDATES_BY:
         raise ValueError(f"updates_by = {name!r} must be one of {', '.join(UPDATES_BY)}")
+    if optimizer.moments is not None:
+        raise ValueError(
+            "states of Megatron have moments in fp32: leave out moments=torch.bfloat16 (actor.optim.moments_dtype, "
+            "or the critic's), or train with fsdp"
+        )
     if name == "megatron" and not isinstance(optimizer, Frozen):
         _translated(optimizer)
 

@@ -15,6 +15,7 @@ from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 from .schedules import Schedule, as_schedule
 from .transforms import Optimizer, Update, check_slots, laid_out_as, tensors_of
 
+MOMENTS = (None, torch.bfloat16)  # dtypes of the running averages; None is the parameters' own
 Mask: TypeAlias = Callable[[str, Tensor], bool]
 
 
@@ -109,6 +110,39 @@ class AdamState(Node):
     exp_avg_sq: Slots
 
 
+# Elements of a leaf that are updated at a time if their averages are in bf16, so that wide copies take little memory.
+PIECE = 2**24
+
+
+def rounded(values: Tensor, seed: int) -> Tensor:
+    """Rounds fp32 to bf16 up or down at random, so that the mean of many roundings is the value.
+
+    What is drawn for an element depends on its value and the seed only: not on its place in the tensor, so shards of
+    a tensor are rounded as the whole is, nor on torch's generators.
+
+    Args:
+        values: fp32.
+        seed: other seeds give other draws.
+
+    Example:
+        >>> kept = rounded(torch.tensor([1.0, float("inf"), 0.0]), 7)
+        >>> kept.dtype, kept.tolist()
+        (torch.bfloat16, [1.0, inf, 0.0])
+        >>> one = torch.tensor([1.0 + 2**-9])
+        >>> sum(rounded(one, seed).item() > 1.0 for seed in range(1000)) // 100
+        2
+
+    Source: Gupta et al. 2015 (arXiv 1502.02551); the draws are MurmurHash3's last steps, of an element's bits.
+    """
+    bits = values.view(torch.int32)
+    drawn = bits ^ (seed * 0x9E3779B1 % 2**31)
+    for factor, shift in ((0x7FEB352D, 15), (0x2C1B3C6D, 12)):
+        drawn = (drawn ^ (drawn >> 16 & 0xFFFF)) * factor
+        drawn ^= drawn >> shift & (2 ** (32 - shift) - 1)
+    # bf16 has the first half of the bits, and the carry of the second one rounds up.
+    return ((bits + (drawn >> 8 & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
 def _as_betas(betas: Iterable[float]) -> tuple[float, float]:
     beta1, beta2 = betas
     return beta1, beta2
@@ -123,14 +157,16 @@ class AdamW(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0.01
     weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
+    moments: torch.dtype | None = attrs.field(default=None, validator=attrs.validators.in_(MOMENTS))
 
     @property
     def by_leaf(self) -> bool:
         return True
 
     def init(self, params: Params) -> AdamState:
-        averages = [Slots({name: torch.zeros_like(params[name]) for name in params.trained()}) for _ in range(2)]
-        return AdamState(0, *averages)
+        names = params.trained()
+        zeros = [{name: torch.zeros_like(params[name], dtype=self.moments) for name in names} for _ in range(2)]
+        return AdamState(0, *map(Slots, zeros))
 
     def check(self, params: Params, state: Any, position: int) -> None:
         if not isinstance(state, AdamState):
@@ -152,23 +188,23 @@ class AdamW(Optimizer):
             step = torch.full((), float(state.count + 1), dtype=torch.float32, device=grads[names[0]].device)
             for decay, group in self._groups(names, params).items():
                 weights = tensors_of(params, group)
-                torch._fused_adamw_(
-                    weights,
-                    laid_out_as(tensors_of(grads, group), weights),
-                    tensors_of(state.exp_avg, group),
-                    tensors_of(state.exp_avg_sq, group),
-                    [],
-                    [step] * len(group),
-                    lr=lr,
-                    beta1=self.betas[0],
-                    beta2=self.betas[1],
-                    weight_decay=decay,
-                    eps=self.eps,
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=update.divisor,
-                    found_inf=update.skip,
-                )
+                gradients = laid_out_as(tensors_of(grads, group), weights)
+                averages = tensors_of(state.exp_avg, group), tensors_of(state.exp_avg_sq, group)
+
+                def kernel(
+                    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
+                    decay: float = decay,
+                ) -> None:  # fmt: skip
+                    torch._fused_adamw_(
+                        weights, gradients, first, second, [], [step] * len(weights), lr=lr, beta1=self.betas[0],
+                        beta2=self.betas[1], weight_decay=decay, eps=self.eps, amsgrad=False, maximize=False,
+                        grad_scale=update.divisor, found_inf=update.skip,
+                    )  # fmt: skip
+
+                if self.moments is None:
+                    kernel(weights, gradients, *averages)
+                else:
+                    _in_pieces(kernel, state.count, weights, gradients, *averages)
         return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
 
     def _groups(self, names: list[str], params: Params) -> dict[float, list[str]]:
@@ -182,12 +218,25 @@ class AdamW(Optimizer):
         return groups
 
 
+def _in_pieces(kernel: Callable[..., None], count: int, *tensors: list[Tensor]) -> None:
+    """Updates leaves piece by piece with wide averages, which are then rounded into the ones of the state."""
+    for leaf in zip(*tensors, strict=True):
+        flat = [t.view(-1) if t.is_contiguous() else t for t in leaf]
+        pieces = [t.split(PIECE) if t.ndim == 1 else (t,) for t in flat]
+        for weight, gradient, *averages in zip(*pieces, strict=True):
+            wide = [average.to(weight.dtype) for average in averages]
+            kernel([weight], [gradient], *([average] for average in wide))
+            for number, (average, new) in enumerate(zip(averages, wide, strict=True)):
+                average.copy_(rounded(new.float(), 2 * count + number))
+
+
 def adamw(
     schedule: Schedule | float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     weight_decay_mask: Mask | Mapping[str, bool] | None = None,
+    moments: torch.dtype | None = None,
 ) -> AdamW:
     """Makes AdamW: Adam with weight decay that bypasses the running averages.
 
@@ -198,6 +247,9 @@ def adamw(
         weight_decay: each update subtracts this times the learning rate from a weight of 1.
         weight_decay_mask: which parameters decay: a function of canonical name and tensor, such as ``no_decay``
             makes, or a mapping by name; by default all of them.
+        moments: the dtype of the running averages, by default the parameters' own. ``torch.bfloat16`` takes half the
+            memory of fp32: each update is computed in the parameters' dtype, and then the averages are rounded at
+            random (``rounded``).
 
     Example:
         >>> params = Params({"w": torch.tensor([1.0])})
@@ -211,7 +263,7 @@ def adamw(
 
     Source: Loshchilov & Hutter 2019 (arXiv 1711.05101).
     """
-    return AdamW(schedule, betas, eps, weight_decay, weight_decay_mask)
+    return AdamW(schedule, betas, eps, weight_decay, weight_decay_mask, moments)
 
 
 @node

@@ -121,11 +121,16 @@ class Optimizer:
     Attributes:
         by_leaf: whether the update of a leaf depends only on that leaf, its gradient, its slots and ``update``.
             ``apply_update`` can then update groups of leaves one after the other.
+        moments: the dtype of the tensors in ``Slots``; None for the parameters' own.
     """
 
     @property
     def by_leaf(self) -> bool:
         return False
+
+    @property
+    def moments(self) -> torch.dtype | None:
+        return None
 
     def init(self, params: Params) -> Any:
         """Returns the optimizer's state before the first update."""
@@ -213,6 +218,10 @@ class Chain(Optimizer):
     @property
     def by_leaf(self) -> bool:
         return all(part.by_leaf for part in self.parts)
+
+    @property
+    def moments(self) -> torch.dtype | None:
+        return cast(Optimizer, self.parts[-1]).moments
 
     def init(self, params: Params) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in self.parts)

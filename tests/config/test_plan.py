@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_fn import build
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
@@ -74,6 +75,7 @@ def test_an_optimizer_has_all_settings_of_its_table(table):
     for kind, schedule in schedules.items():
         expected = chain(clip_by_global_norm(0.7), adamw(schedule, (0.5, 0.6), 1e-3, 0.9))
         assert build.optimizer(table(**settings, lr_scheduler_type=kind), 40) == expected
+    assert build.optimizer(table(moments_dtype="bfloat16"), 40).moments == torch.bfloat16
 
 
 def test_training_and_evaluation_sample_as_their_tables_say():

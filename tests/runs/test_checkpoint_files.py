@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
 from run_configs import tiny_run
+from safetensors.torch import load_file
 
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.backends.local import Local
 from verl_fn.checksums import BLOCK, crc_of
 from verl_fn.cli import main
+from verl_fn.config import ConfigError
 from verl_fn.errors import UserError
 from verl_fn.runs import RunError, disk, loop
 from verl_fn.runs import checkpoints as files
@@ -27,6 +30,7 @@ from verl_fn.runs.checkpoints import (
     read_manifest,
     verify,
 )
+from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import train
 
@@ -96,6 +100,27 @@ def test_a_model_folder_that_is_removed_during_a_run_is_not_missed(tiny, tmp_pat
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     for file in tiny.glob("tokenizer*"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_moments_in_bf16_are_continued_in_every_bit_and_only_in_bf16(tiny, tmp_path):
+    narrow = "actor.optim.moments_dtype=bfloat16"
+    train(sft(tiny, tmp_path / "whole", 3, narrow), SILENT)
+    train(sft(tiny, tmp_path / "stopped", 1, narrow), SILENT)
+    with pytest.raises(RunError, match=r"actor\.optim\.moments_dtype cannot change in a run that is continued"):
+        train(sft(tiny, tmp_path / "stopped", 3), SILENT)
+    train(sft(tiny, tmp_path / "stopped", 3, narrow), SILENT)
+    whole, stopped = (
+        tmp_path / name / "checkpoints/step_3/actor/train_state.safetensors" for name in ("whole", "stopped")
+    )
+    assert whole.read_bytes() == stopped.read_bytes()
+    averages = {name: t.dtype for name, t in load_file(whole).items() if "exp_avg" in name}
+    assert set(averages.values()) == {torch.bfloat16}
+
+
+def test_moments_in_bf16_are_not_for_megatron(tiny, tmp_path):
+    plan = sft(tiny, tmp_path / "run", 1, "actor.strategy=megatron", "actor.optim.moments_dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"actor\.strategy is megatron: states of Megatron have moments in fp32"):
+        check_ranks(plan, 1, installed=False)
 
 
 # Damage

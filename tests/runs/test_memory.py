@@ -16,6 +16,7 @@ from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.disk import checkpoint_bytes
 from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, offloads, phases, share
 from verl_fn.runs.residency import offloaded_roles
 
@@ -412,6 +413,13 @@ def test_a_model_of_megatron_by_hand(folder):
     assert away["update_actor"] == update
     awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), 8, 140 * GIB)
     assert awake["gen"]["actor bfloat16 copy"] == 2 * held
+
+
+def test_moments_in_bf16_take_half_the_memory_and_the_disk(folder):
+    plans = [plan_of(folder("0.5b"), f"actor.optim.moments_dtype={dtype}") for dtype in ("float32", "bfloat16")]
+    wide, narrow = (parts(plan, 1, 140 * GIB)["update_actor"]["actor moments"] for plan in plans)
+    assert wide == 2 * narrow
+    assert checkpoint_bytes(plans[0]) - checkpoint_bytes(plans[1]) == wide - narrow
 
 
 def test_offloaded_inputs_of_layers_are_not_on_the_gpu(folder):

@@ -47,6 +47,7 @@ TAKEN_BY_TEMPLATES = frozenset(
     )
 )
 VLLM = given("name", "vllm", "auto", label="vllm")
+DECAYS = unless("lr_scheduler_type", "constant")
 RECOMPUTES = (given("enable_gradient_checkpointing"), unless("strategy", "megatron"))
 COLOCATED, OVER_RAY = given("placement", "colocated"), unless("driver.kind", "local")
 SAMPLING = provided(
@@ -323,18 +324,14 @@ class OptimConfig:
         "them, and verl's key counts steps",
         ge(0),
     )
-    min_lr_ratio: float = opt(
-        0.0,
-        "share of the learning rate left at the end of a decay",
-        ge(0),
-        le(1),
-        when=unless("lr_scheduler_type", "constant"),
-    )
+    min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1), when=DECAYS)
     lr_decay_steps: int | None = opt(
-        None,
-        "the update at which a decay ends, counted from the first; by default the role's last update",
-        ge(1),
-        when=unless("lr_scheduler_type", "constant"),
+        None, "the update at which a decay ends, counted from the first; by default the last one", ge(1), when=DECAYS
+    )
+    moments_dtype: str = opt(
+        "float32",
+        "dtype of AdamW's averages: float32, or bfloat16 with stochastic rounding, in half the memory",
+        one_of("float32", "bfloat16"),
     )
     decay_biases_and_norms: bool = opt(
         True, "weight decay also of parameters with one dimension; Megatron's optimizer exempts these"

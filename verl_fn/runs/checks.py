@@ -25,6 +25,7 @@ from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import family_of
+from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.fidelity import check_head
 from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
@@ -362,6 +363,10 @@ def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -
         if installed:
             check_installed()
     except MegatronMissing as error:
+        raise ConfigError(f"{table}.strategy is megatron: {error}") from error
+    try:
+        check_updates_by(role.megatron.optimizer, build.optimizer(role.optim if role.trained else None, 1))
+    except ValueError as error:
         raise ConfigError(f"{table}.strategy is megatron: {error}") from error
     try:
         sizes = build.megatron_sizes(role.megatron)

@@ -213,6 +213,11 @@ def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> Non
                 f"Fork the run (verl-fn fork {run.folder} --step N {key}=...), or choose another trainer.dir"
             )
         role, _, setting = key.partition(".")
+        if setting == "optim.moments_dtype":
+            raise RunError(
+                f"{key} cannot change in a run that is continued ({values}): the state holds moments of that dtype. "
+                f"Choose another trainer.dir; the model is in {run.latest()}/{role}"
+            )
         if role in plan.roles and setting in ("lora_rank", "lora_alpha", "target_modules"):
             had, has = (role in p.roles and p.roles[role].lora is not None for p in (before, plan))
             if had or has:

@@ -12,7 +12,7 @@ from verl_fn.backends.hf.sizes import model_sizes, width_of
 from verl_fn.config import ConfigError, Plan, RolePlan
 
 from .checkpoints import checkpoints
-from .memory import FLOAT32, GIB, MOMENTS
+from .memory import FLOAT32, GIB, moment_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 # The files of both versions of control groups.
@@ -36,9 +36,9 @@ def _role_bytes(role: RolePlan, plan: Plan) -> int:
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
     width = width_of(compute_dtype(role.dtype, role.folder, build.device(plan.driver)))
     if not role.lora:
-        each = FLOAT32 + MOMENTS if role.trained else width
+        each = FLOAT32 + moment_bytes(role) if role.trained else width
         return sizes.total * each
-    trained = sizes.trained * (FLOAT32 + MOMENTS)
+    trained = sizes.trained * (FLOAT32 + moment_bytes(role))
     frozen = sizes.total - sizes.trained
     return trained if not sizes.buffers else trained + sizes.adapted * FLOAT32 + frozen * width
 

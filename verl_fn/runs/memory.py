@@ -24,7 +24,6 @@ from verl_fn.errors import UserError
 GIB = 2**30
 CONTEXT = GIB  # what CUDA, its libraries, captured graphs and buffers for weights take in a process
 FLOAT32 = 4
-MOMENTS = 2 * FLOAT32  # AdamW's two averages of a parameter
 START, GENERATION, PUBLICATION = "start", "gen", "update_weights"
 # What the phases of verl's timing metrics are for.
 TITLES = {
@@ -138,7 +137,7 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
     # Frozen weights lie in the dtype that computes them.
     frozen = own - own_trained if role.lora or not role.trained else 0
     parameters = Allocation(f"{name} parameters", frozen * width + (own - frozen) * FLOAT32, lower)
-    moments = Allocation(f"{name} moments", own_trained * MOMENTS, lower)
+    moments = Allocation(f"{name} moments", own_trained * moment_bytes(role), lower)
     gradients = Allocation(f"{name} gradients", own_trained * FLOAT32, lower)
     copy = Allocation(f"{name} {dtype} copy", held * width, lower)
     buffer = Allocation(f"{name} gradient buffer", held_trained * FLOAT32, lower)
@@ -166,6 +165,11 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") ->
         buffers=(copy, buffer) if role.strategy == "megatron" else (),
         phases=tuple(phases),
     )
+
+
+def moment_bytes(role: RolePlan) -> int:
+    """Returns the bytes of AdamW's two averages of a parameter."""
+    return 2 * width_of(role.optim.moments_dtype)
 
 
 def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> tuple[Allocation, Allocation]:

@@ -49,6 +49,10 @@ def test_laws_on_two_ranks(two, shallow, options):
     two.run("laws", shallow, options, FP32)
 
 
+def test_moments_in_bf16_on_two_ranks(two, shallow, tmp_path):
+    two.run("moments_in_bf16", shallow, tmp_path / "state")
+
+
 def test_families_on_two_ranks(two, tmp_path):
     """Buffers among the weights, a factor of the logits, soft caps, sinks, linear attention."""
     names, shared = ["deepseek_v3", "cohere", "gemma2", "gpt_oss", "qwen3_5_text"], ["gemma2", "gpt_oss"]

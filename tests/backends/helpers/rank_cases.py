@@ -111,6 +111,29 @@ def first_step(folder, options, rows):
     return worst
 
 
+def moments_in_bf16(folder, out):
+    """Shards are rounded as the whole is; a state that ranks saved is restored by one process."""
+    tx = chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.1, moments=torch.bfloat16))
+    one, many = (cls(folder, tx, max_tokens=24) for cls in (Local, Fsdp))
+    a, b, batch = one.init(KEY), many.init(KEY), tiny_batch(rows=6)
+    for _ in range(3):
+        ga, _ = one.forward_backward(a, batch, ppo_clip())
+        # The norm is summed in another order on shards, so that a clip by it would differ in the last bit.
+        ga = ga.scale(0.5 / float(ga.global_norm()))
+        shards = Grads({name: many.layout.shard(g, many.device) for name, g in ga.items()})
+        (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, shards)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        ours, theirs = getattr(b.optimizer[-1], moment), getattr(a.optimizer[-1], moment)
+        assert {t.dtype for t in ours.values()} == {torch.bfloat16}
+        assert tree.equal(dict(whole_of(ours)), dict(theirs)), moment
+    assert tree.equal(dict(whole_of(b.params)), dict(a.params))
+    many.save(b, out)
+    assert tree.equal(one.restore(out), a)
+    again = many.restore(out)
+    assert {t.dtype for t in again.optimizer[-1].exp_avg.values()} == {torch.bfloat16}
+    many.forward_backward(again, batch, ppo_clip())
+
+
 def compiled(folder, options, rows):
     """The same with compiled layers: captured as they would be, and run without making kernels of their own."""
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):

@@ -204,6 +204,11 @@ def test_an_actor_that_is_reset_to_a_reference_in_bf16_is_told_to_be_cast(tiny, 
     for odd, place in ((narrow, r"params\['model.embed_tokens.weight'\]"), (half, r"optimizer\S+exp_avg\S+")):
         with pytest.raises(ValueError, match=rf"^state.{place} is bfloat16, and what is trained is float32: a check"):
             actor.save(odd, tmp_path / "odd")
+    narrow_moments = Local(tiny, adamw(0.1, moments=torch.bfloat16))
+    made = narrow_moments.load_pretrained()
+    odd = attrs.evolve(made, optimizer=tree.map_tensors(torch.Tensor.float, made.optimizer))
+    with pytest.raises(ValueError, match=r"exp_avg\S+ is float32, and the optimizer's moments are bfloat16: a check"):
+        narrow_moments.save(odd, tmp_path / "odd")
     assert not (tmp_path / "odd").exists()
     wide = attrs.evolve(state, params=tree.map_tensors(torch.Tensor.float, params))
     wide, _ = actor.apply_update(wide, actor.forward_backward(wide, batch, cross_entropy())[0])
