@@ -132,15 +132,17 @@ def rounded(values: Tensor, seed: int) -> Tensor:
         >>> sum(rounded(one, seed).item() > 1.0 for seed in range(1000)) // 100
         2
 
-    Source: Gupta et al. 2015 (arXiv 1502.02551); the draws are MurmurHash3's last steps, of an element's bits.
+    Source: Gupta et al. 2015 (arXiv 1502.02551); the draws are Wellons' hash lowbias32 of an element's bits and the
+    seed (https://nullprogram.com/blog/2018/07/31/).
     """
     bits = values.view(torch.int32)
     drawn = bits ^ (seed * 0x9E3779B1 % 2**31)
-    for factor, shift in ((0x7FEB352D, 15), (0x2C1B3C6D, 12)):
-        drawn = (drawn ^ (drawn >> 16 & 0xFFFF)) * factor
-        drawn ^= drawn >> shift & (2 ** (32 - shift) - 1)
+    # Shifts of signed numbers repeat the sign, which the masks remove; products wrap around.
+    drawn = (drawn ^ (drawn >> 16 & 0xFFFF)) * 0x7FEB352D
+    drawn = (drawn ^ (drawn >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    drawn ^= drawn >> 16 & 0xFFFF
     # bf16 has the first half of the bits, and the carry of the second one rounds up.
-    return ((bits + (drawn >> 8 & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return ((bits + (drawn & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def _as_betas(betas: Iterable[float]) -> tuple[float, float]:
@@ -221,8 +223,8 @@ class AdamW(Optimizer):
 def _in_pieces(kernel: Callable[..., None], count: int, *tensors: list[Tensor]) -> None:
     """Updates leaves piece by piece with wide averages, which are then rounded into the ones of the state."""
     for leaf in zip(*tensors, strict=True):
-        flat = [t.view(-1) if t.is_contiguous() else t for t in leaf]
-        pieces = [t.split(PIECE) if t.ndim == 1 else (t,) for t in flat]
+        dense = all(map(Tensor.is_contiguous, leaf))
+        pieces = [t.view(-1).split(PIECE) if dense else (t,) for t in leaf]
         for weight, gradient, *averages in zip(*pieces, strict=True):
             wide = [average.to(weight.dtype) for average in averages]
             kernel([weight], [gradient], *([average] for average in wide))
