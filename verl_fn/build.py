@@ -174,6 +174,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         sp=role.fsdp_config.ulysses_sequence_parallel_size,
         reshard_after_forward=role.fsdp_config.reshard_after_forward,
         compile=role.fsdp_config.use_torch_compile,
+        reduce_dtype=role.fsdp_config.reduce_dtype,
         **common,
     )
     return cast(TrainBackend, fsdp)

@@ -90,7 +90,9 @@ class Fsdp(Base):
         compile: compile each layer with ``torch.compile``; it takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
             micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
-            end. Every rank then needs memory for a whole fp32 gradient.
+            end. Every rank then needs memory for a whole gradient in ``reduce_dtype``.
+        reduce_dtype: in which gradients are summed over ranks, by name or as torch's; in ``bfloat16`` ranks exchange
+            half as many bytes. What an update gets is fp32.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
         exact: on one rank, log-probs equal those of a ``Sampler`` with ``exact`` in every bit; see ``Local``.
@@ -116,6 +118,7 @@ class Fsdp(Base):
         freeze_vision_tower: bool = False,
         compile: bool = False,
         reshard_after_forward: bool = True,
+        reduce_dtype: str | torch.dtype = "float32",
         device: str = "cpu",
         deterministic: bool = False,
         exact: bool = False,
@@ -128,6 +131,7 @@ class Fsdp(Base):
         )
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
         self.dtype = dtype_of(dtype, "dtype")
+        self.reduce_dtype = dtype_of(reduce_dtype, "reduce_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.compile = compile
@@ -371,6 +375,7 @@ class Fsdp(Base):
             self.layout,
             self.device,
             dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
             reshard=self.reshard_after_forward,
             compile=self.compile,
             folder=self.folder,

@@ -27,6 +27,7 @@ class ShardedModules:
         layout: how ranks share the parameters.
         device: the device of this rank.
         dtype: compute dtype.
+        reduce_dtype: in which gradients are summed over ranks.
         reshard: drop a layer's gathered parameters after each use; otherwise they stay for the whole call.
         compile: compile each layer.
         folder: where the model comes from, for errors.
@@ -43,10 +44,12 @@ class ShardedModules:
         device: torch.device,
         *,
         dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         reshard: bool,
         compile: bool,
         folder: Path,
     ) -> None:
+        self.reduce_dtype = reduce_dtype
         self.skeleton = skeleton
         self.layout = layout
         self.device = device
@@ -77,7 +80,7 @@ class ShardedModules:
         pointed = {}
         try:
             for group in self._groups:
-                torch_private.reduce_in_fp32(group)
+                torch_private.reduce_in(group, self.reduce_dtype)
             for name, place in self._places.items():
                 pointed[name] = parameter(self._ready(name, leaves[name]), name in trained)
                 torch_private.point(place, pointed[name])
@@ -128,7 +131,7 @@ class ShardedModules:
             raise ModelError(f"{folder}: {type(model).__name__} has no list of layers to shard by")
         mesh = self.layout.mesh
         policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=self.reduce_dtype
         )
         for layer in layers:
             if compile:

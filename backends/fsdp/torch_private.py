@@ -113,9 +113,9 @@ def let_go(place: Place, empty: nn.Parameter, nothing: Tensor) -> None:
     place._sharded_param_data = nothing
 
 
-def reduce_in_fp32(group: Group) -> None:
-    """Sets the dtype of gradients; FSDP itself sets it once, by the parameters that its first pass trains."""
-    group._orig_dtype = group._reduce_dtype = torch.float32
+def reduce_in(group: Group, dtype: torch.dtype) -> None:
+    """Sets the dtype of sums over ranks, whose results are fp32; FSDP sets it once, by what its first pass trains."""
+    group._orig_dtype, group._reduce_dtype = torch.float32, dtype
 
 
 def drop_gathered(group: Group) -> None:

@@ -347,6 +347,9 @@ class FsdpConfig:
     reshard_after_forward: bool = opt(True, "free a layer's gathered parameters between forward and backward")
     offload_policy: bool = opt(False, "keep parameters and optimizer state on the CPU between passes")
     use_torch_compile: bool = opt(False, "compile each layer; the first steps take longer")
+    reduce_dtype: str = opt(
+        "float32", "dtype of sums of gradients over ranks: float32 or bfloat16", one_of("float32", "bfloat16")
+    )
 
 
 @attrs.frozen(kw_only=True)

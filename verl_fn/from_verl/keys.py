@@ -237,7 +237,7 @@ NO_EFFECT: Mapping[str, str] = {
     "*profiler.*": "there is no profiler here",
     "actor_rollout_ref.ref.fsdp_config.model_dtype": "the reference policy has no masters",
     "actor_rollout_ref.ref.*": ONE_LAYOUT,
-    "*.mixed_precision.reduce_dtype": "gradients are summed in fp32",
+    "*.mixed_precision.reduce_dtype": "gradients are summed in fp32, or as fsdp_config.reduce_dtype says",
     "*.mixed_precision.buffer_dtype": "buffers are fp32",
     "*.checkpoint.*": COMPLETE,
     "*ppo_micro_batch_size*": "micro-batches are cut by tokens; see ppo_max_token_len_per_gpu",

@@ -53,6 +53,12 @@ def test_moments_in_bf16_on_two_ranks(two, shallow, tmp_path):
     two.run("moments_in_bf16", shallow, tmp_path / "state")
 
 
+def test_gradients_summed_in_bf16_on_two_ranks(two, shallow):
+    (dtypes, gap), _ = two.run("summed_in_bf16", shallow)
+    assert dtypes == {torch.float32} and 0 < gap < BF16
+    two.run("laws", shallow, {"reduce_dtype": "bfloat16"}, BF16)
+
+
 def test_families_on_two_ranks(two, tmp_path):
     """Buffers among the weights, a factor of the logits, soft caps, sinks, linear attention."""
     names, shared = ["deepseek_v3", "cohere", "gemma2", "gpt_oss", "qwen3_5_text"], ["gemma2", "gpt_oss"]

@@ -111,6 +111,18 @@ def first_step(folder, options, rows):
     return worst
 
 
+def summed_in_bf16(folder):
+    """The dtypes of gradients that were summed over ranks in bf16, and how far they are from sums in fp32."""
+    batch, found = tiny_batch(rows=6), []
+    for dtype in ("float32", "bfloat16"):
+        backend = Fsdp(folder, optimizer(), max_tokens=24, reduce_dtype=dtype)
+        grads, _ = backend.forward_backward(backend.init(KEY), batch, ppo_clip())
+        found.append(whole_of(grads))
+    wide, narrow = found
+    gaps = [float((narrow[name] - g).norm()) for name, g in wide.items()]
+    return {g.dtype for g in narrow.values()}, sum(n**2 for n in gaps) ** 0.5 / float(wide.global_norm())
+
+
 def moments_in_bf16(folder, out):
     """Shards are rounded as the whole is; a state that ranks saved is restored by one process."""
     tx = chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.1, moments=torch.bfloat16))
