@@ -255,7 +255,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     result = {"source": args.source, "rows of every file": ROWS, **summary}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in scripts.items())
-    args.out.write_text(f'{json.dumps(result)[:-1]}, "table": {{\n{lines}\n}}}}\n')
+    table = f'{json.dumps(result)[:-1]}, "table": {{\n{lines}\n}}}}\n'
+    # Scripts name folders below $HOME.
+    args.out.write_text(table.replace(f"{Path.home()}/", "~/"))
     print(summary)
 
 

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
@@ -52,27 +52,30 @@ class CheckpointError(UserError, ValueError):
     """A folder does not hold a complete training state."""
 
 
-def check_dtypes(state: TrainState, moments: torch.dtype | None = None) -> None:
+def check_dtypes(state: TrainState, made: Any = ()) -> None:
     """Raises an error for a state that could be written and not restored.
 
     Args:
         state: the state.
-        moments: the dtype that the optimizer makes its moments in; None for the parameters' own.
+        made: a tree as the optimizer makes it, whose dtypes ``restore`` expects; float32 for what it lacks.
 
     Raises:
         ValueError: a trained parameter is not in float32, or a moment in another dtype than it was made in.
     """
 
-    def named(dtype: torch.dtype | None) -> str:
+    def named(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
+    def moments(optimizer: Any) -> dict[str, Tensor]:
+        return {f"optimizer{path}": t for path, t in tree.paths(optimizer).items() if isinstance(t, Tensor)}
+
+    dtypes = {place: t.dtype for place, t in moments(made).items()}
     trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}
-    averages = {f"optimizer{path}": t for path, t in tree.paths(state.optimizer).items() if isinstance(t, Tensor)}
-    for place, t in (trained | averages).items():
-        narrow = moments is not None and place in averages and ".exp_avg" in place
-        wanted = moments if narrow else torch.float32
+    for place, t in (trained | moments(state.optimizer)).items():
+        wanted = dtypes.get(place, torch.float32)
         if t.is_floating_point() and t.dtype != wanted:
-            rule = f"the optimizer's moments are {named(moments)}" if narrow else "what is trained is float32"
+            narrow = wanted != torch.float32
+            rule = f"the optimizer's moments are {named(wanted)}" if narrow else "what is trained is float32"
             way = "do not cast the optimizer's state" if narrow else "make the state with .float() of it"
             raise ValueError(
                 f"state.{place} is {named(t.dtype)}, and {rule}: a checkpoint of this state could not be restored; "

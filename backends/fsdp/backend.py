@@ -153,7 +153,7 @@ class Fsdp(Base):
         self.layout.check(state.params)
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
-        checkpoint.check_dtypes(state, self.optimizer.moments)
+        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
         skeleton.check_trained(params)
         skeleton.check_buffers(params.buffers)
         weights: dict[str, Tensor]

@@ -52,7 +52,7 @@ def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size,
 
 
 def of_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
-    """Returns how a tensor of another dtype is sharded, if it is as this one is."""
+    """Returns the sharding of a tensor of the same shape and another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:

@@ -370,7 +370,7 @@ def _prepared(
 
 
 def _offloading(recompute: Callable[P, T]) -> Callable[P, T]:
-    """Returns transformers' function for a layer that is recomputed, which then keeps the inputs in host memory."""
+    """Wraps transformers' function that recomputes a layer, so that the layer's inputs are kept in host memory."""
 
     def offloaded(*args: P.args, **kwargs: P.kwargs) -> T:
         pinned = any(isinstance(value, Tensor) and value.is_cuda for value in args)

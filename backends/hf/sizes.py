@@ -77,9 +77,8 @@ class ModelSizes:
         With ``offload`` the inputs are in host memory, but for the ones of two layers.
         """
         if checkpointing:
-            return (min(2, self.layers) if offload else self.layers) * tokens * width * int(
-                self.config.hidden_size
-            ) + self.layer(tokens, width)
+            inputs = min(2, self.layers) if offload else self.layers
+            return inputs * tokens * width * int(self.config.hidden_size) + self.layer(tokens, width)
         return self.layers * self.layer(tokens, width)
 
     def logits(self, tokens: int, width: int) -> int:

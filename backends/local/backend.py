@@ -123,7 +123,7 @@ class Local(Base):
 
     def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
         skeleton = self._built()
-        checkpoint.check_dtypes(state, self.optimizer.moments)
+        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
         skeleton.check_trained(state.params)
         skeleton.check_buffers(state.buffers)
         params, base = state.params, self._base_of(state.params, folder)

@@ -133,7 +133,7 @@ class Megatron(Base):
     def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
         """Each whole tensor is written by one of the ranks."""
         model = self._built()
-        check_dtypes(state, self.optimizer.moments)
+        check_dtypes(state)
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})

@@ -137,7 +137,7 @@ def rounded(values: Tensor, seed: int) -> Tensor:
     """
     bits = values.view(torch.int32)
     drawn = bits ^ (seed * 0x9E3779B1 % 2**31)
-    # Shifts of signed numbers repeat the sign, which the masks remove; products wrap around.
+    # The masks remove the copies of the sign that shifts of signed numbers bring in. Products wrap around.
     drawn = (drawn ^ (drawn >> 16 & 0xFFFF)) * 0x7FEB352D
     drawn = (drawn ^ (drawn >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     drawn ^= drawn >> 16 & 0xFFFF
@@ -188,25 +188,19 @@ class AdamW(Optimizer):
         if names:
             # ``full`` fills the scalar on the device. A copy from the host would first wait for the norm.
             step = torch.full((), float(state.count + 1), dtype=torch.float32, device=grads[names[0]].device)
+            settings: dict[str, Any] = {
+                "lr": lr, "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "amsgrad": False,
+                "maximize": False, "grad_scale": update.divisor, "found_inf": update.skip,
+            }  # fmt: skip
             for decay, group in self._groups(names, params).items():
                 weights = tensors_of(params, group)
                 gradients = laid_out_as(tensors_of(grads, group), weights)
                 averages = tensors_of(state.exp_avg, group), tensors_of(state.exp_avg_sq, group)
-
-                def kernel(
-                    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-                    decay: float = decay,
-                ) -> None:  # fmt: skip
-                    torch._fused_adamw_(
-                        weights, gradients, first, second, [], [step] * len(weights), lr=lr, beta1=self.betas[0],
-                        beta2=self.betas[1], weight_decay=decay, eps=self.eps, amsgrad=False, maximize=False,
-                        grad_scale=update.divisor, found_inf=update.skip,
-                    )  # fmt: skip
-
+                settings["weight_decay"] = decay
                 if self.moments is None:
-                    kernel(weights, gradients, *averages)
+                    torch._fused_adamw_(weights, gradients, *averages, [], [step] * len(group), **settings)
                 else:
-                    _in_pieces(kernel, state.count, weights, gradients, *averages)
+                    _in_pieces(state.count, step, settings, weights, gradients, *averages)
         return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
 
     def _groups(self, names: list[str], params: Params) -> dict[float, list[str]]:
@@ -220,14 +214,14 @@ class AdamW(Optimizer):
         return groups
 
 
-def _in_pieces(kernel: Callable[..., None], count: int, *tensors: list[Tensor]) -> None:
-    """Updates leaves piece by piece with wide averages, which are then rounded into the ones of the state."""
+def _in_pieces(count: int, step: Tensor, settings: Mapping[str, Any], *tensors: list[Tensor]) -> None:
+    """Updates leaves piece by piece: averages are widened, updated, and rounded into the state's own."""
     for leaf in zip(*tensors, strict=True):
         dense = all(map(Tensor.is_contiguous, leaf))
         pieces = [t.view(-1).split(PIECE) if dense else (t,) for t in leaf]
         for weight, gradient, *averages in zip(*pieces, strict=True):
             wide = [average.to(weight.dtype) for average in averages]
-            kernel([weight], [gradient], *([average] for average in wide))
+            torch._fused_adamw_([weight], [gradient], wide[:1], wide[1:], [], [step], **settings)
             for number, (average, new) in enumerate(zip(averages, wide, strict=True)):
                 average.copy_(rounded(new.float(), 2 * count + number))
 

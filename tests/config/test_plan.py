@@ -67,6 +67,15 @@ def test_a_setting_is_that_of_its_own_table(key, value, read):
         assert read(roles[table]) == value and read(roles[other]) == read(before[other])
 
 
+def test_a_critic_of_megatron_cannot_offload_activations():
+    """It has no strategy of its own, but the actor's."""
+    offload = ["critic.enable_gradient_checkpointing=true", "critic.enable_activation_offload=true"]
+    for strategy, ignored in (("megatron", 1), ("fsdp", 0)):
+        words = [f"actor.strategy={strategy}", *offload]
+        assert sum("critic.enable_activation_offload has no effect" in n for n in notes(None, words)) == ignored
+        assert plan(*words).roles["critic"].offload_activations is not bool(ignored)
+
+
 @pytest.mark.parametrize("table", [OptimConfig, CriticOptimConfig])
 def test_an_optimizer_has_all_settings_of_its_table(table):
     settings = {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.9, "clip_grad": 0.7}

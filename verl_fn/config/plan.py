@@ -92,9 +92,14 @@ class RolePlan(TrainedConfig):
         return self.ppo_max_token_len_per_gpu * self.sharers
 
     @property
+    def recomputes(self) -> bool:
+        """Returns whether layers are recomputed by a backend that can keep their inputs in host memory."""
+        return self.enable_gradient_checkpointing and self.strategy != "megatron"
+
+    @property
     def offload_activations(self) -> bool:
         """Returns whether the inputs of recomputed layers are kept in host memory."""
-        return self.enable_gradient_checkpointing and self.enable_activation_offload and self.strategy != "megatron"
+        return self.recomputes and self.enable_activation_offload
 
     @property
     def offload(self) -> bool:

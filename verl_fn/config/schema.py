@@ -48,7 +48,9 @@ TAKEN_BY_TEMPLATES = frozenset(
 )
 VLLM = given("name", "vllm", "auto", label="vllm")
 DECAYS = unless("lr_scheduler_type", "constant")
-RECOMPUTES = (given("enable_gradient_checkpointing"), unless("strategy", "megatron"))
+# A critic without a strategy of its own has the actor's.
+OURS = provided(lambda table, cfg: (table.strategy or cfg.actor.strategy) != "megatron", "with Megatron")
+RECOMPUTES = given("enable_gradient_checkpointing"), OURS
 COLOCATED, OVER_RAY = given("placement", "colocated"), unless("driver.kind", "local")
 SAMPLING = provided(
     lambda o, cfg: cfg.algorithm.outline.learns_from == "samples", 'with algorithm.name = "{cfg.algorithm.name}"'
@@ -347,9 +349,7 @@ class FsdpConfig:
     reshard_after_forward: bool = opt(True, "free a layer's gathered parameters between forward and backward")
     offload_policy: bool = opt(False, "keep parameters and optimizer state on the CPU between passes")
     use_torch_compile: bool = opt(False, "compile each layer; the first steps take longer")
-    reduce_dtype: str = opt(
-        "float32", "dtype of sums of gradients over ranks: float32 or bfloat16", one_of("float32", "bfloat16")
-    )
+    reduce_dtype: str = opt("float32", "dtype of sums of gradients over ranks", one_of("float32", "bfloat16"))
 
 
 @attrs.frozen(kw_only=True)

@@ -207,11 +207,7 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
     wholly = dict.fromkeys(role.table for role in trained if not role.enable_gradient_checkpointing)
-    inputs = dict.fromkeys(
-        role.table
-        for role in trained
-        if role.enable_gradient_checkpointing and not role.offload_activations and role.strategy != "megatron"
-    )
+    inputs = dict.fromkeys(role.table for role in trained if role.recomputes and not role.offload_activations)
     over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,

@@ -177,7 +177,7 @@ def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> 
     lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
     if not role.enable_gradient_checkpointing:
         lower += f" or set {role.table}.enable_gradient_checkpointing=true"
-    elif not role.offload_activations and role.strategy != "megatron":
+    elif role.recomputes and not role.offload_activations:
         lower += f" or set {role.table}.enable_activation_offload=true"
     logits = sizes.logits(tokens, width) if role.head == "lm" else 0
     how = {"checkpointing": role.enable_gradient_checkpointing, "offload": role.offload_activations}

@@ -12,11 +12,13 @@ from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
-from verl_fn.state import Batch, Key, metrics, tree
+from verl_fn.state import Batch, Key, Slots, metrics, tree
 from verl_fn.steps import (
+    GradTransform,
     adamw,
     aggregate,
     bradley_terry,
+    chain,
     constant,
     cross_entropy,
     entropy,
@@ -188,6 +190,24 @@ def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path)
     assert all(tree.equal(backend.restore(tmp_path / name).params, state.params) for name in ("half", "full"))
     with pytest.raises(ValueError, match=r"trains no parameter.* made with the optimizer frozen\(\)"):
         backend.forward_backward(state, ragged(), cross_entropy())
+
+
+def test_moments_of_a_transformation_stay_wide_beside_narrow_ones(tiny, tmp_path):
+    @attrs.frozen
+    class Averaged(GradTransform):
+        """Its state has a name of AdamW's, and fp32."""
+
+        def init(self, params):
+            return {"exp_avg": Slots({name: torch.zeros_like(params[name]) for name in params.trained()})}
+
+        def update(self, grads, state, params, update):
+            return grads, {"exp_avg": Slots({name: g.clone() for name, g in grads.items()})}, update
+
+    backend = Local(tiny, chain(Averaged(), adamw(0.1, moments=torch.bfloat16)))
+    state, batch = backend.load_pretrained(), ragged()
+    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, cross_entropy())[0])
+    backend.save(state, tmp_path / "state")
+    assert tree.equal(backend.restore(tmp_path / "state"), state)
 
 
 def test_an_actor_that_is_reset_to_a_reference_in_bf16_is_told_to_be_cast(tiny, tmp_path):
