@@ -10,10 +10,36 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from verl_fn.errors import did_you_mean
+
 from . import tree
 from .node import Node, mapping, node
 
 CORE = ("tokens", "positions", "cu_seqlens")
+# What writes a field that a run's batches do not always have.
+WRITTEN_BY = {
+    "ref_log_prob": "algorithm.use_kl_loss or use_kl_in_reward writes it, and with_reference in a step of your own",
+    "values": "a critic writes it: algorithm.name=ppo",
+    "advantages": "an advantage estimator writes it, and gets a batch without it",
+    "returns": "an advantage estimator writes it, and gets a batch without it",
+    "old_log_probs": "annotate writes it in built-in algorithms; a sampled batch has the engine's rollout_log_probs",
+    "token_level_rewards": "the reward writes it, with score",
+    "loss_weight": "steps.aggregate writes it into a whole update batch",
+    "row_weight": "steps.aggregate_rows writes it into a whole update batch",
+}
+
+
+class MissingField(KeyError):
+    """A batch has no field of the name ``name``."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(name, known)
+        self.name = name
+
+    def __str__(self) -> str:
+        name, known = self.args
+        origin = f"; {WRITTEN_BY[name]}" if name in WRITTEN_BY else did_you_mean(name, known)
+        return f"the batch has no field {name!r}{origin}; it has {', '.join(known)}"
 
 
 @node
@@ -120,8 +146,7 @@ class Batch(Node):
             return self.ragged[name].values
         if name in CORE:
             return getattr(self, name)
-        names = sorted((*CORE, *self.per_token, *self.per_row, *self.ragged))
-        raise KeyError(f"the batch has no field {name!r}; it has {names}")
+        raise MissingField(name, sorted((*CORE, *self.per_token, *self.per_row, *self.ragged)))
 
     def with_tokens(self, **fields: Any) -> Batch:
         """Returns this batch with per-token fields added or replaced."""

@@ -38,6 +38,10 @@ def test_recipes_load_and_round_trip(recipe):
         ("data.val_size=1000000", "data.val_size is 1000000; a generated task gives at most 20000"),
         ("data.max_response_length=99999999999999999999", "expected a whole number of at most 64 bits"),
         ("lr=0.3", "unknown key lr; did you mean actor.optim.lr?"),
+        ("trainer.default_local_dir=x", "did you mean trainer.dir?"),
+        ("custom_reward_function.path=x.py", "did you mean reward.functions?"),
+        ("actor.fsdp_config.optimizer_offload=true", "did you mean rollout.offload_trainer?"),
+        ("data.reward_fn_key=x", "unknown key data.reward_fn_key; verl-fn config lists all keys, and verl-fn config"),
         ("trainer=3", "trainer is a table of keys, not 3"),
         ("actor.optim.lr=fast", "actor.optim.lr: expected a number, got 'fast'"),
         ("actor.optim.lr=true", "actor.optim.lr: expected a number, got True"),
@@ -120,6 +124,10 @@ def test_a_goal_for_the_reward_may_be_any_number():
         (
             ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm"],
             "rollout.engines = 1 leaves 3 of the GPUs of 4 ranks without an engine",
+        ),
+        (
+            ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm", "rollout.engines=8"],
+            "rollout.engines = 8 puts up to 2 engines on each of 4 GPUs",
         ),
         (["actor.optim.lr=0"], "actor.optim.lr is 0: the weights of the actor stay as they are"),
         (["critic.optim.lr=0.0"], "critic.optim.lr is 0: the weights of the critic stay as they are"),

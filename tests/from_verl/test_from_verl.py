@@ -15,8 +15,9 @@ from verl_fn import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan, structure
-from verl_fn.config.load import flat
+from verl_fn.config.load import _advice, flat, keys
 from verl_fn.from_verl import read_settings, translate
+from verl_fn.from_verl.keys import SAME
 
 # Settings of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh.
 GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=DATA/train.jsonl
@@ -301,12 +302,24 @@ def test_the_command_prints_toml_that_train_accepts(places, tmp_path, capsys):
     file.write_text(shown.out)
     assert load(file).trainer.total_training_steps == 16 // 8 * 15
     assert "trainer.total_epochs -> trainer.total_training_steps = 30" in shown.err
+    assert "a run needs the package wandb; trainer.logger=[] leaves it out" in " ".join(shown.err.split())
     quick = [override for override in TINY if override.startswith("driver.")]
     # verl's default logger is wandb, which is not installed here.
     assert main(["train", str(file), "--check", *quick, "trainer.logger=[]"]) == 0
     assert "30 steps" in capsys.readouterr().out
     assert main(["config", "--from-verl", *words, "data.trian_files=x"]) == 1
     assert "did you mean data.train_files?" in capsys.readouterr().err
+    assert main(["config", "--from-verl", *words, "--check", "--gpus=8"]) == 2
+    assert "--check is an option of verl-fn train" in capsys.readouterr().err
+    file.write_text("[trainer]\ntotal_training_steps = '?'\n")
+    with pytest.raises(ConfigError, match=r"expected a whole number, got '\?'; --from-verl left it open"):
+        load(file)
+
+
+def test_a_key_of_verls_in_a_config_is_told_the_key_here():
+    known = list(keys())
+    for verl, ours in SAME.items():
+        assert verl in known or f"did you mean {ours}?" in _advice(verl, known), verl
 
 
 KWARGS = "custom_reward_function.reward_kwargs."

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
 from verl_fn.report.page import SHOWN, ReportError, headline, names, report
@@ -115,7 +116,7 @@ def test_a_page_says_what_a_run_did(tmp_path):
         "1.000best 1.000, step 6",
     ]  # fmt: skip
     assert found.titles == ["Held-out accuracy", "Training reward", "Entropy", "Tokens a second", "Time by phase"]
-    assert "one: from step 0 to step 6, +1 right" in text
+    assert "one: from step 0 to step 6, +1 right of 1<" in text
     assert "ba✓ right reward 1" in found.cells
     assert "ab✗ wrong reward 0" in found.cells
     assert f"verl-fn report {run} --out" in text
@@ -253,6 +254,30 @@ def test_metrics_of_the_users_functions_have_charts_and_built_in_ones_do_not():
     named = re.findall(r"`([a-z_-]+(?:/[A-Za-z0-9_@*]+)+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
     spelled = {name.replace("*", "mean") for name in named if not name.startswith(("reward/NAME", "token_acc"))}
     assert len(spelled) > 60 and all(BUILT_IN.fullmatch(name) for name in spelled)
+
+
+def test_the_whole_loss_is_drawn_for_runs_without_a_policy_loss():
+    whole = [{"step": i, "actor/loss": 1.0} for i in range(3)]
+    assert [chart.title for chart in charts([whole])] == ["Loss of the actor"]
+    assert [chart.metric for chart in charts([whole, [row | {"actor/pg_loss": 0.5} for row in whole]])] == [
+        "actor/pg_loss"
+    ]
+
+
+def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, other = write(tmp_path / "runs/one", brief(2)), write(tmp_path / "runs/other", brief(2))
+    (other / "failure.txt").write_text("ended after step 2 with an error: no <room>\n")
+    for run, said in ((one, ""), (one, ""), (other, ", in place of the page about one")):
+        assert main(["report", str(run)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"wrote report.html and report.png{said}"
+    assert "other ended after step 2 with an error: no &lt;room&gt;" in (tmp_path / "report.html").read_text()
+    assert headline(other).endswith("; it ended after step 2 with an error: no <room>")
+    (other / "metrics.jsonl").write_text("")
+    with pytest.raises(ReportError, match="no metrics yet; it ended after step 2 with an error: no <room>"):
+        report([other], "page.html")
+    with pytest.raises(ReportError, match=r"one is no run: it has no config.toml; did you mean runs/one\?"):
+        report(["one"], "page.html")
 
 
 def test_a_line_about_a_run(tmp_path):

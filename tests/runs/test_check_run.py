@@ -300,7 +300,7 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("verl_fn.build.gpu_memory", lambda device: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
     more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
-    with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8"):
+    with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8; set ray.ranks=8"):
         check_run(tiny_run(tiny, tmp_path / "run", *more))
     # Ranks on the CPU need none, and another cluster may have more.
     for other in ("driver.device=cpu", "ray.address=10.0.0.1:6379"):
@@ -308,6 +308,15 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
             "16 training processes"
             in check_run(tiny_run(tiny, tmp_path / "run", *more, "driver.device=auto", other)).text
         )
+
+
+def test_a_folder_with_only_a_config_is_planned_for_another_machine(tiny, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(tiny / "config.json", folder)
+    with pytest.raises(ConfigError, match=r"has no tokenizer, so .*, add --gpus N --gpu-memory GIB"):
+        check_run(tiny_run(folder, tmp_path / "run"))
+    assert check_run(tiny_run(folder, tmp_path / "run", "driver.device=auto"), 2**36, 1).fits
 
 
 def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path):

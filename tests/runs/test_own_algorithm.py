@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,10 +13,13 @@ import pytest
 from run_configs import TINY
 
 from verl_fn.algorithms import AlgorithmError
+from verl_fn.algorithms.own import check_fields
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.config.names import load_object
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.checks import check_code
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
@@ -158,6 +162,60 @@ def test_numbers_and_tensors_of_its_state_are_in_the_checkpoint(tiny, tmp_path):
     assert (last["actor/baseline"], last["actor/oldest"]) == (2.5, 2.25)
 
 
+TWICE = """
+import attrs
+from verl_fn import Algorithm
+from verl_fn.config import Outline
+from verl_fn.steps import aggregate, cross_entropy
+
+@attrs.frozen(kw_only=True)
+class Options:
+    counted: bool = False
+
+def make(options: Options):
+    def learn(state, experience, w):
+        batch, actor = aggregate(experience.batch, "token-mean"), w.trainers["actor"]
+        new = state.actor
+        for _ in range(2):
+            grads, metrics = actor.forward_backward(new, batch, cross_entropy())
+            new, more = actor.apply_update(new, grads)
+        return attrs.evolve(state, actor=new, step=state.step + 1), w.get(metrics) | w.get(more)
+
+    twice = {"updates": lambda role, prompts, steps: 2 * steps} if options.counted else {}
+    return Algorithm(learn=learn, outline=Outline(**twice))
+"""
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(schedule, counted, tiny, tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+    own = [f"algorithm.name={tmp_path}/twice.py:make", f"actor.optim.lr_scheduler_type={schedule}"]
+    words = [*overrides(tiny, tmp_path / "run"), *own, *["algorithm.counted=true"] * counted]
+    said = []
+    train(make_plan(load(overrides=words)), said.append)
+    named = [line for line in said if "updates up to step" in line]
+    assert len(named) == (schedule == "linear" and not counted), said
+    assert all("had 2 updates up to step 1, and" in n and "steps: 2 * steps)" in n for n in named)
+    last = read_metrics(tmp_path / "run")[-1]
+    if schedule == "linear":
+        assert (last["actor/lr"] == 0.0) is not counted
+
+
+def test_the_algorithm_with_two_updates_on_the_page_trains_and_counts_them(tiny, tmp_path):
+    page = (ROOT / "docs/algorithms.md").read_text()
+    code = page[page.index("import attrs\nfrom verl_fn.algorithms import Algorithm\nfrom verl_fn.algorithms.exp") :]
+    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef halving(options: Options):"
+    (tmp_path / "own.py").write_text(code.partition("```")[0].replace("def halving(options):", options))
+    own = [f"algorithm.name={tmp_path}/own.py:halving", "actor.optim.lr_scheduler_type=linear"]
+    said = []
+    train(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), said.append)
+    assert not [line for line in said if "updates up to step" in line]
+    last = read_metrics(tmp_path / "run")[-1]
+    # The mean of the last two of six updates: 1/3 and 1/6 of the rate.
+    assert last["actor/lr"] == pytest.approx(1e-3 / 4) and last["actor/pg_clipfrac"] >= 0.0
+
+
 def test_its_options_are_the_algorithm_table(tiny, tmp_path, capsys):
     cfg = load(overrides=overrides(tiny, tmp_path, "algorithm.only_best=false"))
     assert cfg.algorithm.options.only_best is False
@@ -242,3 +300,108 @@ def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
         ]
         with pytest.raises(ConfigError, match=rf"algorithm.adv_estimator: .*{message}"):
             train(make_plan(load(overrides=wrong)), silent)
+
+
+READERS = """
+from verl_fn.steps import loss
+
+seen = []
+
+def reader(name="advantages"):
+    @loss(needs=["logprobs"])
+    def read(outputs, batch):
+        seen.append({*batch.per_token, *batch.per_row})
+        return -batch["advantages"] * outputs.logprobs * (batch[name] != -1e9), {}
+    return read
+
+def estimate(batch, name="token_level_rewards"):
+    seen.append({*batch.per_token, *batch.per_row})
+    return batch.with_tokens(advantages=batch["token_level_rewards"], returns=batch[name])
+"""
+
+
+def fields_of_run(tiny, folder, *more):
+    """The fields that a loss and an estimator of one's own find: as the check supposes, and in a run."""
+    (folder / "readers.py").write_text(READERS)
+    file = folder / "readers.py"
+    own = [f"algorithm.policy_loss={file}:reader", f"algorithm.adv_estimator={file}:estimate"]
+    plan = make_plan(load(overrides=[*overrides_of_parts(tiny, folder), *own, *more]))
+    seen = load_object(f"{file}:seen", "a test")
+    seen.clear()
+    check_fields(plan.options)
+    supposed = [set(fields) for fields in seen]
+    seen.clear()
+    train(plan, silent)
+    return supposed, seen
+
+
+def overrides_of_parts(tiny, folder):
+    one = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=0", "rollout.n=2"]
+    return [*TINY, "algorithm.ppo_mini_batch_size=8", *one, f"model.path={tiny}", f"trainer.dir={folder}/run"]
+
+
+@pytest.mark.parametrize("more", [["algorithm.name=grpo"], ["algorithm.name=grpo", "algorithm.use_kl_loss=true"], []])
+def test_the_fields_that_a_check_supposes_are_in_a_run(more, tiny, tmp_path):
+    supposed, seen = fields_of_run(tiny, tmp_path, *more)
+    of_rewards_and_environments = {
+        "env_end",
+        "env_score",
+        "env_acc",
+        "env_turns",
+        "acc",
+        "pred",
+        "row_weight",
+        "conversation",
+    }
+    for weighted, fields in zip((True, False), supposed, strict=True):
+        in_run = set.intersection(*(found for found in seen if ("loss_weight" in found) is weighted))
+        assert fields - in_run <= of_rewards_and_environments
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [
+        ("policy_loss", "ref_log_prob", "algorithm.use_kl_loss or use_kl_in_reward writes it"),
+        ("policy_loss", "values", "algorithm.name=ppo"),
+        ("policy_loss", "old_logprobs", r"did you mean old_log_probs\?"),
+        ("adv_estimator", "advantages", "gets a batch without it"),
+        ("adv_estimator", "rewards_at_token_level", None),
+        ("policy_loss", "ref_log_prob", None),
+    ],
+)
+def test_a_field_that_a_run_lacks_is_named_before_it(part, name, said, tiny, tmp_path):
+    (tmp_path / "readers.py").write_text(READERS)
+    function = "reader" if part == "policy_loss" else "estimate"
+    own = [f"algorithm.{part}={tmp_path}/readers.py:{function}", f'algorithm.{part}_kwargs={{name = "{name}"}}']
+    kl = "algorithm.use_kl_loss=" + str(said is None).lower()
+    plan = make_plan(load(overrides=[*overrides_of_parts(tiny, tmp_path), "algorithm.name=grpo", kl, *own]))
+    if said is None:
+        # A reward may write such a field; and with the option, the field is there.
+        check_code(plan)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"algorithm.{part}: .*{function}: the batch has no field '{name}'; .*{said}"
+    ):
+        check_code(plan)
+
+
+def test_a_run_that_fails_says_how_until_it_continues(tiny, tmp_path):
+    flag = tmp_path / "flag"
+    (tmp_path / "fails.py").write_text(
+        "from pathlib import Path\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    assert not Path({str(flag)!r}).exists(), 'out of luck'\n"
+        "    return 1.0\n"
+    )
+    reward = f"reward.functions=['{tmp_path}/fails.py:score']"
+    words = [*TINY, "algorithm.name=grpo", "rollout.n=2", reward, f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]
+    failure = tmp_path / "run/failure.txt"
+    train(make_plan(load(overrides=[*words, "trainer.total_training_steps=1"])), silent)
+    assert not failure.exists()
+    flag.touch()
+    with pytest.raises(Exception, match="out of luck"):
+        train(make_plan(load(overrides=words)), silent)
+    assert re.fullmatch("ended after step 1 with an error: .*out of luck.*\n", failure.read_text())
+    flag.unlink()
+    train(make_plan(load(overrides=words)), silent)
+    assert not failure.exists()

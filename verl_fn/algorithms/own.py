@@ -1,4 +1,4 @@
-"""Algorithms of the user in a run: what their functions return is checked, and their metrics are completed."""
+"""Algorithms and parts of the user in a run: what they read and return is checked, and metrics are completed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,71 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import TrainBackend
-from verl_fn.errors import kind_of, place_of
-from verl_fn.state import Batch, read_only, tree
+from verl_fn.config import ConfigError
+from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
+from verl_fn.config.names import is_reference
+from verl_fn.errors import closest, kind_of, place_of
+from verl_fn.state import PER_ROW, Batch, TokenOutputs, read_only, tree
+from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
 
 from .algorithm import Algorithm
+from .policy import estimator, policy_loss
 from .reports import sample_report, timing_report
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 ROW = "row_of_experience"
+# Fields of the batches of every run, beside response_mask and versions.
+TOKEN_FIELDS = (
+    "old_log_probs", "rollout_log_probs", "entropys", "token_level_scores", "token_level_rewards", "advantages",
+    "returns", "loss_weight",
+)  # fmt: skip
+ROW_FIELDS = ("score", "acc", "pred", "finished", "temperature", "env_score", "env_acc", "row_weight")
+ROW_NUMBERS = ("group", "prompt_length", "conversation", "version", "near_ties", "env_end", "env_turns")
+# Fields that only built-in parts ask for, and fields that are not written before the estimator.
+OF_BUILT_IN_PARTS = frozenset(("sum_pi_squared", "rollout_is_weights", "reward_baselines", "cov_selected"))
+OF_LATER_STEPS = frozenset(("advantages", "returns", "loss_weight", "row_weight"))
 # Calls of a training backend that show nothing of what is learned from.
 HIDDEN = ("map", "loss_fn")
+
+
+def check_fields(options: PolicyOptimization) -> None:
+    """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
+
+    Raises:
+        ConfigError: one of them reads a field that the run's batches lack.
+    """
+    roles = options.outline.roles
+    written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
+    lacking = OF_BUILT_IN_PARTS | {name for name, found in written.items() if not found}
+    batch = _small_batch(written)
+    parts: dict[str, Callable[[], Any]] = {}
+    if is_reference(options.policy_loss):
+        loss = policy_loss(options)
+        outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
+        parts["policy_loss"] = lambda: [term.fn(outputs, batch) for term in loss.terms]
+    if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):
+        lacking |= OF_LATER_STEPS
+        estimate = estimator(options)
+        parts["adv_estimator"] = lambda: estimate(batch.without(*OF_LATER_STEPS))
+    for name, attempt in parts.items():
+        try:
+            attempt()
+        except MissingField as error:
+            # Rewards and environments may write fields that this batch lacks.
+            if error.name in lacking or closest(error.name, error.args[1], 0.8):
+                raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
+        except Exception:  # a function may not suit the numbers of a made-up batch
+            continue
+
+
+def _small_batch(more: Mapping[str, bool]) -> Batch:
+    """Returns two rows with the fields of every run's batches, and those of ``more`` that are true."""
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    per_token = [*TOKEN_FIELDS, *(name for name, found in more.items() if found)]
+    batch = Batch.from_rows([[1, 2, 3], [1, 2]]).with_tokens(**dict.fromkeys(per_token, -0.5 * mask))
+    rows = dict.fromkeys(ROW_FIELDS, torch.tensor([1.0, 0.0])) | dict.fromkeys(ROW_NUMBERS, torch.tensor([1, 1]))
+    return batch.with_tokens(response_mask=mask, versions=mask.long()).with_rows(**rows)
 
 
 def in_run(algorithm: Any, name: str) -> Algorithm[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
-from verl_fn.errors import signature_of, takes
+from verl_fn.errors import kind_of, signature_of, takes
 from verl_fn.state import Batch, Key, TokenOutputs, conversations, read_only
 from verl_fn.steps import (
     Loss,
@@ -86,9 +86,11 @@ def policy_loss(options: PolicyOptimization) -> Loss:
 def _made(make: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Returns what a function of the user makes of keyword arguments."""
     if isinstance(make, Loss) or not callable(make) or not takes(make, (), arguments):
+        called = callable(make) and not isinstance(make, Loss)
+        has = f"takes {signature_of(make)}" if called else f"is {kind_of(make)}"
         raise ConfigError(
-            f"algorithm.policy_loss_kwargs: {name} must be a function that takes {', '.join(arguments)}, and returns "
-            "a Loss"
+            f"algorithm.policy_loss_kwargs: {name} {has}, and must be a function that takes {', '.join(arguments)}, "
+            "and returns a Loss"
         )
     return make(**arguments)
 

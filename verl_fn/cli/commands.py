@@ -93,6 +93,11 @@ def _from_verl(words: Sequence[str]) -> int:
 
     if not words:
         raise UsageError("--from-verl needs a YAML file of verl, or settings key=value")
+    if ours := [word for word in words if word.partition("=")[0] in ("--check", "--gpus", "--gpu-memory", "--quiet")]:
+        raise UsageError(
+            f"{ours[0]} is an option of verl-fn train, and all words after --from-verl are verl's: write the TOML to "
+            f"a file, then verl-fn train FILE {' '.join(ours)}"
+        )
     translation = translate(read_settings(words), count_rows)
     say(translation.toml())
     complain(translation.report())
@@ -101,15 +106,17 @@ def _from_verl(words: Sequence[str]) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Writes a page about runs."""
-    from verl_fn.report.page import headline, report
+    from verl_fn.report.page import about, headline, report
     from verl_fn.runs.logs import altered
 
     for sentence in (sentence for run in args.runs for sentence in altered(Path(run))):
         complain(f"note: {sentence}")
+    before = about(Path(args.out))
     page = report([Path(run) for run in args.runs], Path(args.out))
     for run in args.runs:
         say(headline(Path(run)))
-    say(f"wrote {page} and {page.with_suffix('.png')}")
+    other = f", in place of the page about {before}" if before not in ("", about(page)) else ""
+    say(f"wrote {page} and {page.with_suffix('.png')}{other}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -77,7 +78,7 @@ def _add_check(to: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=gib,
         metavar="GIB",
-        help="with --check: the memory of a GPU in GiB; by default this machine's",
+        help="with --check: the memory of a GPU in GiB, such as 80; by default this machine's",
     )
     to.add_argument(
         "--gpus",
@@ -101,16 +102,16 @@ def count(argument: str) -> int:
 
 
 def gib(argument: str) -> float:
-    """Reads a positive, finite number.
+    """Reads the size of a GPU's memory in GiB, with or without its unit.
 
     Example:
-        >>> gib("80")
-        80.0
+        >>> gib("80"), gib("80GB")
+        (80.0, 80.0)
     """
-    value = float(argument)
-    if not 0 < value < 1e6:
+    number = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(gi?b?)?", argument.strip().lower())
+    if number is None or not 0 < float(number[1]) < 1e6:
         raise argparse.ArgumentTypeError(f"{argument} is no size of a GPU's memory in GiB, such as 80")
-    return value
+    return float(number[1])
 
 
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

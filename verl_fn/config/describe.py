@@ -140,13 +140,15 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
             yield f"{table}.optim.lr is 0: the weights of the {name} stay as they are"
     ranks, engines = cfg.ray.ranks, cfg.rollout.engines
     colocated = cfg.driver.kind == "ray" and cfg.rollout.name == "vllm" and cfg.rollout.placement == "colocated"
-    if (
-        colocated
-        and engines < ranks
-        and cfg.algorithm.outline.learns_from == "samples"
-        and cfg.driver.device != "cpu"
-    ):
-        yield f"rollout.engines = {engines} leaves {ranks - engines} of the GPUs of {ranks} ranks without an engine"
+    if colocated and cfg.algorithm.outline.learns_from == "samples" and cfg.driver.device != "cpu":
+        if engines < ranks:
+            left = ranks - engines
+            yield f"rollout.engines = {engines} leaves {left} of the GPUs of {ranks} ranks without an engine"
+        elif engines > ranks:
+            yield (
+                f"rollout.engines = {engines} puts up to {-(-engines // ranks)} engines on each of {ranks} GPUs, "
+                f"every one with a copy of the weights; rollout.engines = {ranks} puts one on each"
+            )
     if cfg.algorithm.outline.learns_from != "samples" and cfg.trainer.journal == "samples":
         with_name = f'with algorithm.name = "{cfg.algorithm.name}"'
         yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'

@@ -12,7 +12,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,6 +28,9 @@ from .plan import check
 from .schema import Config, Table, to_table
 
 T = TypeVar("T")
+
+# What a translation of another trainer's config writes for a value that the user has to set; no key accepts it.
+UNSET = "?"
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -191,32 +194,60 @@ def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: typ
                 yield from _unknown_keys(value, hints[name], f"{key}.", options)
 
 
-# The keys for which other trainers have other names, by the last part of these names.
+# The keys for which other trainers have other names, by the ends of these names.
 NAMES_ELSEWHERE = {
-    "n_gpus_per_node": "ray.ranks",
-    "nnodes": "ray.ranks",
-    "n_gpus": "ray.ranks",
-    "num_gpus": "ray.ranks",
-    "nproc_per_node": "ray.ranks",
+    **dict.fromkeys(("n_gpus_per_node", "nnodes", "n_gpus", "num_gpus", "nproc_per_node"), "ray.ranks"),
+    "nccl_timeout": "ray.timeout",
     "sp": "actor.fsdp_config.ulysses_sequence_parallel_size",
     "fsdp_size": "actor.fsdp_config.replicate",
+    "model_dtype": "actor.dtype",
+    **dict.fromkeys(("param_offload", "optimizer_offload", "grad_offload"), "rollout.offload_trainer"),
     "learning_rate": "actor.optim.lr",
-    "grad_clip": "actor.optim.clip_grad",
-    "max_grad_norm": "actor.optim.clip_grad",
-    "epochs": "trainer.total_training_steps",
-    "total_epochs": "trainer.total_training_steps",
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), "actor.optim.clip_grad"),
+    "warmup_style": "actor.optim.lr_scheduler_type",
+    "lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps",
+    "min_lr": "actor.optim.min_lr_ratio",
+    **dict.fromkeys(
+        ("micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu",
+         "log_prob_micro_batch_size_per_gpu", "per_device_train_batch_size"), "actor.ppo_max_token_len_per_gpu"
+    ),
+    **dict.fromkeys(("epochs", "total_epochs", "num_train_epochs"), "trainer.total_training_steps"),
+    **dict.fromkeys(("default_local_dir", "output_dir"), "trainer.dir"),
+    "max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "critic_warmup": "algorithm.critic_warmup",
-}
+    "loss_mode": "algorithm.policy_loss",
+    "actor.shuffle": "algorithm.shuffle",
+    "critic.model.path": "critic.path",
+    **dict.fromkeys(("custom_reward_function.path", "custom_reward_function.name"), "reward.functions"),
+    "reward_model.path": "algorithm.reward_model",
+    "reward_model.model.path": "algorithm.reward_model",
+    "max_num_seqs": "rollout.slots",
+    "rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    "num_generations": "rollout.n",
+    **dict.fromkeys(("response_length", "max_tokens", "max_new_tokens"), "data.max_response_length"),
+    "prompt_length": "data.max_prompt_length",
+    **dict.fromkeys(("tp", "tp_size"), "rollout.tensor_parallel_size"),
+    "algorithm.kl_coef": "algorithm.kl_loss_coef",
+    **dict.fromkeys(("model.name", "model_name", "model_name_or_path"), "model.path"),
+}  # fmt: skip
+ALL_KEYS = "verl-fn config lists all keys, and verl-fn config --from-verl KEY=VALUE says what a key of verl becomes"
 
 
-def _advice(key: str, known: list[str]) -> str:
-    """Returns a message about an unknown key, with the known key that was probably meant."""
-    match = closest(key, known, 0.8) or NAMES_ELSEWHERE.get(key.rpartition(".")[2], "")
+def _advice(key: str, known: Sequence[str]) -> str:
+    """Returns a message about an unknown key, with the known key that was probably meant.
+
+    Example:
+        >>> _advice("trainer.default_local_dir", ["trainer.dir", "trainer.rollout_data_dir"])
+        'unknown key trainer.default_local_dir; did you mean trainer.dir?'
+    """
     parts = key.split(".")
-    for i in range(len(parts)):
-        match = match or next((k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))), "")
-    match = match or closest(key, known, 0.5)
-    return f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    meant = [NAMES_ELSEWHERE[end] for end in ends if NAMES_ELSEWHERE.get(end) in known]
+    meant += [closest(key, known, 0.8)]
+    meant += [k for end in ends for k in known if f".{k}".endswith(f".{end}")]
+    meant += [closest(key, known, 0.7)]
+    match = next(filter(None, meant), "")
+    return f"unknown key {key}; " + (f"did you mean {match}?" if match else ALL_KEYS)
 
 
 def read_table(path: str | Path | None) -> Table:
@@ -351,7 +382,8 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
+            left = "; --from-verl left it open, and the comments at the head of its TOML say why" * (value == UNSET)
+            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}{left}")
         if kind is str and not _is_unicode(cast(str, value)):
             raise TypeError(f"expected Unicode, got {value!r}")
         if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:

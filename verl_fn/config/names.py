@@ -108,7 +108,8 @@ def load_object(reference: str, key: str) -> Any:
             known for known, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__
         )
         names = [known for known in own if not known.startswith("_")]
-        raise ConfigError(f"{key}: {module} has no {name!r}{did_you_mean(name, names)}")
+        hint = did_you_mean(name, names) or (f"; it has {', '.join(names)}" if names else "")
+        raise ConfigError(f"{key}: {module} has no {name!r}{hint}")
     return getattr(loaded, name)
 
 

@@ -291,8 +291,14 @@ def check_before_start(plan: Plan) -> None:
         check_room(plan, "cuda", [{"GPU": gpus}])
 
 
-def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]]) -> None:
+def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]], *, planned: bool = False) -> None:
     """Raises an error for a plan for which a cluster with the resources of these nodes can never have room.
+
+    Args:
+        plan: the plan.
+        device: the device of the processes.
+        nodes: the resources of each node.
+        planned: whether they are of a machine that is only planned for.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.
@@ -305,9 +311,12 @@ def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]]) ->
         engines, lower = "", "ray.ranks"
         if rollout.placement == "apart":
             engines, lower = f" and rollout.engines = {rollout.engines} apart", "ray.ranks or rollout.engines"
+        one = lower == "ray.ranks" and not separate and asked == table.ranks
+        fewer = f"set ray.ranks={gpus:g}" if one and gpus else f"lower {lower}"
+        has, other = ("--gpus is", "give --gpus more") if planned else ("the cluster has", "set driver.device=cpu")
         raise ConfigError(
-            f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and the cluster has {gpus:g}; "
-            f"lower {lower}, or set driver.device=cpu"
+            f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and {has} {gpus:g}; "
+            f"{fewer}, or {other}"
         )
     largest, lacks = max(node.get("GPU", 0) for node in nodes), ""
     if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):

@@ -417,7 +417,9 @@ def run(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[M
     loggers = loggers if isinstance(loggers, list) else [loggers]
     known = [name for name in loggers if name in ("tensorboard", "wandb")]
     others = ", ".join(name for name in loggers if name not in (*known, "console", "file"))
-    yield Move((key,), "trainer.logger", known, f"{others} left out" if others else "")
+    remarks = [f"{others} left out"] * bool(others)
+    remarks += ["a run needs the package wandb; trainer.logger=[] leaves it out"] * ("wandb" in known)
+    yield Move((key,), "trainer.logger", known, "; ".join(remarks))
     keep = values.get(key := "trainer.max_actor_ckpt_to_keep")
     if keep:
         yield Move((key,), "trainer.max_ckpt_to_keep", keep)

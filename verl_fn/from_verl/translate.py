@@ -12,7 +12,7 @@ import attrs
 import tomli_w
 
 from verl_fn.config.describe import without_effect
-from verl_fn.config.load import default_table, flat, keys, structure
+from verl_fn.config.load import UNSET, default_table, flat, keys, structure
 from verl_fn.config.options import ConfigError
 from verl_fn.config.plan import make_plan
 from verl_fn.config.schema import Table
@@ -41,8 +41,6 @@ _WRAPPED = textwrap.TextWrapper(
 _COMMENT = textwrap.TextWrapper(
     116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
 )
-# Stands for a value that the user has to set; no key accepts it.
-UNSET = "?"
 
 
 @attrs.frozen

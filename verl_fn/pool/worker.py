@@ -129,7 +129,9 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
     loaded = getattr(module, name, None)
     if not callable(loaded):
         names = {n for n, value in vars(module).items() if callable(value)}
-        raise LoadError(f"{place} has no {what} {name!r}{did_you_mean(name, names)}")
+        own = [n for n in sorted(names) if getattr(vars(module)[n], "__module__", "") == module.__name__]
+        hint = did_you_mean(name, names) or (f"; it has {', '.join(own)}" if own else "")
+        raise LoadError(f"{place} has no {what} {name!r}{hint}")
     return loaded
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import statistics
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
+from html import escape, unescape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from verl_fn.errors import UserError
 from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
+from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import duration
 from verl_fn.runs.screen import printable
@@ -64,6 +66,7 @@ class RunRecord:
         config: the config's values by dotted key, with the defaults of keys that the file does not have.
         rows: the metrics, one row for each step.
         answers: the held-out answers by step, then by data source and prompt.
+        failure: how the run ended, if it failed.
     """
 
     label: str
@@ -72,6 +75,7 @@ class RunRecord:
     config: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     answers: Mapping[int, Mapping[tuple[str, str], Mapping[str, Any]]]
+    failure: str = ""
 
 
 def report(runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str] = ()) -> Path:
@@ -120,6 +124,12 @@ def report(runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str]
     return out
 
 
+def about(page: Path) -> str:
+    """Returns the names of the runs that a page is about; an empty string if there is no such page."""
+    found = re.search("<title>(.*?)</title>", page.read_text("utf-8", "replace")) if page.is_file() else None
+    return unescape(found[1]) if found else ""
+
+
 def names(folders: Sequence[Path]) -> list[str]:
     """Returns the shortest end of each path that no other folder shares.
 
@@ -139,7 +149,9 @@ def names(folders: Sequence[Path]) -> list[str]:
 def _read(folder: Path, label: str) -> RunRecord:
     file = folder / "config.toml"
     if not file.is_file():
-        raise ReportError(f"{folder} is no run: it has no config.toml")
+        beside = [str(path.parent) for path in Path().glob("*/*/config.toml") if path.parent.name == folder.name]
+        hint = f"; did you mean {beside[0]}?" if beside else ""
+        raise ReportError(f"{folder} is no run: it has no config.toml{hint}")
     try:
         toml = file.read_text(encoding="utf-8")
         table = tomllib.loads(toml)
@@ -150,12 +162,14 @@ def _read(folder: Path, label: str) -> RunRecord:
         raise ReportError(f"{file} is not TOML: {error}") from error
     _check_shown(config, file)
     rows = read_metrics(folder)
+    ended = folder / FAILURE
+    failure = ended.read_text(encoding="utf-8").strip() if ended.is_file() else ""
     if not rows:
-        raise ReportError(f"{folder} has no metrics yet; wait for its first step")
+        raise ReportError(f"{folder} has no metrics yet; {f'it {failure}' if failure else 'wait for its first step'}")
     answers: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for line in read_answers(folder):
         answers.setdefault(line["step"], {})[line["data_source"], line["prompt"]] = line
-    return RunRecord(label, folder, toml, config, rows, answers)
+    return RunRecord(label, folder, toml, config, rows, answers, failure)
 
 
 def _check_shown(config: Mapping[str, Any], file: Path) -> None:
@@ -219,7 +233,7 @@ def headline(folder: Path) -> str:
     if best_reward:
         parts.append(f"training reward {last} ({best_reward})")
     parts.append(f"{_median(run.rows, 'timing_s/step', '{:.3g}')} s/step")
-    return f"{run.label}: {', '.join(parts)}"
+    return f"{run.label}: {', '.join(parts)}" + (f"; it {run.failure}" if run.failure else "")
 
 
 def _held_out(run: RunRecord) -> tuple[str, list[tuple[float, int]]]:
@@ -250,7 +264,8 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         ]
         rows.append("".join(cells))
     table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
-    return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n'
+    ends = [f"<p>{_escaped(run.label)} {_escaped(run.failure)}</p>\n" for run in runs if run.failure]
+    return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n{"".join(ends)}'
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:
@@ -354,9 +369,11 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
         for key in prompts
         if key in before and key in after
     ]
-    gained = sum(_is_right(after[key]) - _is_right(before[key]) for key in before if key in after)
+    both = [key for key in before if key in after]
+    gained = sum(_is_right(after[key]) - _is_right(before[key]) for key in both)
     judged = any(answer.get("acc") is not None for answer in after.values())
-    title = f"{run.label}: from step {first:,} to step {last:,}" + (f", {gained:+} right" if judged else "")
+    right = f", {gained:+} right of {len(both)}" if judged else ""
+    title = f"{run.label}: from step {first:,} to step {last:,}{right}"
     table = _table(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
     return f"<details><summary>{_escaped(title)}</summary>\n{table}</details>\n"
 

@@ -43,10 +43,12 @@ _NAME = re.compile(r"val-(?:core|aux)/(?P<source>.+)/(?P<value>[^/]+)/(?P<kind>\
 
 # Each chart's title, its metric (or the common start of several), and its scale: linear, share (from 0 to 1), or log,
 # which is used only where values span enough powers of ten.
+WHOLE = "actor/loss"  # the sum of the actor's losses; drawn for runs that log no loss of the policy
 CHARTS = (
     ("Held-out accuracy", "val-core/", "share"),
     ("Training reward", "critic/score/mean", "linear"),
     ("Policy loss", "actor/pg_loss", "linear"),
+    ("Loss of the actor", WHOLE, "linear"),
     ("Loss", "train/loss", "linear"),
     ("KL of the update", "actor/ppo_kl", "log"),
     ("KL penalty in the reward", "actor/reward_kl_penalty", "log"),
@@ -193,6 +195,8 @@ def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
     """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order, then the user's metrics."""
     logged = sorted({metric for rows in runs for row in rows for metric in row})
     own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
+    if any("actor/pg_loss" in row for rows in runs for row in rows):
+        logged = [metric for metric in logged if metric != WHOLE]
     filled = []
     for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own)):
         for metric in (m for m in logged if m == name or (name.endswith("/") and m.startswith(name))):

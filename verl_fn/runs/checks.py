@@ -16,6 +16,7 @@ import torch
 from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
+from verl_fn.algorithms.own import check_fields
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import experts_of
@@ -31,6 +32,7 @@ from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
@@ -496,7 +498,7 @@ def check_gpus(plan: Plan, gpus: int) -> None:
     from verl_fn.driver.ray import check_room
 
     if plan.driver.kind == "ray":
-        check_room(plan, "cuda", [{"GPU": gpus}])
+        check_room(plan, "cuda", [{"GPU": gpus}], planned=True)
 
 
 def check_code(plan: Plan, *, here: bool = True) -> None:
@@ -516,6 +518,8 @@ def check_code(plan: Plan, *, here: bool = True) -> None:
         if here and file.suffix == ".py" and not file.is_file() and not plan.ray.address:
             raise ConfigError(f"{key}: there is no file {file}")
     make(plan.algorithm, plan.options)
+    if isinstance(plan.options, PolicyOptimization):
+        check_fields(plan.options)
 
 
 def check_loggers(trainer: TrainerConfig) -> None:

@@ -50,6 +50,7 @@ from .state import RunState, run_of
 __all__ = ["ANSWERS", "Run", "changed_keys", "run_config"]
 
 ANSWERS = "answers"
+FAILURE = "failure.txt"
 
 
 class Run:
@@ -154,6 +155,7 @@ class Run:
                 f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
             )
         with self.written("the run's folder"):
+            (self.folder / FAILURE).unlink(missing_ok=True)
             forked = carried_identity(origin) if origin is not None else ""
             record(self.folder, step if newest is not None else None, self._plan.table, self.inputs, forked)
             for pattern in ("samples/step_*.safetensors", f"{ANSWERS}/step_*.parquet"):
@@ -163,6 +165,12 @@ class Run:
             if newest is not None:
                 self._point_at(newest / "actor")
             self._start_logs(step, run_of(origin) if origin is not None else None)
+
+    def failed(self, error: BaseException) -> None:
+        """Writes how the run ended, for reports; the file is removed when the run continues."""
+        first, step = (str(error) or type(error).__name__).splitlines()[0], self._row.get("step", 0)
+        with contextlib.suppress(OSError):
+            atomic.write(self.folder / FAILURE, f"ended after step {step} with an error: {first}\n")
 
     def _start_logs(self, step: int, source: Path | None) -> None:
         """Writes the lines of the logs in ``source`` up to ``step``; without a source, the logs begin empty."""

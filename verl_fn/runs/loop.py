@@ -15,9 +15,10 @@ import attrs
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
+from verl_fn.config.plan import RolePlan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.state import Params
+from verl_fn.state import Params, TrainState
 from verl_fn.torchrun import leading
 
 from . import RunError
@@ -186,7 +187,9 @@ class _Loop:
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
         try:
             state = self._steps(state, live, fresh=origin is None)
-        except Exception:
+        except Exception as error:
+            if not isinstance(error, Interrupted):
+                self.run.failed(error)
             # What was begun is whole in the end, if the error is not of the workers or of the disk.
             with contextlib.suppress(Exception):
                 self.run.saved(self.w)
@@ -218,6 +221,7 @@ class _Loop:
             )
             stack.enter_context(progress)
             skipped: dict[str, int] = {}
+            begun = state.step
             while state.step < total and not goal_reached(plan, self.evaluation):
                 state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
                 # A save had the time of this step. A log without any checkpoint would not be continued.
@@ -237,6 +241,9 @@ class _Loop:
                 self._say_once("signal", without_signal(state.step, report))
                 self._say_once("gap", wide_gap(state.step, report))
                 self._say_once("cut", cut_off(state.step, report))
+                if state.step == begun + 1:
+                    for name, role in plan.roles.items():
+                        self._say_once(f"{name}'s updates", self._unplanned(state, name, role))
                 if stop_signals:
                     self._save(state)
                     self.run.saved(self.w)
@@ -300,6 +307,21 @@ class _Loop:
             self.noticed.add(subject)
             self.say(f"note: {notice}")
 
+    def _unplanned(self, state: RunState, name: str, role: RolePlan) -> str:
+        """Returns a sentence about a role with more updates than the outline counts, so that its rate ends early."""
+        optim, steps = role.optim, self.plan.trainer.total_training_steps
+        if not role.trained or optim.lr_scheduler_type == "constant" or optim.lr_decay_steps:
+            return ""
+        made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
+        planned = self.algorithm.outline.updates(name, self.plan.data.train_batch_size, state.step)
+        if made <= planned:
+            return ""
+        return (
+            f"the {name} had {made} updates up to step {state.step}, and the algorithm's outline counts {planned}: "
+            f"its learning rate falls over {role.total_updates} updates, and so reaches its end before step {steps}. "
+            f"Count them: Outline(updates=lambda role, prompts, steps: {-(-made // state.step)} * steps)"
+        )
+
     def _write_journal(self, state: RunState, drawn: Drawn) -> None:
         if folder := self.plan.trainer.rollout_data_dir:
             keep_responses(self.run, Path(folder) / f"{state.step}.jsonl", state.step, drawn, self.w)
@@ -321,6 +343,11 @@ def _print_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:
 def _sizes(params: Params) -> tuple[int, int]:
     """Counts the trained elements and all elements of a model."""
     return sum(params[name].numel() for name in params.trained()), sum(p.numel() for p in params.values())
+
+
+def _updates(state: TrainState) -> int:
+    """Returns how many updates a training state had."""
+    return state.scheduler
 
 
 def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, plan: Plan, run: Run) -> None:

@@ -39,12 +39,15 @@ def numbers(report: Mapping[str, float], hidden: Sequence[str] = ()) -> str:
         'reward 0.512  tok/s 12,346'
         >>> numbers({"actor/grad_norm": float("nan"), "actor/update_skipped": 1.0})
         'grad nan  updates skipped'
+        >>> numbers({"actor/kl_loss": 0.25, "actor/reward_kl_penalty": 0.5})
+        'ref_kl 0.2500'
     """
-    parts = [
-        f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report and name not in hidden
-    ]
+    shown: dict[str, str] = {}
+    for name, label, form in NUMBERS:
+        if name in report and name not in hidden:
+            shown.setdefault(label, f"{label} {report[name]:{form}}")
     skipped = any(name.endswith("/update_skipped") and value for name, value in report.items())
-    return "  ".join([*parts, *["updates skipped"] * skipped])
+    return "  ".join([*shown.values(), *["updates skipped"] * skipped])
 
 
 def duration(seconds: float) -> str:

@@ -92,7 +92,8 @@ def check_loss(
 def _check_declared(loss: Loss, together: str | None) -> None:
     if not isinstance(loss, Loss):
         raise TypeError(
-            f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])"
+            f"check_loss takes a Loss, not a {type(loss).__name__}: decorate a function of outputs and batch with "
+            "@loss(needs=[...]), or call a function that makes a loss: check_loss(mine())"
         )
     require(
         together in (None, loss.together),
