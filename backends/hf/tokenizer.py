@@ -47,7 +47,10 @@ def read_tokenizer(
 
     # Without any of these files transformers makes an empty tokenizer for some architectures.
     if not _has_tokenizer(folder):
-        raise ModelError(f"{folder} has no tokenizer that can be read: copy the tokenizer's files into it")
+        raise ModelError(
+            f"{folder} has no tokenizer that can be read: copy the tokenizer's files into it. "
+            "To plan for another machine (--check --gpus N --gpu-memory GIB), config.json is enough"
+        )
     with refused(f"{folder} has no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         _try(tokenizer)

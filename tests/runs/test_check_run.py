@@ -314,9 +314,10 @@ def test_a_folder_with_only_a_config_is_planned_for_another_machine(tiny, tmp_pa
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(tiny / "config.json", folder)
-    with pytest.raises(ConfigError, match=r"has no tokenizer, so .*, add --gpus N --gpu-memory GIB"):
+    with pytest.raises(ModelError, match=r"has no tokenizer .*\(--check --gpus N --gpu-memory GIB\), config.json"):
         check_run(tiny_run(folder, tmp_path / "run"))
-    assert check_run(tiny_run(folder, tmp_path / "run", "driver.device=auto"), 2**36, 1).fits
+    short = ["driver.device=auto", "data.max_prompt_length=64"]
+    assert check_run(tiny_run(folder, tmp_path / "run", *short), 2**36, 1).fits
 
 
 def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path):

@@ -89,13 +89,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         say(sentence)
     longest = longest_row(plan)
     has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in Path(plan.model).glob(pattern))
-    without = plan.new_model is None and not has_tokenizer
-    if gpus is None and without and (Path(plan.model) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {plan.model} has no tokenizer, so a run on this machine cannot start; to plan for another "
-            "machine, for which config.json is enough, add --gpus N --gpu-memory GIB"
-        )
-    if gpus is not None and without:
+    if gpus is not None and plan.new_model is None and not has_tokenizer:
         _check_without_tokenizer(plan, longest)
     else:
         source = prepare(plan, say, gpus)
