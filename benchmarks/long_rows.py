@@ -4,10 +4,14 @@ The setting: Qwen3-0.6B's shape, random weights and data, two rows of one length
 compute with fp32 masters, compiled layers, every layer recomputed in the backward pass, one GPU. prime-rl's figures
 are from an H100. Operations are counted as prime-rl counts them, 6 N + 6 L h S a token for N parameters, L layers,
 heads of h dimensions together and rows of S tokens, and MFU is their share of 989 TFLOP/s.
+
+With ``--options``, the same update with options that save memory: inputs of layers in host memory, and AdamW's
+averages in bf16.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -27,6 +31,13 @@ WARM_UPS = 4
 # Tokens a second and MFU that prime-rl publishes for one H100, by the tokens of a row.
 PRIME_RL = {16384: {"tokens_a_second": 11_900, "mfu": 0.111}, 65536: {"tokens_a_second": 10_150, "mfu": 0.268}}
 BAR = 1.3
+# What each option changes: of the backend, and of AdamW.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "offload": ({"checkpointing": "offload"}, {}),
+    "moments": ({}, {"moments": torch.bfloat16}),
+    "both": ({"checkpointing": "offload"}, {"moments": torch.bfloat16}),
+}
 
 
 def operations(config: Any, parameters: int, tokens: int) -> int:
@@ -45,14 +56,16 @@ def operations(config: Any, parameters: int, tokens: int) -> int:
     return 6 * (parameters + config.num_hidden_layers * width * tokens)
 
 
-def measured(folder: str, vocabulary: int, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+def measured(folder: str, vocabulary: int, tokens: int, rounds: int, device: str, option: str) -> dict[str, Any]:
     """Seconds of each update after the first ones, and the peak of memory."""
     from verl_fn.backends.fsdp import Fsdp
 
     cuda = device == "cuda"
+    of_backend, of_adamw = OPTIONS[option]
+    settings: dict[str, Any] = {"checkpointing": True, "reshard_after_forward": False, "compile": cuda} | of_backend
     backend = Fsdp(
-        folder, chain(clip_by_global_norm(1.0), adamw(constant(1e-6))), max_tokens=tokens, device=device,
-        dtype="bfloat16" if cuda else "float32", checkpointing=True, compile=cuda, reshard_after_forward=False,
+        folder, chain(clip_by_global_norm(1.0), adamw(constant(1e-6), **of_adamw)), max_tokens=tokens, device=device,
+        dtype="bfloat16" if cuda else "float32", **settings,
     )  # fmt: skip
     state = backend.load_pretrained()
     generator = torch.Generator().manual_seed(0)
@@ -90,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="qwen3-0.6b")
     parser.add_argument("--tokens", nargs="+", type=measure.count, default=list(PRIME_RL))
     parser.add_argument("--rounds", type=measure.count, default=4)
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["plain"])
     args = parser.parse_args(argv)
     results, held = {}, True
     with tempfile.TemporaryDirectory() as folder:
@@ -97,18 +111,19 @@ def main(argv: Sequence[str]) -> int:
         config = AutoConfig.from_pretrained(folder)
         exchange = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(exchange, f"file://{folder}/store", rank=0, world_size=1)
-        for tokens in args.tokens:
-            result = measured(folder, config.vocab_size, tokens, args.rounds, args.device)
+        for tokens, option in itertools.product(args.tokens, args.options):
+            result = measured(folder, config.vocab_size, tokens, args.rounds, args.device, option)
             speed = ROWS * tokens / statistics.median(result["seconds"])
             mfu = operations(config, result["parameters"], tokens) * speed / workload.H200_FLOPS
             result |= {"tokens_a_second": speed, "mfu": mfu}
             line = f"{tokens:>6} tokens a row: {speed:>8,.0f} tok/s, MFU {mfu:.1%}, peak {result['peak_gib']:.1f} GiB"
-            if args.shape == "qwen3-0.6b" and tokens in PRIME_RL:
+            line += f", {option}" if args.options != ["plain"] else ""
+            if args.shape == "qwen3-0.6b" and tokens in PRIME_RL and option == "plain":
                 result["ratio"] = speed / PRIME_RL[tokens]["tokens_a_second"]
                 held = held and result["ratio"] >= BAR
                 line += f", {result['ratio']:.2f} of prime-rl's (bar {BAR})"
             print(line, flush=True)
-            results[tokens] = result
+            results[str(tokens) if option == "plain" else f"{tokens} {option}"] = result
         dist.destroy_process_group()
     about = {"shape": args.shape, "rows": ROWS, "bar": BAR, "prime_rl": PRIME_RL, "results": results}
     measure.write(args.json, "long-rows", args.device, about)
