@@ -29,7 +29,7 @@ from .subject import TASK, Request
 from .verdict import Check, SaysNothing
 
 # Root mean square of the difference of log-probs, in nats. In bf16 both round, each in its own way.
-AGREE = {"float32": 1e-4, "bfloat16": 3e-2}
+AGREE = 1e-4  # nats, in fp32
 LORA, FSDP = "lora", "megatron-fsdp"
 PHASES = {
     "engine": ("timing_s/gen", "timing_s/update_weights"),
@@ -48,6 +48,8 @@ SETTINGS = (
     "algorithm.name=ppo", "algorithm.use_kl_loss=true", "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4",
     "trainer.save_freq=1", "trainer.max_ckpt_to_keep=999", "trainer.val_before_train=false", "data.val_size=4",
     "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "rollout.verify=always", "actor.strategy=megatron",
+    # What is compared is compared in fp32, whatever the dtype of the model's folder.
+    "actor.dtype=float32", "critic.dtype=float32", "rollout.dtype=float32",
     # Decay changes parameters that no gradient reaches.
     "actor.optim.weight_decay=0.0", "critic.optim.weight_decay=0.0",
     'reward.functions=["verl_fn.levels.rule:even_share"]',
@@ -156,7 +158,7 @@ def checks_of(folder: Path, plan: Plan) -> list[Check]:
     checks = [
         _completed(rows, last),
         finite(rows),
-        agreement(rows, actor.dtype or "float32"),
+        agreement(rows),
         _verified(rows, plan.rollout.verify),
         _ran(rows),
         all_changed(CRITIC, changed(*critics)),
@@ -244,22 +246,20 @@ def finite(rows: Sequence[Mapping[str, Any]]) -> Check:
     return Check(FINITE, not bad and count > 0, ", ".join(bad[:3]) or f"{count} numbers")
 
 
-def agreement(rows: Sequence[Mapping[str, Any]], dtype: str) -> Check:
+def agreement(rows: Sequence[Mapping[str, Any]]) -> Check:
     """Returns the check that trainer and engine give the sampled tokens the same log-probs.
 
     Args:
         rows: the metrics of each step.
-        dtype: of the trainer.
 
     Example:
-        >>> agreement([{"step": 1, "rollout_corr/k3_kl": 5e-9}], "float32")
+        >>> agreement([{"step": 1, "rollout_corr/k3_kl": 5e-9}])
         Check(name='engine and trainer agree', held=True, found='1.0e-04 nats root mean square, bar 1e-04')
     """
     gaps = [row["rollout_corr/k3_kl"] for row in rows if row.get("rollout_corr/k3_kl") is not None]
     # The estimator is half the squared difference, for small ones.
     worst = math.sqrt(2 * max(0.0, max(gaps))) if gaps and all(map(math.isfinite, gaps)) else math.nan
-    bar = AGREE[dtype]
-    return Check(AGREES, worst <= bar * (1 + 1e-9), f"{worst:.1e} nats root mean square, bar {bar:.0e}")
+    return Check(AGREES, worst <= AGREE * (1 + 1e-9), f"{worst:.1e} nats root mean square, bar {AGREE:.0e}")
 
 
 def _verified(rows: Sequence[Mapping[str, Any]], verify: str) -> Check:

@@ -20,6 +20,7 @@ import attrs
 
 from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
+from verl_fn.data.rows import DataError
 from verl_fn.driver.local import process_group
 
 from . import learning, levels, parity, provenance, resuming, smoke
@@ -174,6 +175,8 @@ def outcome_of(error: BaseException, progress: Progress) -> Outcome:
     """Returns whether an error fails the level or blocks it."""
     if isinstance(error, SaysNothing):
         return Outcome(blocked=str(error))
+    if isinstance(error, DataError):
+        return Outcome(blocked=f"the questions do not suit the model's tokenizer, or are damaged: {error}")
     text = "".join(traceback.format_exception(error))
     line = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if trap := trap_in(text):

@@ -17,12 +17,15 @@ import pytest
 import torch
 import transformers
 from megatron_support import HELPERS, MARKS
+from safetensors.torch import load_file, save_file
 from warm_python import warm_python
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
-from verl_fn.levels import command, learning, provenance, verdict
+from verl_fn.data.tasks import TASKS
+from verl_fn.levels import command, learning, parity, provenance, smoke, verdict
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -80,9 +83,10 @@ def models(config, tmp_path_factory):
 def run(megatron_ranks, models, tmp_path):
     """Runs parts of a level on a rank that stays, and returns the level's verdict."""
 
-    def level(number, arch="llama", fault=None, done=(), **options):
+    def level(number, arch="llama", fault=None, done=(), folder=None, **options):
         """Takes the outcomes of the parts that are ``done``, and their folders, which lie here already."""
-        request = Request((number,), "config.json", str(models(arch)), True, "cpu", str(tmp_path), **options)
+        folder = str(folder or models(arch))
+        request = Request((number,), "config.json", folder, True, "cpu", str(tmp_path), **options)
         about, outcomes = LEVELS[number], dict(done)
         for part in about.parts(request):
             if part not in outcomes:
@@ -325,6 +329,37 @@ def test_an_environment_that_cannot_test_the_model_blocks(levels, config, words,
     status, report, of = levels(0, "--model", config("llama"), *words)
     assert (status, report["result"]) == (3, "Blocked") and reason in of["Level 0"]["reason"], of["Level 0"]
     assert report["sentence"].startswith("this is no evidence against the provider")
+
+
+def half(folder, **changed):
+    """A tiny folder of weights in bf16, with other characters of its tokenizer if they are given."""
+    new_model(folder, arch="llama", head_dim=32, **({"chars": TASKS["count"].alphabet} | changed))
+    file, config = folder / "model.safetensors", folder / "config.json"
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+    return folder
+
+
+def test_weights_in_bf16_are_tested_in_fp32(tmp_path):
+    """On a GPU a run would take the folder's dtype, and rounding in bf16 is above the bars."""
+    folder = str(half(tmp_path / "half"))
+    request = Request(levels=(0,), model=folder, folder=folder, dummy=False, device="cpu", out=str(tmp_path))
+    plan = smoke.plan_of(request, tmp_path / "run")
+    assert plan.rollout.dtype == plan.roles["actor"].dtype == plan.roles["critic"].dtype == "float32"
+
+
+def test_questions_that_the_tokenizer_cannot_write_block(run, tmp_path):
+    found = run(0, folder=half(tmp_path / "half", chars="ab"))
+    assert found.verdict == Verdict.BLOCKED and "do not suit the model's tokenizer" in found.reason, found
+
+
+def test_bars_of_a_first_step_grow_with_the_layers():
+    wanted = [{"loss": 1.0, "second_loss": 1.0, "grad_norm": 1.0, "scale": 1.0}] * 2
+    errors = {"gradient": 5e-5, "update_from_reference": 0.0}
+    found = [{**wanted[0], "errors": dict(errors), "worst": "a"}] * 2
+    assert [parity.check_of("fsdp:2", found, wanted, layers).held for layers in (1, 2, 9, 10, 30)] == [
+        False, False, False, True, True,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("feature", ["vlm", "mtp", "qat"])
