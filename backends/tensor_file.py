@@ -56,7 +56,9 @@ class Span:
         return cls(t.detach().reshape(-1), 0, t.shape)
 
     def on_cpu(self) -> Span:
-        """Returns a copy that nothing else holds."""
+        """Returns a copy that nothing else holds. Zeros, as the moments of a new state, take no memory."""
+        if not self.elements.view(torch.uint8).any():
+            return attrs.evolve(self, elements=self.elements.new_zeros(1, device="cpu").expand(len(self.elements)))
         return attrs.evolve(self, elements=self.elements.to("cpu", copy=True))
 
 
@@ -95,10 +97,13 @@ def fill(file: Path, parts: Mapping[str, Span]) -> None:
             for block in part.elements.split(BLOCK // width):
                 # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
                 copied = buffer.view(block.dtype)[: block.numel()].copy_(block)
-                data = copied.view(torch.uint8).numpy().data
+                bits, to = copied.view(torch.uint8), at
+                at += len(bits)
+                # What was not written since ``start`` reads as zeros.
+                data = bits.numpy().data if bits.any() else memoryview(b"")
                 while data:
-                    done = os.pwrite(fd, data, at)
-                    data, at = data[done:], at + done
+                    done = os.pwrite(fd, data, to)
+                    data, to = data[done:], to + done
         os.fsync(fd)
     finally:
         os.close(fd)

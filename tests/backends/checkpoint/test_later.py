@@ -4,7 +4,9 @@ import os
 import threading
 
 import pytest
+import torch
 from rank_cases import KEY, optimizer
+from safetensors.torch import load_file
 
 from verl_fn.backends import tensor_file
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
@@ -95,3 +97,22 @@ def test_a_write_that_fails_in_the_thread_is_told_and_costs_only_that_save(backe
     backend.save(again, tmp_path / "a", later=True)
     backend.saved()
     assert contents(tmp_path / "a") == before
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_zeros_are_neither_copied_nor_written_and_their_sign_is_kept(tmp_path, later):
+    zeros, negative, mixed = torch.zeros(2**21), torch.full((2**21,), -0.0), torch.zeros(2**21)
+    mixed[-1] = 1.0
+    parts = {"zeros": zeros, "negative": negative, "mixed": mixed, "none": torch.zeros(0), "half": zeros.bfloat16()}
+    spans = {name: tensor_file.Span.whole(t) for name, t in parts.items()}
+    if later:
+        spans = {name: span.on_cpu() for name, span in spans.items()}
+        held = {name: span.elements.untyped_storage().nbytes() for name, span in spans.items()}
+        assert held == {"zeros": 4, "negative": 2**23, "mixed": 2**23, "none": 4, "half": 2}
+    file = tmp_path / "a.safetensors"
+    tensor_file.start(file, spans)
+    tensor_file.fill(file, spans)
+    read = load_file(file)
+    assert all(torch.equal(read[name].view(torch.uint8), t.view(torch.uint8)) for name, t in parts.items())
+    # Of 28 MiB: 8 of the negative zeros, and the block of 4 that ends with a one.
+    assert file.stat().st_blocks * 512 <= 13 * 2**20 < file.stat().st_size

@@ -15,7 +15,7 @@ from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.local import Local
-from verl_fn.state import Grads, is_donated
+from verl_fn.state import Grads, is_donated, tree
 from verl_fn.steps import SGD, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd, stateless
 from verl_fn.testing import tiny_batch
 
@@ -165,6 +165,8 @@ def gathers_nothing(folder, into, options):
     """Save and restore with every way to a whole tensor closed; the elements that a rank reads and writes."""
     backend = Fsdp(folder, optimizer(), **options)
     state = backend.init(KEY)
+    # Zeros would not be written.
+    state = attrs.evolve(state, optimizer=tree.map_tensors(lambda t: t + 1, state.optimizer))
 
     def closed(*args, **kwargs):
         raise AssertionError("a whole tensor")
