@@ -6,7 +6,7 @@ for s in 1 2 3; do
 done
 
 The curves of SmolLM2 and of the squares are drawn from benchmarks/results, and only they with ``python
-scripts/figures.py smollm2 squares``.
+scripts/figures.py smollm2 exact squares``.
 """
 
 import json
@@ -28,11 +28,11 @@ def held_out(file: str, metric: str) -> tuple[list[int], list[float]]:
 
 
 def draw(out: str, title: str, curves: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Draws curves between 0 and 1, dashed if their name says that they are a score, or blind."""
+    """Draws curves between 0 and 1, dashed if their name says that they are a score, blind, or off."""
     figure = figure_of(6.4, 3.6)
     axes = figure.add_subplot()
     for i, (name, (steps, values)) in enumerate(curves.items()):
-        dashed = name.endswith(("score", "blind"))
+        dashed = name.endswith(("score", "blind", "off"))
         axes.plot(steps, values, "--" if dashed else "-", color=f"C{i % len(SETS)}", marker="o", ms=3.5, label=name)
     axes.set(xlabel="step", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.25)
@@ -52,6 +52,16 @@ def smollm2() -> None:
     draw("docs/grpo_reasoning_gym.png", "GRPO on Reasoning Gym from SmolLM2, held-out", scores | right)
 
 
+def exact() -> None:
+    """Draws what SmolLM2-135M-Instruct learned with log-probs that are equal in every bit, and without."""
+    curves = {
+        f"seed {s}, {kind}": held_out(f"grpo_smollm2_{kind}_seed{s}.jsonl", "val-core/arithmetic/acc/mean@1")
+        for kind in ("strict", "off")
+        for s in SEEDS
+    }
+    draw("docs/exact_smollm2.png", "rollout.exact, GRPO on arithmetic from SmolLM2: held-out accuracy", curves)
+
+
 def squares() -> None:
     """Draws what the tiny model with images learned, and the blind baseline; GRPO follows the fine-tuning."""
     found = json.loads((RESULTS / "squares.json").read_text())
@@ -66,7 +76,7 @@ def squares() -> None:
 
 def main() -> None:
     """Draws the figures of docs/results.md and docs/images.md."""
-    named = {"smollm2": smollm2, "squares": squares}
+    named = {"smollm2": smollm2, "exact": exact, "squares": squares}
     for name in sys.argv[1:] or named:
         named[name]()
     if sys.argv[1:]:
