@@ -38,8 +38,8 @@ class MissingField(KeyError):
 
     def __str__(self) -> str:
         name, known = self.args
-        origin = f"; {WRITTEN_BY[name]}" if name in WRITTEN_BY else did_you_mean(name, known)
-        return f"the batch has no field {name!r}{origin}{'' if origin.endswith('?') else ';'} it has {', '.join(known)}"
+        origin = f"; {WRITTEN_BY[name]};" if name in WRITTEN_BY else did_you_mean(name, known) or ";"
+        return f"the batch has no field {name!r}{origin} it has {', '.join(known)}"
 
 
 @node
