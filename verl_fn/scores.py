@@ -12,7 +12,18 @@ from typing import Any
 
 from verl_fn.errors import install
 
-__all__ = ["boxed", "brevity", "equal", "exact", "matches", "reasoning_gym", "tagged", "thinks", "verified"]
+__all__ = [
+    "boxed",
+    "brevity",
+    "equal",
+    "even_share",
+    "exact",
+    "matches",
+    "reasoning_gym",
+    "tagged",
+    "thinks",
+    "verified",
+]
 
 SOURCE = "reasoning_gym/"
 Score = dict[str, Any]
@@ -101,6 +112,19 @@ def brevity(data_source: str, solution_str: str, ground_truth: str, extra_info: 
         -0.5
     """
     return -len(solution_str) / 1000
+
+
+def even_share(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Returns the share of a response's characters whose code points are even, a reward for tests.
+
+    Random models get rewards around a half, all different, so advantages and gradients are not zero; and a policy
+    learns it within a few steps.
+
+    Example:
+        >>> even_share("count", "ab", "aaa")
+        0.5
+    """
+    return sum(ord(character) % 2 == 0 for character in solution_str) / max(1, len(solution_str))
 
 
 def boxed(response: str) -> str | None:

@@ -54,7 +54,7 @@ def plan_of(request: Request, folder: Path, strategy: str) -> Plan:
         *(RANDOM if request.dummy else PRETRAINED),
     ]  # fmt: skip
     if not request.data:
-        settings += ['reward.functions=["verl_fn.levels.rule:even_share"]', "data.val_size=32"]
+        settings += ['reward.functions=["verl_fn.scores:even_share"]', "data.val_size=32"]
     if request.device == "cpu":
         settings.append("driver.num_threads=1")
     if request.reward_model:

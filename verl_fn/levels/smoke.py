@@ -52,7 +52,7 @@ SETTINGS = (
     "actor.dtype=float32", "critic.dtype=float32", "rollout.dtype=float32",
     # Decay changes parameters that no gradient reaches.
     "actor.optim.weight_decay=0.0", "critic.optim.weight_decay=0.0",
-    'reward.functions=["verl_fn.levels.rule:even_share"]',
+    'reward.functions=["verl_fn.scores:even_share"]',
 )  # fmt: skip
 # The learning rate of every update is another one, whatever the number of steps.
 SCHEDULE = tuple(
