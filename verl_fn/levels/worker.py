@@ -175,14 +175,14 @@ def outcome_of(error: BaseException, progress: Progress) -> Outcome:
     """Returns whether an error fails the level or blocks it."""
     if isinstance(error, SaysNothing):
         return Outcome(blocked=str(error))
-    if isinstance(error, DataError):
-        return Outcome(blocked=f"the questions do not suit the model's tokenizer, or are damaged: {error}")
     text = "".join(traceback.format_exception(error))
     line = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if trap := trap_in(text):
         return Outcome(blocked=f"{trap} ({line})")
     if isinstance(error, MegatronMissing) or not progress.provider:
         return Outcome(blocked=f"{progress.part} ended before Megatron-Bridge made the model: {line}")
+    if isinstance(error, DataError):
+        return Outcome(blocked=f"the questions do not suit the model's tokenizer: {error}")
     return Outcome(failed=line)
 
 
