@@ -405,3 +405,45 @@ def test_a_run_that_fails_says_how_until_it_continues(tiny, tmp_path):
     flag.unlink()
     train(make_plan(load(overrides=words)), silent)
     assert not failure.exists()
+
+
+def notes_of(plan, capsys):
+    capsys.readouterr()
+    check_run(plan)
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("", ""), "the actor had 2 updates up to step 1, and the algorithm's outline counts 1"),
+        (("apply_update(new, grads)", "apply_update(new)"), r"fails: TypeError: .*grads' \(at .*own.py:"),
+        (("w.get(metrics) | w.get(more)", "None"), "fails: learn .* returns None as its report"),
+        (("experience.batch,", "experience.batch.with_tokens(x=experience.batch['advantage']),"),
+         "no field 'advantage'"),
+        (('"token-mean"', '"token-means"'), "fails: ValueError: .*token-means"),
+        (("counted: bool = False", "counted: bool = True"), None),
+        (("cross_entropy())", "likeliest())"), None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_check_takes_a_step_on_mocks(change, said, tiny, tmp_path, capsys):
+    needs = "\n@loss(needs=['candidate_logprobs'])\ndef made(o, b):\n    return o.logprobs, {}\n"
+    likeliest = f"{needs}def likeliest():\n    return made\n"
+    file = tmp_path / "own.py"
+    file.write_text(TWICE.replace("import aggregate", "import loss, aggregate").replace(*change) + likeliest)
+    own = [f"algorithm.name={file}:make", "actor.optim.lr_scheduler_type=linear"]
+    found = notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys)
+    assert len(found) == (said is not None), found
+    assert said is None or re.search(said, found[0])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_check_takes_a_step_with_a_reference(lora, tiny, tmp_path, capsys):
+    page = (ROOT / "docs/algorithms.md").read_text()
+    start = page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm")
+    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef mine(options: Options):"
+    (tmp_path / "own.py").write_text(page[start:].partition("```")[0].replace("def mine(options):", options))
+    own = [f"algorithm.name={tmp_path}/own.py:mine", f"actor.lora_rank={lora}"]
+    assert notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys) == []

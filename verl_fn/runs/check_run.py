@@ -39,6 +39,7 @@ from .fitting import Fit, better_engine, counted, enough_gpus, layouts, longest_
 from .folder import Run
 from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share
 from .prepare import prepare
+from .rehearsal import rehearse
 from .screen import say
 
 
@@ -94,7 +95,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     else:
         source = prepare(plan, say, gpus)
         check_rewards(plan)
-        for note in check_conversations(plan, source):
+        for note in filter(None, (*check_conversations(plan, source), rehearse(plan, source))):
             say(f"note: {note}")
         lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
         longest = max(lengths.sampled, lengths.trained)

@@ -15,7 +15,6 @@ import attrs
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
-from verl_fn.config.plan import RolePlan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.state import Params, TrainState
@@ -36,6 +35,7 @@ from .memory import check_memory, explained
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say, always_zero, cut_off, wide_gap, without_signal
 from .recorder import Drawn
+from .rehearsal import unplanned
 from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
 from .starting import Start
@@ -243,7 +243,9 @@ class _Loop:
                 self._say_once("cut", cut_off(state.step, report))
                 if state.step == begun + 1:
                     for name, role in plan.roles.items():
-                        self._say_once(f"{name}'s updates", self._unplanned(state, name, role))
+                        made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
+                        planned = self.algorithm.outline.updates(name, plan.data.train_batch_size, state.step)
+                        self._say_once(f"{name}'s updates", unplanned(role, plan, made, planned, state.step))
                 if stop_signals:
                     self._save(state)
                     self.run.saved(self.w)
@@ -306,21 +308,6 @@ class _Loop:
         if notice and subject not in self.noticed:
             self.noticed.add(subject)
             self.say(f"note: {notice}")
-
-    def _unplanned(self, state: RunState, name: str, role: RolePlan) -> str:
-        """Returns a sentence about a role with more updates than the outline counts, so that its rate ends early."""
-        optim, steps = role.optim, self.plan.trainer.total_training_steps
-        if not role.trained or optim.lr_scheduler_type == "constant" or optim.lr_decay_steps:
-            return ""
-        made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
-        planned = self.algorithm.outline.updates(name, self.plan.data.train_batch_size, state.step)
-        if made <= planned:
-            return ""
-        return (
-            f"the {name} had {made} updates up to step {state.step}, and the algorithm's outline counts {planned}: "
-            f"its learning rate falls over {role.total_updates} updates, and so reaches its end before step {steps}. "
-            f"Count them: Outline(updates=lambda role, prompts, steps: {-(-made // state.step)} * steps)"
-        )
 
     def _write_journal(self, state: RunState, drawn: Drawn) -> None:
         if folder := self.plan.trainer.rollout_data_dir:
