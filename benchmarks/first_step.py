@@ -32,6 +32,7 @@ from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError
 from verl_fn.config.names import absolute, is_reference, load_object
+from verl_fn.errors import takes
 from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
@@ -120,10 +121,12 @@ def loss_of(name: str) -> tuple[str, Loss]:
     if not is_reference(name):
         raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
     loss = load_object(name, "--losses")
+    if not isinstance(loss, Loss) and callable(loss) and takes(loss, (), {}):
+        loss = loss()
     if not isinstance(loss, Loss):
         raise ConfigError(
-            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name the "
-            "loss itself, such as `mine = clipped()` in that file for a function of options"
+            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name a loss, such as "
+            "`mine = clipped(0.2)` in that file, or a function whose options all have defaults"
         )
     return "value" if "values" in loss.needs else "lm", loss
 

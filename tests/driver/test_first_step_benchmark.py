@@ -14,6 +14,7 @@ from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.first_step_errors import compare_tensors
 from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import RanksFailed, run_together
+from verl_fn.config import ConfigError
 
 FAILS = """
 import os, sys, time
@@ -116,3 +117,18 @@ def test_tensors_that_are_not_finite_miss_every_bar(kind):
 def test_layouts_that_are_refused(layout, message):
     with pytest.raises(ValueError, match=message):
         Layout.parse(layout)
+
+
+def test_a_loss_of_the_users_is_named_or_made_with_its_defaults(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl_fn.steps import ppo_clip\n"
+        "def made(low=0.1):\n    return 3.0 * ppo_clip()\n"
+        "def asks(low):\n    return ppo_clip()\n"
+        "whole = made()\n"
+    )
+    for name in ("made", "whole"):
+        head, loss = first_step.loss_of(f"{file}:{name}")
+        assert head == "lm" and [term.factor for term in loss.terms] == [3.0]
+    with pytest.raises(ConfigError, match=r"asks is a function, .* or a function whose options all have defaults"):
+        first_step.loss_of(f"{file}:asks")

@@ -286,6 +286,8 @@ def test_a_plan_says_what_is_not_there(qwen3, capsys, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
     assert qwen3(*GPUS, "ray.ranks=16") == 2
     assert "ask for 16 GPUs, and --gpus is 8; set ray.ranks=8, or give --gpus more" in capsys.readouterr().err
+    assert qwen3(*GPUS, "ray.ranks=16", "rollout.engines=16") == 2
+    assert "--gpus is 8; set ray.ranks=8 and rollout.engines=8, or give" in capsys.readouterr().err
     assert qwen3(*GPUS, "driver.device=cpu") == 2
     assert "--gpus plans for GPUs" in capsys.readouterr().err
     assert qwen3(*GPUS, "data.max_response_length=20000") == 2

@@ -312,7 +312,8 @@ def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]], *,
         if rollout.placement == "apart":
             engines, lower = f" and rollout.engines = {rollout.engines} apart", "ray.ranks or rollout.engines"
         one = lower == "ray.ranks" and not separate and asked == table.ranks
-        fewer = f"set ray.ranks={gpus:g}" if one and gpus else f"lower {lower}"
+        engines_too = f" and rollout.engines={gpus:g}" * (rollout.engines > gpus)
+        fewer = f"set ray.ranks={gpus:g}{engines_too}" if one and gpus else f"lower {lower}"
         has, other = ("--gpus is", "give --gpus more") if planned else ("the cluster has", "set driver.device=cpu")
         raise ConfigError(
             f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and {has} {gpus:g}; "

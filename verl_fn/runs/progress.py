@@ -20,7 +20,7 @@ NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".3f"),
     # ppo_kl compares with the policy that sampled. The other two compare with the reference policy.
-    ("actor/ppo_kl", "ppo_kl", ".4f"),
+    ("actor/ppo_kl", "ppo_kl", "z.4f"),
     ("actor/kl_loss", "ref_kl", ".4f"),
     ("actor/reward_kl_penalty", "ref_kl", ".4f"),
     ("actor/grad_norm", "grad", ".3g"),
@@ -41,6 +41,8 @@ def numbers(report: Mapping[str, float], hidden: Sequence[str] = ()) -> str:
         'grad nan  updates skipped'
         >>> numbers({"actor/kl_loss": 0.25, "actor/reward_kl_penalty": 0.5})
         'ref_kl 0.2500'
+        >>> numbers({"actor/ppo_kl": -1e-6})
+        'ppo_kl 0.0000'
     """
     shown: dict[str, str] = {}
     for name, label, form in NUMBERS:
