@@ -280,6 +280,15 @@ def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path
         report(["one"], "page.html")
 
 
+def test_the_start_is_no_phase_of_a_step(tmp_path):
+    times = {"timing_s/step": 2.0, "timing_s/gen": 1.0}
+    rows = [{"step": 1, "timing_s/start/total": 61.0, "timing_s/start/load": 60.0} | times, {"step": 2} | times]
+    runs = [write(tmp_path / name, rows) for name in ("a", "b")]
+    text, _ = page(report(runs, tmp_path / "page.html"))
+    assert "all steps and evaluations took 0m08s, and starting 2m02s, of all runs together" in text
+    assert "start/load" not in text.partition("Time by phase")[2].partition("</figure>")[0]
+
+
 def test_a_line_about_a_run(tmp_path):
     rows = [{"step": 0, "val-core/x/acc/mean@1": 0.5}, {"step": 1, "critic/score/mean": 0.25, "timing_s/step": 2.0}]
     run = write(tmp_path / "a", [*rows, {"step": 2, "critic/score/mean": 0.125, "timing_s/step": 2.0}])

@@ -295,7 +295,10 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
     phases = _phases(runs)
     if phases:
         total = sum(sum(_values(run.rows, name)) for run in runs for name in ("timing_s/step", "timing_s/testing"))
+        start = sum(sum(_values(run.rows, "timing_s/start/total")) for run in runs)
         note = f"median over the steps that have it; all steps and evaluations took {duration(total)}"
+        note += f", and starting {duration(start)}" if start else ""
+        note += ", of all runs together" if len(runs) > 1 else ""
         cards.append(_card("Time by phase", "timing_s/*", plots.bars(phases), note))
     legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
     lines = f" Faint lines are as logged; strong lines are means over {width} points." if width > 1 else ""
@@ -440,7 +443,8 @@ def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, float]]:
     for i, run in enumerate(runs):
         for metric in dict.fromkeys(m for row in run.rows for m in row if m.startswith("timing_s/")):
             seconds = _values(run.rows, metric)
-            if seconds and metric != "timing_s/step":
+            # A start happens once, and is no phase of a step.
+            if seconds and metric != "timing_s/step" and not metric.startswith("timing_s/start/"):
                 phases.setdefault(metric.removeprefix("timing_s/"), {})[i] = statistics.median(seconds)
     return dict(sorted(phases.items(), key=lambda item: -max(item[1].values())))
 
