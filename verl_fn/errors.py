@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 MEANT = {"gpu": "cuda"}  # by what is often written in their place
 
@@ -60,6 +61,19 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """
     match = closest(name, known)
     return f"; did you mean {match}?" if match else ""
+
+
+def instead_of(name: str, module: ModuleType) -> str:
+    """Returns the end of a message about a name that a module lacks: the name that was meant, or all of its own.
+
+    Example:
+        >>> import random
+        >>> instead_of("Randon", random), instead_of("x", ModuleType("empty"))
+        ('; did you mean Random?', '')
+    """
+    own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    public = [n for n in own if not n.startswith("_")]
+    return did_you_mean(name, public) or (f"; it has {', '.join(public)}" if public else "")
 
 
 def place_of(fn: Callable[..., object]) -> str:

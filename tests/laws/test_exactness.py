@@ -15,7 +15,7 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sampler import engine as engine_module
 from verl_fn.backends.sampler import exact as decoder_module
 from verl_fn.state import Batch, Key, Sampling
-from verl_fn.steps import adamw
+from verl_fn.steps import adamw, aggregate, cross_entropy, entropy
 from verl_fn.testing import LawViolation, check_exact
 
 PROMPTS = [[1, *(4 + (i * j) % 9 for j in range(1 + (5 * i) % 40))] for i in range(1, 12)]
@@ -83,19 +83,18 @@ def test_log_probs_do_not_depend_on_the_micro_batch(folder):
     assert torch.equal(torch.cat(turned.split(batch.lengths[order].tolist())[::-1]), whole)
 
 
-def test_gradients_are_those_of_other_kernels(folder):
+@pytest.mark.parametrize("loss", [cross_entropy(), cross_entropy() - 0.5 * entropy()], ids=["nll", "with entropy"])
+def test_gradients_are_those_of_other_kernels(folder, loss):
     """Forward kernels of one's own, and torch's own gradient."""
-    from verl_fn.steps import aggregate, cross_entropy
-
     batch = aggregate(
         Batch.from_rows(PROMPTS[4:9], {"response_mask": [[0.0] + [1.0] * (len(p) - 1) for p in PROMPTS[4:9]]})
     )
     for lora in (None, Lora(3)):
         trainers = [Local(folder, adamw(1e-2), exact=on, lora=lora) for on in (False, True)]
         state = lively(trainers[0])
-        plain, ours = (t.forward_backward(state, batch, cross_entropy())[0] for t in trainers)
+        plain, ours = (t.forward_backward(state, batch, loss)[0] for t in trainers)
         assert float((ours + plain.scale(-1.0)).global_norm() / plain.global_norm()) < 1e-5
-    pure = trainers[1].loss_fn(batch, cross_entropy())
+    pure = trainers[1].loss_fn(batch, loss)
     derived, _ = torch.func.grad(pure, has_aux=True)(state.params)
     assert all(torch.allclose(derived[n], plain[n], atol=1e-5) for n in plain)
 

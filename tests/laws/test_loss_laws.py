@@ -165,3 +165,8 @@ def test_a_loss_reads_fields_of_its_own():
     with pytest.raises(KeyError, match="teacher_log_probs"):
         check_loss(distil)
     check_loss(distil, tiny_batch().with_tokens(teacher_log_probs=tiny_outputs(tiny_batch()).logprobs))
+
+
+def test_a_function_that_makes_a_loss_is_to_be_called():
+    with pytest.raises(TypeError, match=r"takes a Loss, not a function: .*check_loss\(mine\(\)\)"):
+        check_loss(lambda low=0.2: None)

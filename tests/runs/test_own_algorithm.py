@@ -17,6 +17,7 @@ from verl_fn.algorithms.own import check_fields
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.names import load_object
+from verl_fn.pool.worker import LoadError, find
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.checks import check_code
@@ -447,3 +448,11 @@ def test_a_check_takes_a_step_with_a_reference(lora, tiny, tmp_path, capsys):
     (tmp_path / "own.py").write_text(page[start:].partition("```")[0].replace("def mine(options):", options))
     own = [f"algorithm.name={tmp_path}/own.py:mine", f"actor.lora_rank={lora}"]
     assert notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys) == []
+
+
+def test_a_name_that_is_not_in_a_file_gets_the_names_that_are(tmp_path):
+    (tmp_path / "parts.py").write_text("import math\ndef score(s, t):\n    return 1.0\ndef _hidden():\n    pass\n")
+    with pytest.raises(ConfigError, match=r"has no 'median'; it has score$"):
+        load_object(f"{tmp_path}/parts.py:median", "algorithm.adv_estimator")
+    with pytest.raises(LoadError, match=r"has no function 'median'; it has score$"):
+        find("parts.py:median", str(tmp_path))

@@ -70,7 +70,7 @@ def check_fields(options: PolicyOptimization) -> None:
 
 
 def _small_batch(more: Mapping[str, bool]) -> Batch:
-    """Returns two rows with the fields of every run's batches, and those of ``more`` that are true."""
+    """Returns two rows with the fields of every run's batches, and each field of ``more`` that is true."""
     mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
     per_token = [*TOKEN_FIELDS, *(name for name, found in more.items() if found)]
     batch = Batch.from_rows([[1, 2, 3], [1, 2]]).with_tokens(**dict.fromkeys(per_token, -0.5 * mask))

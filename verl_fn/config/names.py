@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from verl_fn import user_files
-from verl_fn.errors import did_you_mean
+from verl_fn.errors import did_you_mean, instead_of
 
 from .options import ConfigError, check_path, home
 
@@ -104,12 +104,7 @@ def load_object(reference: str, key: str) -> Any:
     module, _, name = reference.rpartition(":")
     loaded = module_of(reference, key)
     if not hasattr(loaded, name):
-        own = (
-            known for known, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__
-        )
-        names = [known for known in own if not known.startswith("_")]
-        hint = did_you_mean(name, names) or (f"; it has {', '.join(names)}" if names else "")
-        raise ConfigError(f"{key}: {module} has no {name!r}{hint}")
+        raise ConfigError(f"{key}: {module} has no {name!r}{instead_of(name, loaded)}")
     return getattr(loaded, name)
 
 

@@ -92,6 +92,12 @@ class RolePlan(TrainedConfig):
         return self.ppo_max_token_len_per_gpu * self.sharers
 
     @property
+    def falls(self) -> bool:
+        """Returns whether the learning rate falls over ``total_updates``."""
+        optim = self.optim
+        return self.trained and optim.lr_scheduler_type != "constant" and not optim.lr_decay_steps
+
+    @property
     def recomputes(self) -> bool:
         """Returns whether layers are recomputed by a backend that can keep their inputs in host memory."""
         return self.enable_gradient_checkpointing and self.strategy != "megatron"

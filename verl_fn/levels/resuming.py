@@ -29,7 +29,7 @@ from verl_fn.runs.loop import train
 from verl_fn.state import Batch
 
 from .parity import rows_for
-from .smoke import LORA, kind_settings, plan_of
+from .smoke import AGREE, LORA, kind_settings, plan_of
 from .subject import Request
 from .verdict import Check
 
@@ -37,8 +37,6 @@ STATE = "the resumed run equals the uninterrupted one in every bit"
 METRICS = "so do the metrics of its last step"
 MERGED, ADAPTER = "transformers loads the merged model", "PEFT loads the adapter"
 NAMES = (STATE, METRICS, MERGED, ADAPTER)
-# The largest difference of a log-prob.
-BAR = 1e-4  # nats, in fp32
 
 
 def straight(request: Request, folder: Path, say: Callable[[str], None]) -> list[Check]:
@@ -133,7 +131,7 @@ def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
 def _agrees(name: str, found: Tensor, expected: Tensor, batch: Batch) -> Check:
     gap = (found - expected.cpu())[batch["response_mask"].bool()].abs()
     worst = float(gap.max())
-    return Check(name, worst <= BAR, f"log-probs differ by {worst:.1e} nats, bar {BAR:.0e}")
+    return Check(name, worst <= AGREE, f"log-probs differ by {worst:.1e} nats, bar {AGREE:.0e}")
 
 
 def _model(folder: str | Path) -> Any:

@@ -29,7 +29,7 @@ from .subject import TASK, Request
 from .verdict import Check, SaysNothing
 
 # Root mean square of the difference of log-probs, in nats. In bf16 both round, each in its own way.
-AGREE = 1e-4  # nats, in fp32
+AGREE = 1e-4  # nats between two computations of the same log-probs in fp32
 LORA, FSDP = "lora", "megatron-fsdp"
 PHASES = {
     "engine": ("timing_s/gen", "timing_s/update_weights"),

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn import user_files
-from verl_fn.errors import did_you_mean
+from verl_fn.errors import did_you_mean, instead_of
 
 np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 LARGEST = 1e30
@@ -128,10 +128,7 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
         raise LoadError(f"importing {place} {raised(error)}") from error
     loaded = getattr(module, name, None)
     if not callable(loaded):
-        names = {n for n, value in vars(module).items() if callable(value)}
-        own = [n for n in sorted(names) if getattr(vars(module)[n], "__module__", "") == module.__name__]
-        hint = did_you_mean(name, names) or (f"; it has {', '.join(own)}" if own else "")
-        raise LoadError(f"{place} has no {what} {name!r}{hint}")
+        raise LoadError(f"{place} has no {what} {name!r}{instead_of(name, module)}")
     return loaded
 
 

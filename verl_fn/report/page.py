@@ -165,7 +165,8 @@ def _read(folder: Path, label: str) -> RunRecord:
     ended = folder / FAILURE
     failure = ended.read_text(encoding="utf-8").strip() if ended.is_file() else ""
     if not rows:
-        raise ReportError(f"{folder} has no metrics yet; {f'it {failure}' if failure else 'wait for its first step'}")
+        state = f"it {failure}" if failure else "wait for its first step"
+        raise ReportError(f"{folder} has no metrics yet; {state}")
     answers: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for line in read_answers(folder):
         answers.setdefault(line["step"], {})[line["data_source"], line["prompt"]] = line

@@ -242,7 +242,7 @@ class _Loop:
                 self._say_once("gap", wide_gap(state.step, report))
                 self._say_once("cut", cut_off(state.step, report))
                 if state.step == begun + 1:
-                    for name, role in plan.roles.items():
+                    for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):
                         made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
                         planned = self.algorithm.outline.updates(name, plan.data.train_batch_size, state.step)
                         self._say_once(f"{name}'s updates", unplanned(role, plan, made, planned, state.step))

@@ -23,7 +23,7 @@ from verl_fn.config.names import is_reference
 from verl_fn.config.plan import RolePlan
 from verl_fn.data.tasks import Source
 from verl_fn.errors import UserError
-from verl_fn.state import Batch, Key, Metrics, Params, Sampling, TokenOutputs, TrainState
+from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.steps import Loss
 
 from .state import algorithm_of
@@ -65,27 +65,29 @@ def rehearse(plan: Plan, source: Source) -> str:
         return ""
     key = Key.from_seed(plan.trainer.seed)
     trainers: dict[str, Any] = {
-        name: Folded(TOKENS, build.optimizer(role.optim if role.trained else None, 8))
+        name: Folded(TOKENS, build.optimizer(role.optim if role.trained else None, role.total_updates))
         for name, role in plan.roles.items()
     }
-    tokenizer = build.policy_tokenizer(plan.rollout)
-    ends = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
 
     def answer(turn: Turn) -> Response:
         dice = random.Random(turn.key.seed())
-        tokens = [dice.randrange(TOKENS) for _ in range(dice.randint(1, LONGEST - 1))]
-        return Response((*tokens, *ends), (-1.0,) * (len(tokens) + len(ends)))
+        tokens = [dice.randrange(TOKENS) for _ in range(dice.randint(1, LONGEST))]
+        return Response(tokens, [-1.0] * len(tokens))
 
     def score(batch: Batch, problems: Any) -> Batch:
         return with_model_score(
             batch, TokenOutputs({"row_values": torch.rand(len(batch), generator=key.generator())})
         )
 
-    sampling = Sampling(max_tokens=LONGEST, n=plan.rollout.n, stop_token_ids=ends)
     w = Workers(
-        trainers, MockRollout(answer), score, tokenizer, sampling, end_tokens=ends, gives_likeliest=False,
+        trainers=trainers,
+        rollout=MockRollout(answer),
+        reward=score,
         more=lambda count: source.train(key.fold_in("more"), PROBLEMS, count),
-    )  # fmt: skip
+        tokenizer=build.policy_tokenizer(plan.rollout),
+        sampling=build.sampling(plan.rollout, LONGEST),
+        gives_likeliest=False,
+    )
     try:
         algorithm = algorithm_of(plan)
         state = algorithm.init({name: trainer.init(key.fold_in(name)) for name, trainer in trainers.items()}, key)
@@ -97,11 +99,11 @@ def rehearse(plan: Plan, source: Source) -> str:
         place = user_files.place_of(error, __file__)
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}{place}"
         return f"a step of {plan.algorithm} on mocks fails: {what}"
-    more = (
+    sentences = (
         unplanned(role, plan, getattr(after, name).scheduler, algorithm.outline.updates(name, len(problems), 1), 1)
         for name, role in plan.roles.items()
     )
-    return next(filter(None, more), "")
+    return next(filter(None, sentences), "")
 
 
 def unplanned(role: RolePlan, plan: Plan, made: int, planned: int, steps: int) -> str:
@@ -111,11 +113,10 @@ def unplanned(role: RolePlan, plan: Plan, made: int, planned: int, steps: int) -
         role: the role.
         plan: the plan.
         made: its updates so far.
-        planned: the updates in so many steps by the outline.
+        planned: the updates that the outline counts for ``steps`` steps.
         steps: the steps so far.
     """
-    optim = role.optim
-    if not role.trained or optim.lr_scheduler_type == "constant" or optim.lr_decay_steps or made <= planned:
+    if not role.falls or made <= planned:
         return ""
     return (
         f"the {role.name} had {made} updates up to step {steps}, and the algorithm's outline counts {planned}: its "
