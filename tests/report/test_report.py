@@ -271,7 +271,7 @@ def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path
     for run, said in ((one, ""), (one, ""), (other, ", in place of the page about one")):
         assert main(["report", str(run)]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"wrote report.html and report.png{said}"
-    assert "other ended after step 2 with an error: no &lt;room&gt;" in (tmp_path / "report.html").read_text()
+    assert "other: it ended after step 2 with an error: no &lt;room&gt;" in (tmp_path / "report.html").read_text()
     assert headline(other).endswith("; it ended after step 2 with an error: no <room>")
     (other / "metrics.jsonl").write_text("")
     with pytest.raises(ReportError, match="no metrics yet; it ended after step 2 with an error: no <room>"):
@@ -287,6 +287,41 @@ def test_the_start_is_no_phase_of_a_step(tmp_path):
     text, _ = page(report(runs, tmp_path / "page.html"))
     assert "all steps and evaluations took 0m08s, and starting 2m02s, of all runs together" in text
     assert "start/load" not in text.partition("Time by phase")[2].partition("</figure>")[0]
+
+
+def test_phases_have_their_seconds_and_their_sum(tmp_path):
+    rows = [{"step": step, "timing_s/step": 90.0, "timing_s/gen": 80.0, "timing_s/adv": 0.25} for step in (1, 2)]
+    text = report([write(tmp_path / "a", rows)], tmp_path / "page.html").read_text()
+    assert "80 s, in all 2m40s" in text and "0.25 s, in all 0.5 s" in text
+
+
+def dead(step):
+    names = ("critic/score/min", "critic/score/max", "critic/advantages/min", "critic/advantages/max")
+    row = {"step": step, "timing_s/step": 1.0, "actor/grad_norm": 0.0, "actor/ppo_kl": 0.0}
+    return row | dict.fromkeys(names, 0.0) | {"response_length/clip_ratio": 0.9}
+
+
+def test_steps_that_learned_nothing_are_told(tmp_path):
+    alive = dead(4) | {"critic/score/max": 1.0, "critic/advantages/max": 1.0, "actor/grad_norm": 0.5}
+    start = {"step": 0, "val-core/x/acc/mean@1": 0.0}
+    run = write(tmp_path / "a", [start, dead(1), dead(2), alive | {"step": 3, "response_length/clip_ratio": 0.1}])
+    text, _ = page(report([run], tmp_path / "page.html"))
+    assert "2 of 3 steps gave no signal; all rewards of step 2 are 0, and all advantages are 0" in text
+    assert "2 of 3 steps had a gradient of 0; the last of them is step 2" in text
+    assert "2 of 3 steps cut most answers off; in step 2 90% of the responses" in text
+    assert "acc always 0" in text and headline(run).startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
+    assert "0 in every step, so not drawn: <code>actor/ppo_kl</code>" in text
+    silent, _ = page(report([write(tmp_path / "b", [alive])], tmp_path / "page.html"))
+    assert "gave no signal" not in silent and "gradient of 0" not in silent and "always 0" not in silent
+
+
+def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):
+    answer = {"data_source": "x", "prompt": "user: a?", "input": "<bos>a?\n", "response": "\n\n", "answer": "b"}
+    answer |= {"step": 1, "score": 0.0, "acc": 0.0, "finished": True}
+    run = write(tmp_path / "a", metrics(2), [answer])
+    text, _ = page(report([run], tmp_path / "page.html"))
+    assert "(only white space: &quot;\\n\\n&quot;)" in text
+    assert 'as the model reads it</summary><div class="text">&lt;bos&gt;a?' in text
 
 
 def test_a_line_about_a_run(tmp_path):

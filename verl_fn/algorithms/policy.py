@@ -14,9 +14,10 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.errors import kind_of, signature_of, takes
-from verl_fn.state import Batch, Key, TokenOutputs, conversations, read_only
+from verl_fn.state import Batch, Key, Metrics, TokenOutputs, conversations, read_only
 from verl_fn.steps import (
     Loss,
+    Term,
     cispo,
     clip_cov,
     correct_advantages,
@@ -47,8 +48,10 @@ from verl_fn.steps import (
     select_high_entropy,
     select_kl_cov,
     tir_optimal_token_baseline,
+    token_mean,
 )
 from verl_fn.steps.aggregate import last_of_rows
+from verl_fn.steps.losses.policy import log_ratio
 
 RETURNS = "an estimator returns batch.with_tokens(advantages=...), with a critic also returns=..."
 
@@ -74,6 +77,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
                 f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
                 "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
             )
+        loss = Loss((_measured(loss.terms[0]), *loss.terms[1:]))
     else:
         loss = _built_in_loss(options)
     if options.use_kl_loss:
@@ -81,6 +85,22 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     if options.entropy_coeff:
         loss = loss - options.entropy_coeff * entropy(options.entropy_cap)
     return loss
+
+
+def _measured(term: Term) -> Term:
+    """Returns a term that also reports ``actor/ppo_kl``, as built-in losses do, if it reads log-probs."""
+    if "logprobs" not in term.needs or term.level != "token":
+        return term
+
+    @functools.wraps(term.fn)
+    def measured(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        returned = term.fn(outputs, batch)
+        match returned:
+            case values, Mapping() as metrics:
+                return values, {"actor/ppo_kl": token_mean(batch, -log_ratio(outputs, batch)), **metrics}
+        return returned
+
+    return attrs.evolve(term, fn=measured)
 
 
 def _made(make: Any, name: str, arguments: Mapping[str, Any]) -> Any:

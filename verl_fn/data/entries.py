@@ -200,3 +200,14 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
                 f"{place}: {name} of data.convert returned {new!r:.80}; return a dict, or None to leave the row"
             )
     return row
+
+
+def entry_name(entry: str) -> str:
+    """Returns the name of a file, or of a data set with its configuration and split.
+
+    Example:
+        >>> entry_name("/data/sums.jsonl"), entry_name("hub:datasets/openai/gsm8k@740312a#main/train")
+        ('sums.jsonl', 'gsm8k@740312a#main/train')
+    """
+    address, number_sign, part = entry.partition("#")
+    return Path(address).name + number_sign + part

@@ -16,11 +16,14 @@ from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import prints_date, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS
-from verl_fn.data.files import label_of
+from verl_fn.data.files import describe_unknown, has_unknown, label_of
+from verl_fn.data.rendering import token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
 JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES = 1, 2, 4, 8, 16, 32
+
+MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
 
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
 
@@ -230,8 +233,24 @@ def notices(
         yield f"data.train_files: {encoded} of {len(trained)} prompts are JSON, which the model sees as text"
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
+    for key, problems in (("data.train_files", training), ("data.val_files", validation)):
+        if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
+            many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
+            yield f"{key}: no response can equal {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
+
+
+def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
+    """Returns the problems whose ground truth has characters that the tokenizer does not know."""
+    if tokenizer is None or tokenizer.unk_token_id is None:
+        return []
+    ids = token_ids([one.answer for one in problems], tokenizer)
+    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
+
+
+def _lacks(problem: Problem, tokenizer: Any) -> str:
+    return describe_unknown("ground truth", problem.answer, tokenizer)
 
 
 def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[str]:

@@ -30,6 +30,7 @@ _TYPES = {
     "problem": pa.int64(),
     "sample": pa.int64(),
     "prompt": pa.string(),
+    "input": pa.string(),
     "response": pa.string(),
     "answer": pa.string(),
     "score": pa.float64(),

@@ -23,6 +23,7 @@ import attrs
 from verl_fn import __version__
 from verl_fn.config import ConfigError, flat
 from verl_fn.config.load import default_table
+from verl_fn.data.entries import entry_name
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError
 from verl_fn.report import plots
@@ -30,7 +31,7 @@ from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
-from verl_fn.runs.progress import duration
+from verl_fn.runs.progress import cut_off, duration, without_signal
 from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
@@ -45,7 +46,7 @@ _SUMMARY_COLUMNS = (
     "held-out, best",
     "training reward",
 )
-_CHARTS_IN_PNG = 6
+_CHARTS_IN_PNG = 8
 _TRAINING = ("prompt", "expected", "response")
 _ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
@@ -211,17 +212,6 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
 """
 
 
-def _entry_name(entry: str) -> str:
-    """Returns the name of a file, or of a data set with its configuration and split.
-
-    Example:
-        >>> _entry_name("/data/sums.jsonl"), _entry_name("hub:datasets/openai/gsm8k@740312a#main/train")
-        ('sums.jsonl', 'gsm8k@740312a#main/train')
-    """
-    address, number_sign, part = entry.partition("#")
-    return Path(address).name + number_sign + part
-
-
 def headline(folder: Path) -> str:
     """Returns a line about a run: its steps, its held-out value and its training reward."""
     run = _read(folder, folder.resolve().name)
@@ -229,7 +219,8 @@ def headline(folder: Path) -> str:
     metric, held_out = _held_out(run)
     if held_out:
         best, step = max(held_out, key=lambda pair: (pair[0], -pair[1]))
-        parts.append(f"held-out {metric} {held_out[-1][0]:.3f} (best {best:.3f}, step {step:,})")
+        when = f"best {best:.3f}, step {step:,}" if _varies(held_out) else "always 0"
+        parts.append(f"held-out {metric} {held_out[-1][0]:.3f} ({when})")
     last, best_reward = _last_and_best(run.rows, "critic/score/mean")
     if best_reward:
         parts.append(f"training reward {last} ({best_reward})")
@@ -243,13 +234,18 @@ def _held_out(run: RunRecord) -> tuple[str, list[tuple[float, int]]]:
     return metric, [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
 
 
+def _varies(held_out: Sequence[tuple[float, int]]) -> bool:
+    """Returns whether there is a best value: False if all are 0."""
+    return not held_out or any(value for value, _ in held_out)
+
+
 def _summary(runs: Sequence[RunRecord]) -> str:
     rows = []
     for i, run in enumerate(runs):
         config = run.config
         name = config["algorithm.name"]
         estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
-        data = ", ".join(_entry_name(file) for file in config["data.train_files"]) or config["data.task"]
+        data = ", ".join(entry_name(file) for file in config["data.train_files"]) or config["data.task"]
         metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
@@ -260,13 +256,30 @@ def _summary(runs: Sequence[RunRecord]) -> str:
             _number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
             _number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
             _at_step(held_out[-1] if held_out else None, metric),
-            _at_step(best, metric),
+            _at_step(best, metric) if _varies(held_out) else _number_cell(MISSING, f"{metric} always 0"),
             _number_cell(*_last_and_best(run.rows, "critic/score/mean")),
         ]
         rows.append("".join(cells))
     table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
-    ends = [f"<p>{_escaped(run.label)} {_escaped(run.failure)}</p>\n" for run in runs if run.failure]
+    ends = [f"<p>{_escaped(f'{run.label}: {said}')}</p>\n" for run in runs for said in remarks(run)]
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n{"".join(ends)}'
+
+
+def remarks(run: RunRecord) -> list[str]:
+    """Returns sentences about how a run failed, and about its steps that learned nothing or cut most answers off."""
+    said = [f"it {run.failure}"] if run.failure else []
+    steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
+    known = [{name: value for name, value in row.items() if value is not None} for row in steps]
+    for what, lacking in (
+        ("gave no signal", [(row, sentence) for row in known if (sentence := without_signal(row["step"], row))]),
+        ("had a gradient of 0", [(row, "") for row in known if row.get("actor/grad_norm") == 0.0]),
+        ("cut most answers off", [(row, sentence) for row in known if (sentence := cut_off(row["step"], row))]),
+    ):
+        if lacking:
+            row, sentence = lacking[-1]
+            last = sentence or f"the last of them is step {row['step']:,}"
+            said.append(f"{len(lacking):,} of {len(steps):,} steps {what}; {last}")
+    return said
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:
@@ -297,12 +310,14 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
     if phases:
         total = sum(sum(_values(run.rows, name)) for run in runs for name in ("timing_s/step", "timing_s/testing"))
         start = sum(sum(_values(run.rows, "timing_s/start/total")) for run in runs)
-        note = f"median over the steps that have it; all steps and evaluations took {duration(total)}"
+        note = f"median over the steps that have it, and the sum; all steps and evaluations took {duration(total)}"
         note += f", and starting {duration(start)}" if start else ""
         note += ", of all runs together" if len(runs) > 1 else ""
         cards.append(_card("Time by phase", "timing_s/*", plots.bars(phases), note))
     legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
     lines = f" Faint lines are as logged; strong lines are means over {width} points." if width > 1 else ""
+    zero = ", ".join(f"<code>{metric}</code>" for metric in plots.always_zero([run.rows for run in runs]))
+    lines += f" 0 in every step, so not drawn: {zero}." if zero else ""
     return (
         f'<h2>Curves</h2>\n<ul class="legend">{legend}</ul>\n<p class="soft">Over training steps.{lines}</p>\n'
         f'<div class="cards">\n{"".join(cards)}</div>\n'
@@ -330,8 +345,9 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
     rows = []
     for key in prompts[:SHOWN]:
         answers = [run.answers[last[run.label]].get(key) for run in logged]
-        expected = next(answer["answer"] for answer in answers if answer)
-        rows.append(f"<td>{_block(key[1])}</td><td>{_block(expected)}</td>" + "".join(map(_answer, answers)))
+        known = next(answer for answer in answers if answer)
+        cells = "".join(map(_answer, answers))
+        rows.append(f"<td>{_prompt(known)}</td><td>{_block(known['answer'])}</td>{cells}")
     when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
     changes = "".join(_change(run, last[run.label], prompts[:SHOWN]) for run in logged)
@@ -353,7 +369,7 @@ def _training(runs: Sequence[RunRecord]) -> str:
         if steps:
             answers = read_lines(steps[max(steps)])
             rows = [
-                f"<td>{_block(one['prompt'])}</td><td>{_block(one['answer'])}</td>{_answer(one)}"
+                f"<td>{_prompt(one)}</td><td>{_block(one['gts'])}</td>{_answer(one | {'response': one['output']})}"
                 for one in answers[:SHOWN]
             ]
             title = f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}"
@@ -438,16 +454,18 @@ def _footer(runs: Sequence[RunRecord], command: str) -> str:
     return f"<footer>\n<p><code>{_escaped(command)}</code></p>\n<p>{made}</p>\n{folders}</footer>\n"
 
 
-def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, float]]:
-    """Returns the median seconds by phase, the longest phase first, then by run."""
-    phases: dict[str, dict[int, float]] = {}
+def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, tuple[float, str]]]:
+    """Returns the median seconds by phase, the longest phase first, then by run, each with the sum in words."""
+    phases: dict[str, dict[int, tuple[float, str]]] = {}
     for i, run in enumerate(runs):
         for metric in dict.fromkeys(m for row in run.rows for m in row if m.startswith("timing_s/")):
             seconds = _values(run.rows, metric)
             # A start happens once, and is no phase of a step.
             if seconds and metric != "timing_s/step" and not metric.startswith("timing_s/start/"):
-                phases.setdefault(metric.removeprefix("timing_s/"), {})[i] = statistics.median(seconds)
-    return dict(sorted(phases.items(), key=lambda item: -max(item[1].values())))
+                whole = sum(seconds)
+                in_all = f", in all {f'{whole:.3g} s' if whole < 60 else duration(whole)}"
+                phases.setdefault(metric.removeprefix("timing_s/"), {})[i] = (statistics.median(seconds), in_all)
+    return dict(sorted(phases.items(), key=lambda item: -max(seconds for seconds, _ in item[1].values())))
 
 
 def _listed(runs: Sequence[RunRecord], numbers: Sequence[int]) -> str:
@@ -508,7 +526,18 @@ def _escaped(value: str) -> str:
 
 def _block(content: str) -> str:
     """Returns a box with a prompt or a response."""
+    if content and not content.strip():
+        return f'<div class="soft">(only white space: {_escaped(json.dumps(content))})</div>'
     return f'<div class="text">{_escaped(content)}</div>' if content else '<div class="soft">(empty)</div>'
+
+
+def _prompt(answer: Mapping[str, Any]) -> str:
+    """Returns a box with a prompt, and the text of its tokens in a folded one if that is another."""
+    given = answer.get("input", answer["prompt"])
+    if given == answer["prompt"]:
+        return _block(given)
+    folded = f"<details><summary>as the model reads it</summary>{_block(given)}</details>"
+    return _block(answer["prompt"]) + folded
 
 
 def _number_cell(value: str, note: str = "") -> str:

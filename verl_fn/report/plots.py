@@ -50,15 +50,16 @@ CHARTS = (
     ("Policy loss", "actor/pg_loss", "linear"),
     ("Loss of the actor", WHOLE, "linear"),
     ("Loss", "train/loss", "linear"),
-    ("KL of the update", "actor/ppo_kl", "log"),
-    ("KL penalty in the reward", "actor/reward_kl_penalty", "log"),
-    ("KL loss", "actor/kl_loss", "log"),
-    ("Entropy", "actor/entropy", "linear"),
-    ("Clipped share of tokens", "actor/pg_clipfrac", "linear"),
     ("Gradient norm", "train/grad_norm", "log"),
     ("Gradient norm, actor", "actor/grad_norm", "log"),
-    ("Gradient norm, critic", "critic/grad_norm", "log"),
+    ("Entropy", "actor/entropy", "linear"),
+    ("KL of the update", "actor/ppo_kl", "log"),
     ("Response length", "response_length/mean", "linear"),
+    ("Responses cut off", "response_length/clip_ratio", "linear"),
+    ("Clipped share of tokens", "actor/pg_clipfrac", "linear"),
+    ("KL penalty in the reward", "actor/reward_kl_penalty", "log"),
+    ("KL loss", "actor/kl_loss", "log"),
+    ("Gradient norm, critic", "critic/grad_norm", "log"),
     ("Explained variance of values", "critic/vf_explained_var", "linear"),
     ("Rollout against trainer, probability", "training/rollout_probs_diff_max", "log"),
     ("Rollout against trainer, KL", "rollout_corr/k3_kl", "log"),
@@ -74,6 +75,8 @@ BUILT_IN = re.compile(
     r"|distill/(?:forward_kl|loss|reverse_kl|teacher_mass)|dpo/loss|kto/reference_point"
     r"|orpo/(?:log_odds_ratio|nll)|reward/(?:overlong|judge_unreadable)/mean|.+/count"
 )
+# Metrics that are 0 by nature in some runs: with one update a step all ratios are 1, and an answer may have no limit.
+ZERO = ("actor/ppo_kl", "actor/pg_clipfrac", "response_length/clip_ratio")
 MOST_OWN = 24  # charts of the user's metrics; the page's table has all of them
 FEW_POINTS = 40  # curves with at most this many points on the width of a chart get dots and are not smoothed
 _LARGEST = 1e300  # larger values cannot be drawn and count as infinite
@@ -191,9 +194,23 @@ def curve(rows: Sequence[Mapping[str, Any]], metric: str) -> Curve:
     return Curve(steps, np.where(np.abs(values) < _LARGEST, values, np.nan))
 
 
+def always_zero(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Returns the metrics of ``ZERO`` that are 0 in all steps of all runs, so that a chart would show nothing.
+
+    Example:
+        >>> always_zero([[{"step": 1, "actor/ppo_kl": 0.0}], [{"step": 1, "actor/pg_clipfrac": 0.5}]])
+        ['actor/ppo_kl']
+    """
+    logged = {metric: [row[metric] for rows in runs for row in rows if metric in row] for metric in ZERO}
+    return [metric for metric, values in logged.items() if values and all(value == 0.0 for value in values)]
+
+
 def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order, then the user's metrics."""
-    logged = sorted({metric for rows in runs for row in rows for metric in row})
+    """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order, then the user's metrics.
+
+    Metrics that are ``always_zero`` have none.
+    """
+    logged = sorted({metric for rows in runs for row in rows for metric in row} - {*always_zero(runs)})
     own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
     if any("actor/pg_loss" in row for rows in runs for row in rows):
         logged = [metric for metric in logged if metric != WHOLE]
@@ -254,11 +271,11 @@ def svg(chart: Chart, labels: Sequence[str], steps: tuple[float, float], width: 
     return _inline(figure, chart.metric, f"{chart.title}, {chart.metric}, over steps. {last_values}")
 
 
-def bars(groups: Mapping[str, Mapping[int, float]]) -> str:
-    """Draws horizontal bars as SVG, with seconds at their ends.
+def bars(groups: Mapping[str, Mapping[int, tuple[float, str]]]) -> str:
+    """Draws horizontal bars as SVG, with seconds and a remark at their ends.
 
     Args:
-        groups: for each name the seconds of each run, by the run's number.
+        groups: for each name the seconds and the remark of each run, by the run's number.
     """
     rows = sum(map(len, groups.values()))
     figure = figure_of(_WIDTH / 72, (13 * rows + 7 * len(groups) + 6) / 72)
@@ -266,15 +283,16 @@ def bars(groups: Mapping[str, Mapping[int, float]]) -> str:
     top, middles = 0.0, []
     for group in groups.values():
         middles.append(top + (len(group) - 1) / 2)
-        for i, seconds in group.items():
+        for i, (seconds, remark) in group.items():
             axes.barh(top, seconds, height=0.7, color=_color(i), alpha=1.0 if i < len(COLORS) else 0.45)
-            axes.annotate(f"{seconds:.3g} s", (seconds, top), (4, 0), textcoords="offset points", va="center",
+            axes.annotate(f"{seconds:.3g} s{remark}", (seconds, top), (4, 0), textcoords="offset points", va="center",
                           fontsize=_FONT, color=SOFT, annotation_clip=False)  # fmt: skip
             top += 1
         top += 0.5
     axes.set_yticks(middles, labels=list(map(printable, groups)), parse_math=False, fontsize=_FONT, color=SOFT)
     axes.set_xticks([])
-    axes.set_xlim(0, (max(value for group in groups.values() for value in group.values()) or 1.0) * 1.25)
+    # A third of the width is for the words at the ends of the bars.
+    axes.set_xlim(0, (max(seconds for group in groups.values() for seconds, _ in group.values()) or 1.0) * 1.5)
     axes.set_ylim(top - 0.5, -0.75)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -303,6 +321,8 @@ def png(
         axes = figure.add_subplot(down, 2, n + 1)
         _draw(axes, chart, steps, width, 8)
         axes.set_title(printable(f"{chart.title} ({chart.metric})"), fontsize=9, loc="left", parse_math=False)
+        if n >= len(drawn) - 2:
+            axes.set_xlabel("step", fontsize=8, color=SOFT)
     handles = [Line2D([], [], lw=2.5, **line_style(i)) for i in range(len(labels))]
     names = list(map(printable, labels))
     legend = figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=9)

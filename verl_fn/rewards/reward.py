@@ -20,6 +20,7 @@ from verl_fn.state import Batch, conversations
 from verl_fn.steps.aggregate import last_of_rows
 
 OUTLIER = 1e6
+MOST_REPEATED = 3  # times that a prompt's text repeats a token
 
 
 class RewardError(UserError, RuntimeError):
@@ -219,6 +220,34 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
                 replies.append(part.tolist() if drawn[0] else [])
                 row_of.append(row)
     return joined(texts_of(replies, tokenizer, end_tokens), torch.tensor(row_of))
+
+
+def prompt_texts(batch: Batch, tokenizer: Any) -> list[str]:
+    """Decodes what the model read before its first token in each row, with all special tokens.
+
+    A token that stands there more than three times in a row, as placeholders of an image do, is written once with
+    its count.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> mask = {"response_mask": [[0, 0, 1, 1], [0, 0, 0, 0, 1]]}
+        >>> batch = Batch.from_rows([[1, 4, 5, 5], [5, 5, 5, 5, 4]], mask)
+        >>> prompt_texts(batch, char_tokenizer("ab"))
+        ['<bos>a', 'b (4 times)']
+    """
+    texts = []
+    for tokens, mask in zip(batch.rows(), batch.rows("response_mask"), strict=True):
+        read = tokens[: int(mask.bool().int().argmax()) if bool(mask.any()) else len(tokens)]
+        kinds, counts = torch.unique_consecutive(read, return_counts=True)
+        parts, plain = [], []
+        for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+            if count <= MOST_REPEATED:
+                plain += [kind] * count
+                continue
+            parts += [tokenizer.decode(plain), f"{tokenizer.decode([kind])} ({count} times)"]
+            plain = []
+        texts.append("".join([*parts, tokenizer.decode(plain)]))
+    return texts
 
 
 def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:

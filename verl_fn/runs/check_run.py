@@ -14,6 +14,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
 from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.data.entries import entry_name
 from verl_fn.driver import ranks
 
 from .checks import (
@@ -154,8 +155,9 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
     """Yields lines about the run and its models; ``longest`` is the number of tokens of its longest row."""
     d, r, t, size = plan.data, plan.rollout, plan.trainer, ranks.training_ranks(plan)
     rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
-    data = "files" if d.train_files else d.task
+    data = ", ".join(map(entry_name, d.train_files)) or f"the task {d.task}"
     yield f"algorithm   {plan.algorithm} on {data}: {t.total_training_steps} steps, seed {t.seed}"
+    yield from _parts_lines(plan)
     yield f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens"
     yield f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}"
     processes = "process" if size == 1 else "processes"
@@ -171,6 +173,27 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
         yield from _role_lines(role, plan, size)
     for name, original in plan.copies.items():
         yield f"{name:<11} the frozen base of {original}, no model of its own"
+
+
+def _parts_lines(plan: Plan) -> Iterator[str]:
+    """Yields lines about the algorithm's options, the reward and the environment."""
+    options = plan.options
+    parts = [
+        f"{f.name} {getattr(options, f.name)}"
+        for f in attrs.fields(type(options))
+        if f.name in ("policy_loss", "adv_estimator")
+        or getattr(options, f.name) not in (None, getattr(type(options)(), f.name))
+    ]
+    if parts:
+        yield f"options     {'; '.join(parts)}"
+    reward, env = plan.reward, plan.env
+    if plan.needs_reward or plan.env.name:
+        judge = f"{reward.model} at {reward.url}" if reward.url else ""
+        rule = "the environment's" if env.name else "the rule of each data source"
+        yield f"reward      {judge or ', '.join(reward.functions) or rule}"
+    if env.name:
+        limit = env.max_turn_length or plan.data.max_response_length
+        yield f"environment {env.name}: up to {env.max_turns} replies of at most {limit} tokens each"
 
 
 def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
@@ -270,7 +293,11 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
             )
         )
     steps = plan.trainer.total_training_steps
-    updates = f"{role.total_updates} updates in {steps} steps" if role.trained else "not updated"
+    updates = (
+        f"{role.total_updates} updates in {steps} steps, lr {role.optim.lr:g}" if role.trained else "not updated"
+    )
+    if role.falls:
+        updates += f" {role.optim.lr_scheduler_type}"
     if role.strategy == "megatron" and role.trained and role.megatron.optimizer == "megatron":
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"

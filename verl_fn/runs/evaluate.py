@@ -18,7 +18,7 @@ from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
 from verl_fn.data.tasks import Problem, text_of
-from verl_fn.rewards.reward import joined, problems_of, response_texts
+from verl_fn.rewards.reward import joined, problems_of, prompt_texts, response_texts
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import samples_answers
@@ -188,11 +188,14 @@ def answers_of(
 ) -> list[dict[str, Any]]:
     """Returns the answers as rows that people can read; see ``evaluation_of`` for the arguments.
 
-    ``problem`` is the number of the problem, ``sample`` of its answer. ``ended`` says why it ended: ``stop`` by
-    the end token, ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
+    ``problem`` is the number of the problem, ``sample`` of its answer. ``prompt`` is for people to read, ``input``
+    the text of the tokens that the model got. ``ended`` says why the answer ended: ``stop`` by the end token,
+    ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
     """
     conversation, last = conversations(batch)
     texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    inputs = prompt_texts(batch.take(first), tokenizer)
     said = [s.outcome.messages if s.outcome is not None else "" for s in samples]
     said = [said[i] for i in last.tolist()] if said else [""] * len(texts)
     batch = batch.take(last)
@@ -211,6 +214,7 @@ def answers_of(
             "problem": problem.id,
             "sample": numbers[problem.id],
             "prompt": text_of(problem.prompt),
+            "input": inputs[i],
             "response": response,
             "answer": problem.answer,
             "score": score[i],

@@ -131,7 +131,7 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
 
 
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
-    """Writes the responses that a step was trained with as text, one a line, under verl's and answers' names.
+    """Writes the responses that a step was trained with as text, one a line, under verl's names.
 
     Responses that waited in a checkpoint are left out, since it does not hold their ground truths.
 
@@ -144,8 +144,9 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     for i, (scored, problems) in enumerate(zip(drawn.scored, drawn.judged, strict=False)):
         samples = w.get(drawn.samples[i]) if matching else ()
         for row in answers_of(scored, problems, w.tokenizer, w.end_tokens, samples):
-            names = {"input": row["prompt"], "output": row["response"], "gts": row["answer"], "step": step}
-            lines.append(json.dumps(names | row) + "\n")
+            verl = {"step": step, "input": row.pop("input")}
+            verl |= {name: row.pop(ours) for name, ours in (("output", "response"), ("gts", "answer"))}
+            lines.append(json.dumps(verl | row) + "\n")
     if lines:
         with run.written(str(file)):
             file.parent.mkdir(parents=True, exist_ok=True)
