@@ -59,6 +59,10 @@ LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
     "ppo": ("lm", ppo_clip),
     "value": ("value", value_clip),
 }
+LEGEND = """gradient, 1-cosine, update, from ref.: of the parameter with the largest error; update: by the whole step;
+from ref.: by an update with the reference's gradients; 2nd loss: after the update; time: of forward_backward.
+held: the layout keeps the bars of its dtype. bfloat16 has none for gradient and update, since rounding moves them.
+worst parameter: the one whose gradient differs most from the reference's."""
 BARS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
@@ -321,10 +325,12 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: Iterable[str]) -> None:
-    """Prints the table's header, the bars of these dtypes, and what the reference made."""
+    """Prints what the columns are, the table's header, the bars of these dtypes, and what the reference made."""
+    print(LEGEND)
     print(f"{'':<50}values   relative errors against {reference} in fp32")
     print(f"{'layout':<32}{'loss':<7}{'loss':>10}{'grad norm':>11}{'loss':>10}{'grad norm':>11}{'gradient':>10}"
-          f"{'1-cosine':>10}{'update':>10}{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
+          f"{'1-cosine':>10}{'update':>10}{'from ref.':>11}{'2nd loss':>10}{'time':>9}   "
+          "bars    worst parameter")  # fmt: skip
     for dtype in dtypes:
         loss, norm, gradient, update = (
             f"{BARS[dtype][kind]:.0e}" if kind in BARS[dtype] else "" for kind in BARS["float32"]
@@ -350,7 +356,7 @@ def _row(
         f"{layout.text:<32}{_short(loss):<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
         f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
         f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
-        f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
+        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<8}{result.get('worst') or ''}",
         flush=True,
     )
     numbers = {k: v for k, v in result.items() if k != "scale"}

@@ -111,6 +111,8 @@ def test_an_answer_of_several_rows_is_shown_whole():
     batch = batch_of(pred=[1, 2, 2, 2, 3]).take([1, 2, 3])
     _, (row,) = evaluation_of(batch, [Problem("a", "b", id=3)], tokenizer, [])
     assert row["response"] == "\n".join(tokenizer.decode(part) for part in ([5], [6, 6], [7])) and row["score"] == 1.0
+    first = next(iter(batch.rows())).tolist()
+    assert row["input"] == tokenizer.decode(first[: first.index(5)]) != ""
 
 
 def test_the_explained_variance_of_equal_returns_is_0_in_every_size():

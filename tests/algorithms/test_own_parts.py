@@ -21,10 +21,10 @@ from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import Pace, advance
-from verl_fn.state import Key, Node, Outcome, node, read_only
+from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
 from verl_fn.steps.aggregate import last_of_rows
-from verl_fn.steps.losses.contract import LossError
+from verl_fn.steps.losses.contract import LossError, described
 from verl_fn.testing import LawViolation, check_advantage
 from verl_fn.testing.advantages import estimator_batch
 
@@ -435,6 +435,29 @@ def test_options_of_a_loss(here):
     for name in ("reinforce", "maker"):
         with pytest.raises(ConfigError, match="must be a function that takes wait, and returns a Loss"):
             policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wait": 0.5}))
+
+
+@loss(needs=["logprobs"])
+def measures_itself(outputs, batch):
+    return -outputs.logprobs, {"actor/ppo_kl": token_mean(batch, torch.full_like(outputs.logprobs, 7.0))}
+
+
+@loss(needs=["entropy"])
+def of_entropy(outputs, batch):
+    return outputs.entropy, {}
+
+
+def test_a_loss_reports_the_kl_of_the_update_unless_it_does_so_itself(here):
+    batch = estimator_batch().with_tokens(old_log_probs=torch.zeros(estimator_batch().num_tokens))
+    batch = batch.with_tokens(advantages=torch.ones(batch.num_tokens))
+    outputs = TokenOutputs({name: torch.full((batch.num_tokens,), -0.5) for name in ("logprobs", "entropy")})
+    reported = {
+        name: policy_loss(GRPO(policy_loss=f"me:{name}"))(outputs, batch)[1]
+        for name in ("reinforce", "measures_itself", "of_entropy")
+    }
+    assert reported["reinforce"]["actor/ppo_kl"].value == 0.5 and "own/mean" in reported["reinforce"]
+    assert reported["measures_itself"]["actor/ppo_kl"].value == 7.0 and reported["of_entropy"] == {}
+    assert "reinforce (" in described(policy_loss(GRPO(policy_loss="me:reinforce")).terms[0].fn)
 
 
 def test_a_loss_with_the_parameters_of_verl_says_what_a_loss_takes():

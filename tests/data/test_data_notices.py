@@ -35,6 +35,19 @@ def test_prompts_that_are_there_twice(prompt):
     ]
 
 
+def test_ground_truths_that_no_response_can_equal():
+    unknown = [*problems("a", answer="ab"), *problems("b", answer="two"), *problems("c", answer="ax")]
+    said = lines(unknown)
+    assert len(said) == 1 and said[0].startswith(
+        "data.train_files: no response can equal 2 of the first 3 ground truths; "
+    )
+    assert "every character of the ground truth 'two': it lacks 'o', 't', 'w'" in said[0]
+    assert [line.partition(":")[0] for line in lines([], unknown)] == ["data.val_files"]
+    # The rows of fine-tuning are refused for it.
+    assert lines(unknown, answers=True) == []
+    assert list(notices(unknown, [], DataConfig(train_batch_size=1), None, answers=False)) == []
+
+
 def test_what_a_chat_template_takes_from_outside():
     tokenizer = char_tokenizer("abc")
     tokenizer.chat_template = "{{ strftime_now('%d') if tools }}{{ 'b' if thinking else 'a' }}"

@@ -33,7 +33,7 @@ def test_conversations_can_be_read_as_they_were(chatty, tmp_path, capsys):
         assert (row["ended"] == "done") or row["score"] == 0.0
     assert {"done"} < {row["ended"] for row in trained} and len(longest["messages"]) > 3
     for row in trained:
-        assert row["prompt"].startswith("user: ") and not {"response", "answer"} & set(row) and "gts" in row
+        assert row["prompt"] in row["input"] and not {"response", "answer"} & set(row) and "gts" in row
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "Training responses" in page and f"ended: {trained[0]['ended']}" in page

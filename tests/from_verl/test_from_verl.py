@@ -97,6 +97,13 @@ def test_every_key_of_verls_examples_is_known_and_the_config_makes_a_plan(line):
             assert key in report, key
 
 
+def test_a_setting_that_is_the_default_here_is_reported_and_not_in_the_toml():
+    same = translated(f"{GRPO_LORA} actor_rollout_ref.actor.ppo_epochs=1 algorithm.gamma=1.0")
+    line = "actor_rollout_ref.actor.ppo_epochs -> algorithm.ppo_epochs = 1; the default here"
+    assert line in same.translated and "ppo_epochs" not in same.table["algorithm"]
+    assert not any("default here" in one for one in same.defaults)
+
+
 def test_what_grpos_example_becomes():
     cfg = structure(translated(GRPO_LORA).table)
     assert (cfg.algorithm.name, cfg.rollout.n, cfg.algorithm.options.use_kl_loss) == ("grpo", 5, True)

@@ -315,6 +315,14 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     assert "gave no signal" not in silent and "gradient of 0" not in silent and "always 0" not in silent
 
 
+def test_a_metric_that_is_0_in_some_steps_is_drawn():
+    rows = [dead(1), dead(2) | {"actor/ppo_kl": 0.5}]
+    assert "actor/ppo_kl" in [chart.metric for chart in charts([rows])]
+    assert "actor/ppo_kl" not in [chart.metric for chart in charts([rows[:1]])]
+    # Runs side by side keep the curve of the one that is always 0.
+    assert "actor/ppo_kl" in [chart.metric for chart in charts([rows[:1], rows])]
+
+
 def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):
     answer = {"data_source": "x", "prompt": "user: a?", "input": "<bos>a?\n", "response": "\n\n", "answer": "b"}
     answer |= {"step": 1, "score": 0.0, "acc": 0.0, "finished": True}

@@ -10,7 +10,7 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import Reward, RewardError, response_texts, texts_of
+from verl_fn.rewards.reward import Reward, RewardError, prompt_texts, response_texts, texts_of
 from verl_fn.rewards.rules import by_rules
 from verl_fn.state import Batch
 from verl_fn.steps import reinforce_plus_plus
@@ -165,3 +165,10 @@ def test_texts_keep_special_tokens_that_do_not_end_an_answer():
     # Any of the model's end tokens ends an answer, and the tokenizer's own if none is named.
     assert texts_of([[4, close], [5, 2]], tokenizer, [2, close]) == ["a", "b"]
     assert texts_of([[4, close, 2]], tokenizer) == ["a</think>"]
+
+
+def test_the_text_that_the_model_read():
+    tokenizer = char_tokenizer("ab")
+    rows, mask = [[1, 4, 5], [1, 4], [4, 5, 5, 5, 5, 5, 4, 4]], [[0, 0, 1], [0, 0], [0, 0, 0, 0, 0, 0, 0, 1]]
+    batch = Batch.from_rows(rows, {"response_mask": mask})
+    assert prompt_texts(batch, tokenizer) == ["<bos>a", "<bos>a", "ab (5 times)a"]

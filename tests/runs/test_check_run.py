@@ -84,11 +84,35 @@ def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
         lines(34, "auto")
 
 
+def test_a_check_names_the_parts_of_a_run(tiny, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl_fn.steps import dr_grpo, entropy, reinforce\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+        "def loss(weight):\n    return reinforce() - weight * entropy()\n"
+        "def estimator(batch):\n    return dr_grpo(batch)\n"
+    )
+    more = ["algorithm.name=grpo", "rollout.n=2", f"algorithm.policy_loss={file}:loss", "actor.optim.lr=0.25"]
+    more += ["algorithm.policy_loss_kwargs.weight=0.5", f"algorithm.adv_estimator={file}:estimator"]
+    plain = check_run(tiny_run(tiny, tmp_path, *more)).text.splitlines()
+    assert plain[0].startswith("algorithm   grpo on the task reverse: 3 steps")
+    assert plain[1] == (
+        f"options     policy_loss {file}:loss; policy_loss_kwargs {{'weight': 0.5}}; ppo_mini_batch_size 4; "
+        f"adv_estimator {file}:estimator"
+    )
+    assert plain[2] == "reward      the rule of each data source"
+    assert any("updates in 3 steps, lr 0.25" in line for line in plain)
+    falling = [f"reward.functions=['{file}:score']", "actor.optim.lr_scheduler_type=cosine"]
+    lines = check_run(tiny_run(tiny, tmp_path, *more, *falling)).text.splitlines()
+    assert lines[2] == f"reward      {file}:score" and any("lr 0.25 cosine" in line for line in lines)
+
+
 def test_a_check_says_where_the_engines_are(tiny, tmp_path):
     for placement, words in (("colocated", "colocated with"), ("apart", "apart from")):
         more = ["driver.kind=ray", "rollout.engines=2", f"rollout.placement={placement}"]
-        line = check_run(tiny_run(tiny, tmp_path, *more)).text.splitlines()[2]
-        assert line.startswith("rollout     2 x sampler") and f"{words} the training processes" in line
+        lines = check_run(tiny_run(tiny, tmp_path, *more)).text.splitlines()
+        line = next(line for line in lines if line.startswith("rollout     2 x sampler"))
+        assert f"{words} the training processes" in line
 
 
 def test_a_check_says_that_sampling_runs_ahead(tiny, tmp_path):

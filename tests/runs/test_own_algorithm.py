@@ -120,7 +120,7 @@ def make(options: Options):
 
 
 def test_the_algorithm_with_a_reference_on_the_page_trains_and_its_state_must_be_a_node(tiny, tmp_path):
-    page = (ROOT / "docs/algorithms.md").read_text()
+    page = (ROOT / "docs/your_own.md").read_text()
     code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :].partition(
         "```"
     )[0]
@@ -204,8 +204,8 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
 
 
 def test_the_algorithm_with_two_updates_on_the_page_trains_and_counts_them(tiny, tmp_path):
-    page = (ROOT / "docs/algorithms.md").read_text()
-    code = page[page.index("import attrs\nfrom verl_fn.algorithms import Algorithm\nfrom verl_fn.algorithms.exp") :]
+    page = (ROOT / "docs/your_own.md").read_text()
+    code = page[page.index("import attrs\nfrom verl_fn import Algorithm\nfrom verl_fn.algorithms.exp") :]
     options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef halving(options: Options):"
     (tmp_path / "own.py").write_text(code.partition("```")[0].replace("def halving(options):", options))
     own = [f"algorithm.name={tmp_path}/own.py:halving", "actor.optim.lr_scheduler_type=linear"]
@@ -442,7 +442,7 @@ def test_a_check_takes_a_step_on_mocks(change, said, tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("lora", [0, 2])
 def test_a_check_takes_a_step_with_a_reference(lora, tiny, tmp_path, capsys):
-    page = (ROOT / "docs/algorithms.md").read_text()
+    page = (ROOT / "docs/your_own.md").read_text()
     start = page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm")
     options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef mine(options: Options):"
     (tmp_path / "own.py").write_text(page[start:].partition("```")[0].replace("def mine(options):", options))

@@ -226,7 +226,7 @@ def reference_outputs(batch: Batch, state: Any, w: Workers, role: str = "referen
     if not hasattr(state, role):
         raise AlgorithmError(
             f"{type(state).__name__} has no field {role!r}: give the outline a role, {role}: Role(trained=False, "
-            'copy_of="actor"), and the algorithm a state with a field for it (docs/algorithms.md, Your own)'
+            'copy_of="actor"), and the algorithm a state with a field for it (docs/your_own.md)'
         )
     if (own := getattr(state, role)) is not None:
         return w.trainers[role].forward(own.params, batch, ("logprobs",))

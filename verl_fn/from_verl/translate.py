@@ -38,6 +38,7 @@ from .reading import Settings
 _WRAPPED = textwrap.TextWrapper(
     116, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
 )
+AS_HERE = "; the default here"
 _COMMENT = textwrap.TextWrapper(
     116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
 )
@@ -146,7 +147,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     lines = {key: _line(move, by_user[key]) for key, move in moves.items() if key not in ignored}
     return Translation(
         table,
-        [line for key, line in lines.items() if by_user[key]],
+        [line + ("" if key in kept else AS_HERE) for key, line in lines.items() if by_user[key]],
         [line for key, line in lines.items() if not by_user[key] and key in kept],
         reasons,
         list(dict.fromkeys(refused.values())),

@@ -92,7 +92,8 @@ def _free_memory() -> int:
 def disk_line(plan: Plan) -> str:
     """Returns a line of ``--check`` about the checkpoints of a run."""
     each, most = checkpoint_bytes(plan), checkpoints_at_once(plan)
-    return f"disk        a checkpoint takes {_size(each)}, and up to {most} lie in the folder at a time"
+    at_once = f"up to {most} lie in the folder at a time, {_size(most * each)}"
+    return f"disk        a checkpoint takes {_size(each)}; {at_once}"
 
 
 def _size(nbytes: int) -> str:

@@ -143,7 +143,10 @@ def _made_from(record: Path) -> Any:
 
 def _of_models(plan: Plan) -> Iterator[str]:
     """Yields sentences about how the models of roles are run."""
+    on_cpu = build.device(plan.driver) == "cpu"
     for role in plan.roles.values():
+        if on_cpu and role.dtype == "bfloat16":
+            yield f"{role.table}.dtype is bfloat16 on a CPU: slower there than float32, and less exact"
         if role.strategy != "megatron":
             yield from model_notices(role.folder, role.head, role.row_layout, plan.driver.device)
 
