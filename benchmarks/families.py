@@ -33,6 +33,7 @@ from verl_fn.backends.hf.checks import kernels_for
 from verl_fn.backends.hf.config import only_transformers, quiet, read_config, reason
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.sampler.decoder import RowDecoder
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import aggregate, cross_entropy, sgd
 
@@ -317,6 +318,7 @@ def compare(folder: Path, row_layout: str = "auto") -> dict[str, Any]:
     drawn = pack(sampler.generate(asked, version=0))
     again = backend.forward(state.params, drawn, ["logprobs"]).logprobs
     result["sampled"] = float((again - drawn["rollout_log_probs"]).abs().max())
+    result["cached"] = type(sampler.decoder) is not RowDecoder
     return result
 
 
@@ -512,6 +514,7 @@ def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     of = {kind: [name for name, r in own.items() if r["outcome"] == kind] for kind in (RIGHT, WRONG, REFUSED)}
     packed = [name for name in of[RIGHT] if own[name]["layout"] == "packed"]
     padded = [name for name in of[RIGHT] if own[name]["layout"] == "padded"]
+    slow = [name for name in of[RIGHT] if not own[name]["cached"]]
     lines = [
         "# Families of models",
         "",
@@ -537,19 +540,21 @@ def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         "",
         f"Rows are packed end to end for {len(packed)} families, and padded on the right for {len(padded)}, whose",
         "layers do not keep packed rows apart or have attention that packed rows lack. `model.layout` chooses, and",
-        "`--check` says why rows are padded. The embedded engine has a cache for families with packed rows; for the",
-        "others it computes whole rows for every token, so use [vLLM](vllm.md) on a GPU. There, linear attention and",
-        "state-space layers are fast with the kernels of the extra `verl_fn[linear-attention]`, and a run names the",
-        "packages that are missing.",
+        "`--check` says why rows are padded. The embedded engine goes on from a cache: its own for packed rows,",
+        f"transformers' own for padded ones. For {len(slow)} families (*rows* below) it computes whole rows for",
+        "every token, so use [vLLM](vllm.md) for them. Linear attention and state-space layers are fast with the",
+        "kernels of the extra `verl_fn[linear-attention]`, and a run names the packages that are missing.",
         "",
-        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats | fsdp |",
-        "|---|---|---|---|---|---|",
+        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats | "
+        "engine goes on from | fsdp |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in (*of[RIGHT], *of[WRONG]):
         r = own[name]
         errors = " | ".join(f"{r[key]:.1e}" for key in ("logprobs", "gradient", "sampled"))
         fsdp = results["fsdp"].get(name, {}).get("outcome", "")
-        lines.append(f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']} | {errors} | {fsdp} |")
+        start = f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']}"
+        lines.append(f"{start} | {errors} | {'cache' if r['cached'] else 'rows'} | {fsdp} |")
     lines += _refusals(own, of[REFUSED])
     without_model = [name for name, r in own.items() if r["outcome"] == NO_MODEL]
     lines += ["", f"transformers makes no tiny model of {', '.join(without_model)} with these sizes."]

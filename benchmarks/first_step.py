@@ -16,8 +16,10 @@ losses are relative to the sum of |weight x per-token loss|.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -63,6 +65,10 @@ LEGEND = """gradient, 1-cosine, update, from ref.: of the parameter with the lar
 from ref.: by an update with the reference's gradients; 2nd loss: after the update; time: of forward_backward.
 held: the layout keeps the bars of its dtype. bfloat16 has none for gradient and update, since rounding moves them.
 worst parameter: the one whose gradient differs most from the reference's."""
+HELP = (
+    f"{', '.join(LOSSES)}, or yours: a Loss as FILE.py:NAME, or a function that makes one, 'FILE.py:NAME(bound=2)'; "
+    "the batch has the fields of a run with a reference; by default %(default)s"
+)
 BARS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
@@ -122,17 +128,38 @@ def loss_of(name: str) -> tuple[str, Loss]:
     if name in LOSSES:
         head, make = LOSSES[name]
         return head, make()
-    if not is_reference(name):
+    named, options = _options(name)
+    if not is_reference(named):
         raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
-    loss = load_object(name, "--losses")
-    if not isinstance(loss, Loss) and callable(loss) and takes(loss, (), {}):
-        loss = loss()
+    loss = load_object(named, "--losses")
+    if not isinstance(loss, Loss) and callable(loss) and takes(loss, (), options):
+        loss = loss(**options)
     if not isinstance(loss, Loss):
         raise ConfigError(
-            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name a loss, such as "
-            "`mine = clipped(0.2)` in that file, or a function whose options all have defaults"
+            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name a loss, or a function "
+            "that makes one with its options, as in 'mine.py:clipped(bound=0.2)'"
         )
     return "value" if "values" in loss.needs else "lm", loss
+
+
+def _options(name: str) -> tuple[str, dict[str, Any]]:
+    """Splits the options from a reference.
+
+    Raises:
+        ConfigError: they are not keywords with values.
+
+    Example:
+        >>> _options("mine.py:clipped(bound=0.2)"), _options("mine.py:plain")
+        (('mine.py:clipped', {'bound': 0.2}), ('mine.py:plain', {}))
+    """
+    if not (found := re.fullmatch(r"(.*:\w+)\((.*)\)", name)):
+        return name, {}
+    try:
+        call = ast.parse(f"f({found[2]})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return found[1], {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ConfigError(f"--losses: {name}: write options as in 'mine.py:clipped(bound=0.2)'") from error
 
 
 def _short(loss_name: str) -> str:
@@ -249,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         default=list(LOSSES),
         metavar="LOSS",
-        help=f"{', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME; by default %(default)s",
+        help=HELP,
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny", help="of a model with random weights")
     parser.add_argument("--model", metavar="FOLDER", help="a model folder in its place, such as one of a new family")
@@ -352,11 +379,12 @@ def _row(
         errors |= {f"{name}_beside_local_bf16": beside[name] for name in ("loss", "grad_norm")}
         bar = BESIDE_BF16.get(layout.name, 0.0)
         missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
+    worst = (result.get("worst") or "") if errors["gradient"] else "none differs"
     print(
         f"{layout.text:<32}{_short(loss):<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
         f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
         f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
-        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<8}{result.get('worst') or ''}",
+        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<8}{worst}",
         flush=True,
     )
     numbers = {k: v for k, v in result.items() if k != "scale"}

@@ -35,7 +35,10 @@ def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
     tokens = [draw(4, vocab, n) for n in lengths]
     mask = [[0.0] * max(1, n // 3) + [1.0] * (n - max(1, n // 3)) for n in lengths]
     fields = {"advantages": [normal(n) for n in lengths], "returns": [normal(n) for n in lengths]}
-    batch = Batch.from_rows(tokens, {"response_mask": mask, **fields})
+    group = torch.arange(rows) // 2
+    per_row = {"group": group, "score": (torch.arange(rows) % 2).float(), "temperature": torch.ones(rows)}
+    prompts = torch.tensor([max(1, n // 3) for n in lengths])
+    batch = Batch.from_rows(tokens, {"response_mask": mask, **fields}, per_row | {"prompt_length": prompts})
     return aggregate(batch, "token-mean")
 
 
@@ -49,8 +52,10 @@ def with_old(batch: Batch, head: str, output: Tensor, noise: Tensor) -> Batch:
         noise: normal numbers, by token.
     """
     name, scale, bounds = OLD[head]
-    change = off_bounds(scale * noise, bounds)
-    return batch.with_tokens(**{name: output - change * batch["response_mask"]})
+    mask = batch["response_mask"]
+    old = output - off_bounds(scale * noise, bounds) * mask
+    others = {"rollout_log_probs": old, "ref_log_prob": output + 0.5 * scale * noise * mask} if head == "lm" else {}
+    return batch.with_tokens(**{name: old}, **others)
 
 
 def off_bounds(change: Tensor, bounds: Sequence[float]) -> Tensor:

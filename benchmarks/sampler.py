@@ -23,6 +23,7 @@ from . import measure
 PAD, BOS, EOS, ZERO = 0, 1, 2, 3
 LONGEST, SHORTEST, PROMPTS = 96, 4, 64
 PROMPT_LENGTHS = (8, 32)
+ARCH = "qwen3"
 
 
 @attrs.frozen
@@ -43,6 +44,11 @@ SIZES = {
 }
 
 
+# Widths of linear attention, as small as the other ones.
+LINEAR = {**dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+          **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)}  # fmt: skip
+
+
 def counting_model(size: Size, folder: Path, arch: str, seed: int = 0) -> Any:
     """A transformers model that counts down, saved into ``folder``."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,7 +57,7 @@ def counting_model(size: Size, folder: Path, arch: str, seed: int = 0) -> Any:
         arch, vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=3 * size.hidden,
         num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=2,
         head_dim=size.hidden // size.heads, max_position_embeddings=256, tie_word_embeddings=False,
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, **({} if arch == ARCH else LINEAR),
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -110,11 +116,11 @@ def with_transformers(model: Any, prompts: Sequence[Sequence[int]]) -> Callable[
     return generate
 
 
-def compare(size: Size, pairs: int) -> dict[str, Any]:
+def compare(size: Size, pairs: int, arch: str) -> dict[str, Any]:
     """Time both in interleaved pairs on the same responses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = counting_model(size, folder, "qwen3")
+        model = counting_model(size, folder, arch)
         prompts = counting_prompts(size)
         ours, theirs = with_sampler(model, folder, prompts), with_transformers(model, prompts)
         lengths = ours(0)
@@ -137,10 +143,11 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("sampler", __doc__)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--pairs", type=measure.count, help="interleaved pairs; by default each size's own number")
+    parser.add_argument("--arch", default=ARCH, help="transformers model type; the bars are of %(default)s")
     args = parser.parse_args(argv)
     with quiet():
-        results = {name: compare(SIZES[name], args.pairs or SIZES[name].pairs) for name in args.sizes}
-    measure.write(args.json, "sampler", "cpu", {"prompts": PROMPTS, "results": results})
+        results = {name: compare(SIZES[name], args.pairs or SIZES[name].pairs, args.arch) for name in args.sizes}
+    measure.write(args.json, "sampler", "cpu", {"prompts": PROMPTS, "arch": args.arch, "results": results})
     print(f"{'size':>6}{'sampler':>10}{'generate':>10} tok/s{'ratio':>8}{'95 % interval':>16}   bar")
     for name, r in results.items():
         rates, ratio = r["tokens_per_s"], r["speedup"]

@@ -15,14 +15,15 @@ from . import user_files  # so that a process that imports this package can unpi
 
 if TYPE_CHECKING:
     from .algorithms import Algorithm, Experience, Workers
-    from .algorithms.experience import sample_and_score
+    from .algorithms.experience import sample_and_score, update, with_reference
+    from .algorithms.reports import update_report
     from .backends.fsdp import Fsdp
     from .backends.hf.new_model import new_model
     from .backends.local import Local
     from .backends.megatron import Megatron
     from .backends.sampler import Sampler
     from .backends.vllm import Vllm
-    from .config import Role, opt
+    from .config import Outline, Role, given, opt
     from .environments import Done
     from .rewards import Reward
     from .state import Batch, Grads, Key, Node, Params, Sampling, TrainState, node, tree
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         kl_to_reference,
         linear,
         loss,
+        minibatches,
         ppo_clip,
         sgd,
         token_mean,
@@ -70,6 +72,7 @@ __all__ = [
     "Mock",
     "MockRollout",
     "Node",
+    "Outline",
     "Params",
     "Reward",
     "Role",
@@ -93,9 +96,11 @@ __all__ = [
     "cross_entropy",
     "entropy",
     "gae",
+    "given",
     "kl_to_reference",
     "linear",
     "loss",
+    "minibatches",
     "new_model",
     "node",
     "opt",
@@ -105,27 +110,31 @@ __all__ = [
     "tiny_batch",
     "token_mean",
     "tree",
+    "update",
+    "update_report",
     "user_files",
     "value_clip",
+    "with_reference",
 ]
 
 _PACKAGES = ("state", "steps", "backends", "config", "data", "rewards", "environments", "algorithms", "testing")
 # Where each name is, by module.
 _HOMES = {
     "algorithms": "Algorithm Experience Workers",
-    "algorithms.experience": "sample_and_score",
+    "algorithms.experience": "sample_and_score update with_reference",
+    "algorithms.reports": "update_report",
     "backends.fsdp": "Fsdp",
     "backends.hf.new_model": "new_model",
     "backends.local": "Local",
     "backends.megatron": "Megatron",
     "backends.sampler": "Sampler",
     "backends.vllm": "Vllm",
-    "config": "Role opt",
+    "config": "Outline Role given opt",
     "environments": "Done",
     "rewards": "Reward",
     "state": "Batch Grads Key Node Params Sampling TrainState node tree",
     "steps": "adamw aggregate chain clip_by_global_norm cosine cross_entropy entropy gae kl_to_reference linear loss "
-    "ppo_clip sgd token_mean value_clip",
+    "minibatches ppo_clip sgd token_mean value_clip",
     "testing": "Mock MockRollout check_advantage check_backend check_environment check_loss check_rollout "
     "compare_backends compare_loss tiny_batch",
 }

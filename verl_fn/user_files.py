@@ -26,6 +26,7 @@ from types import ModuleType
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = "file:"
+PACKAGE = str(Path(__file__).parent)  # this project's own files
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 _COLOURS = re.compile(r"\x1b\[\d+m")
 _FRAME = re.compile(r' *File "([^"]+)", line \d+')
@@ -57,7 +58,7 @@ def place_of(error: BaseException, caller: str) -> str:
     others = (caller, __file__, importlib.__file__, "<")
     files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename]
     frames = [frame for frame in files if not frame.filename.startswith(others)]
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    own = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, PACKAGE))] or frames
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 

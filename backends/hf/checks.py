@@ -29,6 +29,7 @@ from torch.torch_version import TorchVersion
 from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
+from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
 from verl_fn.state import Batch, one_thread
@@ -56,6 +57,8 @@ SCALES, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 # The largest difference from transformers' own logits, relative to the largest logit. Rounding is a tenth of it.
 TOLERANCE = 3e-5
+# A state that takes in a token at a time rounds otherwise than one that takes in chunks of tokens.
+ROUNDING = 1e-3
 _fits: dict[str, Fit] = {}
 
 
@@ -247,11 +250,54 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
             for batch, logits in zip(batches[1:], expected[1:], strict=True):
                 if _apart(skeleton.logits(_hidden(skeleton, batch)), logits):
                     raise ValueError(_MIXED)
-            return attrs.evolve(skeleton.fit, why="; ".join(why for tried, why in reasons if tried == PACKED))
+            unpacked = head == "lm" and (fit.layout == PADDED or skeleton.fit.repeats)
+            cached = unpacked and _goes_on(skeleton, batches[0])
+            why = "; ".join(why for tried, why in reasons if tried == PACKED)
+            return attrs.evolve(skeleton.fit, cached=cached, why=why)
         except Exception as error:
             reasons[fit.layout, reason(error)] = None
     tried = "; ".join(f"{rows} rows: {why}" for rows, why in reasons)
     raise ModelError(f"{folder}: {type(model).__name__} cannot be run ({tried})")
+
+
+def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
+    """Returns whether rows that go on from their past, begin at other times and change slots get the same logits."""
+    rows, whole = list(batch.rows()), skeleton.logits(_hidden(skeleton, batch)).split(batch.lengths.tolist())
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    begun = [max(1, len(rows[i]) // 2 - 1) for i in order]
+
+    def right(found: Tensor, numbers: Sequence[int], lengths: Sequence[int]) -> bool:
+        wanted = torch.stack([whole[i][length - 1] for i, length in zip(numbers, lengths, strict=True)])
+        return not _apart(skeleton.logits(found), wanted, ROUNDING)
+
+    try:
+        past = Past(skeleton)
+        # The last row begins later, in place of the first one, which is moved behind the others and goes on there.
+        held, ends = order[:-1], begun[:-1]
+        prompts = Batch.from_rows([rows[i][:end] for i, end in zip(held, ends, strict=True)])
+        if not right(past.read(skeleton, prompts, torch.arange(len(held))), held, ends):
+            return False
+        for moment in range(len(rows[order[0]])):
+            if moment == 1:
+                past.copy([0], [len(held)])
+                new = past.read(skeleton, Batch.from_rows([rows[order[-1]][: begun[-1]]]), torch.tensor([0]))
+                held, ends = [order[-1], *held[1:], held[0]], [begun[-1], *ends[1:], ends[0]]
+                if not right(new, held[:1], ends[:1]):
+                    return False
+            active = [k for k, i in enumerate(held) if ends[k] < len(rows[i])]
+            if not active:
+                return True
+            if len(active) < len(held):
+                past.copy(active, list(range(len(active))))
+                held, ends = [held[k] for k in active], [ends[k] for k in active]
+            tokens = torch.stack([rows[i][end] for i, end in zip(held, ends, strict=True)])
+            found = past.step(skeleton, tokens, torch.tensor(ends), max(ends) + 1)
+            ends = [end + 1 for end in ends]
+            if not right(found, held, ends):
+                return False
+    except Exception:  # a family may lack a cache, or have one of another kind
+        return False
+    return True
 
 
 def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:
@@ -294,11 +340,11 @@ def _own(model: Any, row: Sequence[int]) -> Tensor:
     return logits
 
 
-def _apart(found: Tensor, expected: Tensor) -> bool:
+def _apart(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Returns whether logits differ by more than rounding, or are not finite."""
     if not len(found):
         return False
-    return not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
+    return not bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
 
 
 def _with_head(skeleton: Skeleton, batch: Batch, expected: Tensor) -> Fit:

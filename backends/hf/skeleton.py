@@ -70,6 +70,7 @@ class Fit:
         softcap: the bound c of logits c * tanh(logits / c), if any; the factor is applied before.
         own_head: logits are computed by the model's own code, since it is no output layer with factor and bound.
         repeats: a forward pass runs a layer more than once, so a cache with an entry for each layer is wrong.
+        cached: rows that are not packed can go on from transformers' own cache (``hf.past``).
         longest: the most tokens of a row that transformers' own code computes right.
         why: why rows are not packed, if packing was tried.
     """
@@ -80,6 +81,7 @@ class Fit:
     softcap: float | None = None
     own_head: bool = False
     repeats: bool = False
+    cached: bool = False
     longest: float = math.inf
     why: str = attrs.field(default="", eq=False)
 

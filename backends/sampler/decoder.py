@@ -2,12 +2,13 @@
 
 ``GeneralDecoder`` runs any model with packed rows through its own forward; ``llama.LlamaDecoder`` runs models of the
 Llama shape with fewer operations. Both keep row i of a batch in slot i of a cache that is allocated once, make no
-mask and do not sample. ``RowDecoder`` runs models with padded rows, and computes each row again for every token.
+mask and do not sample. ``PastDecoder`` runs models with padded rows in transformers' own cache. ``RowDecoder`` runs
+models for which that is wrong: it computes each row again for every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import attrs
@@ -16,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing, packed_attention, softmax
+from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import Seen, attentions
 from verl_fn.backends.protocol import Chunk
@@ -369,3 +371,38 @@ class RowDecoder(GeneralDecoder):
             return skeleton.logits(skeleton.hidden_states(*given)[last])
 
         return self.skeleton.run(self._weights | self._buffers, forward)
+
+
+class PastDecoder(RowDecoder):
+    """Runs a causal language model whose rows go on from transformers' own cache; see ``Decoder``.
+
+    Such are models with linear attention or Mamba layers.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(skeleton, shapes, device, dtype)
+        self._past = Past(skeleton)
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Does nothing, since the cache grows with its rows."""
+
+    def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        rows = rows.to(self.device)
+        return self._with_weights(lambda skeleton: skeleton.logits(self._past.read(skeleton, rows, slots)))
+
+    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
+        return self._with_weights(
+            lambda skeleton: skeleton.logits(self._past.step(skeleton, tokens, positions, longest))
+        )
+
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        self._past.copy(sources, targets)
+
+    def drop_cache(self) -> None:
+        self._past = Past(self.skeleton)
+
+    def _with_weights(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
+        logits: Tensor = self.skeleton.run(self._weights | self._buffers, fn)
+        return logits

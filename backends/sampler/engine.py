@@ -23,7 +23,7 @@ from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, RowDecoder
+from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, PastDecoder, RowDecoder
 from verl_fn.backends.sampler.exact import ExactDecoder
 from verl_fn.backends.sampler.fused import FusedDecoder
 from verl_fn.backends.sampler.graphs import GraphRun
@@ -56,7 +56,7 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
         check_exact(skeleton, dtype, device, folder)
         return ExactDecoder(skeleton, shapes, device, dtype)
     if skeleton.padded or skeleton.fit.repeats:
-        return RowDecoder(skeleton, shapes, device, dtype)
+        return (PastDecoder if skeleton.fit.cached else RowDecoder)(skeleton, shapes, device, dtype)
     if misfit(skeleton.config, shapes) is not None:
         return GeneralDecoder(skeleton, shapes, device, dtype)
     # Triton has no bf16 products on older GPUs.

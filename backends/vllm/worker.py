@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from vllm import ModelRegistry
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.sampler import Sampler
 
 from verl_fn.backends.draws import NOISE, Drawn, Draws
@@ -38,6 +39,10 @@ for name in set(OWN_MODELS.values()):
         ModelRegistry.register_model(name, f"verl_fn.backends.vllm.models:{name}")
 # The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
 LOGITS = 2**25
+
+# vLLM compiles this kernel for many seconds when it tries its own sampler at the start; ``DrawingSampler`` takes the
+# place of that sampler afterwards. Engines import this module before.
+topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p: logits
 
 
 class Extension:

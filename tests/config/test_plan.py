@@ -204,3 +204,10 @@ def test_adapters_are_published_alone_by_vllm_where_there_are_any():
     assert evaluation.rollout.lora is None
     with pytest.raises(ConfigError, match=r"alone.*works with actor\.strategy local and fsdp"):
         plan(*alone, "actor.lora_rank=8", "actor.strategy=megatron")
+
+
+@pytest.mark.parametrize("value", [0.28, 0.4])
+def test_a_default_of_another_algorithm_is_no_default_here(value):
+    """0.28 is DAPO's."""
+    words = ["algorithm.name=grpo", "algorithm.policy_loss=reinforce", f"algorithm.clip_ratio_high={value}"]
+    assert notes(None, words) == ['algorithm.clip_ratio_high has no effect with algorithm.policy_loss = "reinforce"']

@@ -202,7 +202,7 @@ def test_a_check_counts_and_refuses(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("does not fit: the generation needs 17.2 of 16 GiB; set ")
     assert "rollout.gpu_memory_utilization=0.8 (peak" in out.splitlines()[-1]
-    assert "training states lie on the CPU while the engine generates" in out
+    assert re.search(r"training states, [\d.]+ GiB of all ranks, lie on the CPU while the engine generates", out)
     both = ["rollout.gpu_memory_utilization=0.9", "rollout.engines=2", "--gpu-memory", "16"]
     assert main(["train", str(recipe), *TINY, "driver.device=cuda", *run, *both]) == 1
     assert "\ndoes not fit: the generation needs 31.8 of 16 GiB; set " in capsys.readouterr().out

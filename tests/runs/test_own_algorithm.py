@@ -1,5 +1,6 @@
 """An algorithm of the user on the command line: its options, its numbers, resume after a kill, fork and replay."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -18,6 +19,7 @@ from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.names import load_object
 from verl_fn.pool.worker import LoadError, find
+from verl_fn.rewards import RewardError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.checks import check_code
@@ -205,7 +207,7 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
 
 def test_the_algorithm_with_two_updates_on_the_page_trains_and_counts_them(tiny, tmp_path):
     page = (ROOT / "docs/your_own.md").read_text()
-    code = page[page.index("import attrs\nfrom verl_fn import Algorithm\nfrom verl_fn.algorithms.exp") :]
+    code = page[page.index("import attrs\n\nfrom verl_fn import Algorithm, Outline, aggregate") :]
     options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef halving(options: Options):"
     (tmp_path / "own.py").write_text(code.partition("```")[0].replace("def halving(options):", options))
     own = [f"algorithm.name={tmp_path}/own.py:halving", "actor.optim.lr_scheduler_type=linear"]
@@ -408,6 +410,31 @@ def test_a_run_that_fails_says_how_until_it_continues(tiny, tmp_path):
     assert not failure.exists()
 
 
+def test_a_check_lets_reward_functions_judge_ground_truths_and_empty_answers(tiny, tmp_path):
+    file = tmp_path / "rewards.py"
+    parts = []
+    for name, line in (("fine", "1.0"), ("misspelled", "extra_info['slaa']"), ("empty", "1.0 / len(solution_str)")):
+        parts.append(f"def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    return {line}")
+    file.write_text("\n".join(parts))
+    for name, said in (("fine", ""), ("misspelled", "raised KeyError: 'slaa'"), ("empty", "ZeroDivisionError")):
+        reward = f"reward.functions=['{file}:{name}']"
+        plan = make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), reward]))
+        with pytest.raises(RewardError, match=f"{file}:{name} .*{said}") if said else contextlib.nullcontext():
+            check_run(plan)
+
+
+def test_a_loss_with_a_metric_that_does_not_add_up_is_refused_before_the_run(tiny, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl_fn.steps import loss\n@loss(needs=['entropy'])\n"
+        "def mine(outputs, batch):\n    return -outputs.entropy, {'h': outputs.entropy.mean()}\n"
+    )
+    own = ["algorithm.name=grpo", "rollout.n=2", f"algorithm.policy_loss={file}:mine"]
+    plan = make_plan(load(overrides=[*TINY, *own, f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]))
+    with pytest.raises(ConfigError, match=r"policy_loss: the loss mine .* returns a Tensor as the metric 'h'"):
+        check_run(plan)
+
+
 def notes_of(plan, capsys):
     capsys.readouterr()
     check_run(plan)
@@ -437,7 +464,21 @@ def test_a_check_takes_a_step_on_mocks(change, said, tiny, tmp_path, capsys):
     found = notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys)
     assert len(found) == (said is not None), found
     assert said is None or re.search(said, found[0])
+    if said is not None and "MissingField" in found[0]:
+        assert str(file) in found[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "how"), [("experience.batch", "went well"), ("None", "fails, as a note above says")]
+)
+def test_a_check_says_that_it_took_a_step(batch, how, tiny, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(TWICE.replace("experience.batch", batch))
+    own = [*overrides(tiny, tmp_path / "run"), f"algorithm.name={file}:make"]
+    assert f"on mocks    one step of {file}:make {how}" in check_run(make_plan(load(overrides=own))).text
+    built_in = load(overrides=[*TINY, "algorithm.name=grpo", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"])
+    assert "on mocks" not in check_run(make_plan(built_in)).text
 
 
 @pytest.mark.parametrize("lora", [0, 2])

@@ -18,6 +18,7 @@ from verl_fn.errors import closest, kind_of, place_of
 from verl_fn.state import PER_ROW, Batch, TokenOutputs, read_only, tree
 from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
+from verl_fn.steps import LossError
 
 from .algorithm import Algorithm
 from .policy import estimator, policy_loss
@@ -43,7 +44,7 @@ def check_fields(options: PolicyOptimization) -> None:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
     Raises:
-        ConfigError: one of them reads a field that the run's batches lack.
+        ConfigError: one of them reads a field that the run's batches lack, or the loss returns what no loss returns.
     """
     roles = options.outline.roles
     written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
@@ -53,7 +54,7 @@ def check_fields(options: PolicyOptimization) -> None:
     if is_reference(options.policy_loss):
         loss = policy_loss(options)
         outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
-        parts["policy_loss"] = lambda: [term.fn(outputs, batch) for term in loss.terms]
+        parts["policy_loss"] = lambda: [term.values(outputs, batch) for term in loss.terms]
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):
         lacking |= OF_LATER_STEPS
         estimate = estimator(options)
@@ -65,6 +66,8 @@ def check_fields(options: PolicyOptimization) -> None:
             # Rewards and environments may write fields that this batch lacks.
             if error.name in lacking or closest(error.name, error.args[1], 0.8):
                 raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
+        except LossError as error:
+            raise ConfigError(f"algorithm.{name}: {error}") from error
         except Exception:  # a function may not suit the numbers of a made-up batch
             continue
 

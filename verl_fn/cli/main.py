@@ -180,7 +180,9 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     model.add_argument("--arch", default="qwen3", help="transformers model type; by default %(default)s")
     model.add_argument("--seed", type=int, default=0, help="of the weights; by default %(default)s")
     model.add_argument(
-        "--chat-template", action="store_true", help="a minimal chat template, so that prompts may be chat messages"
+        "--chat-template",
+        action="store_true",
+        help="a minimal chat template: the content of each message and a line break, without roles and tools",
     )
     model.add_argument(
         "overrides",

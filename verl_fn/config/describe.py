@@ -173,6 +173,8 @@ def _defaults(chosen: type) -> Mapping[str, Any]:
     defaults = flat(to_table(Config()))
     for options in (*BUILT_IN.values(), chosen):
         table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
+        # A table leaves None out, which is a default too.
+        defaults |= {f"algorithm.{field.name}": None for field in attrs.fields(options)}
         defaults |= {key: value for key, value in table.items() if key.startswith("algorithm.")}
     return defaults
 

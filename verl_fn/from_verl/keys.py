@@ -120,7 +120,10 @@ RECORDED = "a run's folder keeps every held-out answer; trainer.journal keeps sa
 PACKED = "rows are always packed, without padding"
 KERNELS = "kernels and their memory are not options here"
 COMPLETE = "checkpoints hold the whole state and a Hugging Face folder"
-OFFLOADED = "rollout.offload_trainer decides for all states: they move to the CPU while vLLM generates"
+OFFLOADED = (
+    "rollout.offload_trainer decides for all states: by default they move to the CPU while vLLM generates if they do "
+    "not fit beside it"
+)
 TEXT = "problems are texts and images here"
 FSDP_ITSELF, MEGATRON_ITSELF = "the fsdp backend sets it itself", "the Megatron backend sets it itself"
 AS_AN_ENV = "a conversation needs an environment here; set env.name"

@@ -121,10 +121,10 @@ class Level:
     required: Callable[[Request], Sequence[str]]
 
 
-def _stress_parts(request: Request) -> list[str]:
-    """Returns the processes of level 2: layouts with more ranks than GPUs have one of their own, on CPUs."""
-    more = parity.layouts_within(parity.stress_layouts(request), request, "cpu") if request.device == "cuda" else []
-    return ["level_2", *(["level_2_on_cpu"] if more else [])]
+def _with_cpus(name: str, layouts: Sequence[str], request: Request) -> list[str]:
+    """Returns the processes of a level: layouts with more ranks than GPUs have one of their own, on CPUs."""
+    more = parity.layouts_within(layouts, request, "cpu") if request.device == "cuda" else []
+    return [name, *([f"{name}_on_cpu"] if more else [])]
 
 
 LEVELS = {
@@ -147,14 +147,14 @@ LEVELS = {
         "parallel layouts",
         "the provider's settings stay right under tensor, pipeline, context, expert and sequence parallelism",
         "look at the fields that the provider derives from parallel sizes, and at the mapping of the parameter named",
-        _stress_parts,
+        lambda request: _with_cpus("level_2", parity.stress_layouts(request), request),
         lambda request: [parity.name_of(text) for text in parity.stress_layouts(request)],
     ),
     3: Level(
         "Megatron-FSDP",
         "the same provider trains with Megatron-FSDP in the place of DDP",
         "if level 0 passes, look at what the provider assumes of wrapping and of flat buffers",
-        lambda request: ["level_3"],
+        lambda request: _with_cpus("level_3", parity.SHARDED, request),
         lambda request: [*smoke.WITHOUT_LORA, *(parity.name_of(text) for text in parity.SHARDED)],
     ),
     4: Level(

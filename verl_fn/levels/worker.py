@@ -98,6 +98,11 @@ def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
     return attrs.evolve(after, checks=(*checks, *after.checks))
 
 
+def level_3_on_cpu(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The first step of the layouts of level 3 that have more ranks than GPUs."""
+    return _layouts(request, parity.SHARDED, folder, progress)
+
+
 def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
     """A part of the architecture that the name of this process ends with."""
     name = progress.part.removeprefix("level_4").removeprefix("_")
@@ -136,6 +141,7 @@ PARTS: dict[str, Part] = {
     "level_2": level_2,
     f"level_2{ON_CPU}": level_2,
     "level_3": level_3,
+    f"level_3{ON_CPU}": level_3_on_cpu,
     **{f"level_4{name}": feature for name in ("", "_moe", "_vlm", "_mtp", "_qat")},
     "level_5_baseline": level_5_baseline,
     "level_5": level_5,

@@ -35,6 +35,7 @@ from verl_fn.runs.progress import cut_off, duration, without_signal
 from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
+OF_EACH = 2  # responses of a problem in the table of training responses
 _SUMMARY_COLUMNS = (
     "run",
     "algorithm",
@@ -185,13 +186,15 @@ def _check_shown(config: Mapping[str, Any], file: Path) -> None:
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
     title = _escaped(", ".join(run.label for run in runs))
+    differences = _differences(runs)
     sections = (
         _summary(runs),
+        *([differences] if len(runs) > 1 else []),
         curves,
         _samples(runs),
         _training(runs),
         _metrics(runs),
-        _differences(runs),
+        *([differences] if len(runs) == 1 else []),
         _configs(runs),
         _footer(runs, command),
     )
@@ -266,7 +269,10 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 
 def remarks(run: RunRecord) -> list[str]:
-    """Returns sentences about how a run failed, and about its steps that learned nothing or cut most answers off."""
+    """Returns sentences about how a run failed, and about steps that learned nothing or cut most answers off.
+
+    Such steps are told if they are at least a tenth of all steps.
+    """
     said = [f"it {run.failure}"] if run.failure else []
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
@@ -275,7 +281,7 @@ def remarks(run: RunRecord) -> list[str]:
         ("had a gradient of 0", [(row, "") for row in known if row.get("actor/grad_norm") == 0.0]),
         ("cut most answers off", [(row, sentence) for row in known if (sentence := cut_off(row["step"], row))]),
     ):
-        if lacking:
+        if lacking and 10 * len(lacking) >= len(steps):
             row, sentence = lacking[-1]
             last = sentence or f"the last of them is step {row['step']:,}"
             said.append(f"{len(lacking):,} of {len(steps):,} steps {what}; {last}")
@@ -315,7 +321,9 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
         note += ", of all runs together" if len(runs) > 1 else ""
         cards.append(_card("Time by phase", "timing_s/*", plots.bars(phases), note))
     legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
-    lines = f" Faint lines are as logged; strong lines are means over {width} points." if width > 1 else ""
+    smoothed = any(not chart.is_plain(curve, steps) for chart in drawn for curve in chart.curves.values())
+    lines = f" Where there is a faint line, it is as logged, and the strong one a mean over {width} points."
+    lines = lines if smoothed and width > 1 else ""
     zero = ", ".join(f"<code>{metric}</code>" for metric in plots.always_zero([run.rows for run in runs]))
     lines += f" 0 in every step, so not drawn: {zero}." if zero else ""
     return (
@@ -368,11 +376,14 @@ def _training(runs: Sequence[RunRecord]) -> str:
         )
         if steps:
             answers = read_lines(steps[max(steps)])
+            shown = [one for one in answers if one["sample"] < OF_EACH][:SHOWN]
             rows = [
                 f"<td>{_prompt(one)}</td><td>{_block(one['gts'])}</td>{_answer(one | {'response': one['output']})}"
-                for one in answers[:SHOWN]
+                for one in shown
             ]
-            title = f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}"
+            title = (
+                f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}, the first of a prompt"
+            )
             tables.append(f"<p>{_escaped(title)}</p>" + _table(_TRAINING, rows, "samples", title))
     return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
 

@@ -61,9 +61,12 @@ CHARTS = (
     ("KL loss", "actor/kl_loss", "log"),
     ("Gradient norm, critic", "critic/grad_norm", "log"),
     ("Explained variance of values", "critic/vf_explained_var", "linear"),
+    ("Tokens a second", "perf/throughput", "linear"),
+)
+# Drawn last, after the user's own metrics.
+OF_ENGINE = (
     ("Rollout against trainer, probability", "training/rollout_probs_diff_max", "log"),
     ("Rollout against trainer, KL", "rollout_corr/k3_kl", "log"),
-    ("Tokens a second", "perf/throughput", "linear"),
 )
 
 # Names of the project's own metrics (docs/metrics.md); metrics of other names come from the user's functions.
@@ -215,7 +218,7 @@ def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
     if any("actor/pg_loss" in row for rows in runs for row in rows):
         logged = [metric for metric in logged if metric != WHOLE]
     filled = []
-    for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own)):
+    for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own), *OF_ENGINE):
         for metric in (m for m in logged if m == name or (name.endswith("/") and m.startswith(name))):
             curves = {i: c for i, rows in enumerate(runs) if len((c := curve(rows, metric)).steps)}
             reward = scale == "share" and "/acc/" not in metric
@@ -291,8 +294,8 @@ def bars(groups: Mapping[str, Mapping[int, tuple[float, str]]]) -> str:
         top += 0.5
     axes.set_yticks(middles, labels=list(map(printable, groups)), parse_math=False, fontsize=_FONT, color=SOFT)
     axes.set_xticks([])
-    # A third of the width is for the words at the ends of the bars.
-    axes.set_xlim(0, (max(seconds for group in groups.values() for seconds, _ in group.values()) or 1.0) * 1.5)
+    # Half of the width is for the words at the ends of the bars.
+    axes.set_xlim(0, (max(seconds for group in groups.values() for seconds, _ in group.values()) or 1.0) * 2.0)
     axes.set_ylim(top - 0.5, -0.75)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -320,7 +323,8 @@ def png(
     for n, chart in enumerate(drawn):
         axes = figure.add_subplot(down, 2, n + 1)
         _draw(axes, chart, steps, width, 8)
-        axes.set_title(printable(f"{chart.title} ({chart.metric})"), fontsize=9, loc="left", parse_math=False)
+        name = f"{chart.metric}, log scale" if chart.log else chart.metric
+        axes.set_title(printable(f"{chart.title} ({name})"), fontsize=9, loc="left", parse_math=False)
         if n >= len(drawn) - 2:
             axes.set_xlabel("step", fontsize=8, color=SOFT)
     handles = [Line2D([], [], lw=2.5, **line_style(i)) for i in range(len(labels))]

@@ -13,7 +13,8 @@ from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
-from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.config import ConfigError, Plan, RolePlan, structure
+from verl_fn.config.describe import without_effect
 from verl_fn.data.entries import entry_name
 from verl_fn.driver import ranks
 
@@ -89,17 +90,12 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest = longest_row(plan)
+    longest, rehearsed = longest_row(plan), None
     has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in Path(plan.model).glob(pattern))
     if gpus is not None and plan.new_model is None and not has_tokenizer:
         _check_without_tokenizer(plan, longest)
     else:
-        source = prepare(plan, say, gpus)
-        check_rewards(plan)
-        for note in filter(None, (*check_conversations(plan, source), rehearse(plan, source))):
-            say(f"note: {note}")
-        lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
-        longest = max(lengths.sampled, lengths.trained)
+        longest, rehearsed = _check_with_tokenizer(plan, gpus)
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
@@ -107,6 +103,9 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         gpu = gpu or build.gpu_memory("cuda")
         plan = sized(plan, gpu)
     lines = [*_run_lines(plan, longest), disk_line(plan)]
+    if rehearsed is not None:
+        how = "fails, as a note above says" if rehearsed else "went well"
+        lines.append(f"on mocks    one step of {plan.algorithm} {how}")
     if gpus is None:
         check_disk(plan)
     if not on_gpus:
@@ -117,6 +116,17 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     lines += _cached_rows(plan, gpu, longest)
     lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
     return Report("\n".join(lines), fits(plan, gpu))
+
+
+def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str | None]:
+    """Checks data, rewards and environment; returns the tokens of the longest row, and what ``rehearse`` returned."""
+    source = prepare(plan, say, gpus)
+    check_rewards(plan, source)
+    rehearsed = rehearse(plan, source)
+    for note in filter(None, (*check_conversations(plan, source), rehearsed)):
+        say(f"note: {note}")
+    lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
+    return max(lengths.sampled, lengths.trained), rehearsed
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
@@ -133,7 +143,8 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
     """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the other engine has all slots."""
     if plan.rollout.name == "vllm" and (rows := cached_rows(plan, gpu)) < (asked := rows_of_engine(plan)):
-        yield f"cache       {rows} rows of {longest} tokens at once in each engine; it gets {asked} a step"
+        held = f"{rows} of the longest rows, of {longest} tokens, at once in each engine, and more of shorter ones"
+        yield f"cache       {held}; it gets {asked} a step"
 
 
 def _on_gpus(plan: Plan) -> Plan:
@@ -177,12 +188,14 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
 
 def _parts_lines(plan: Plan) -> Iterator[str]:
     """Yields lines about the algorithm's options, the reward and the environment."""
-    options = plan.options
+    options, default = plan.options, type(plan.options)()
+    values = {f.name: getattr(options, f.name) for f in attrs.fields(type(options))}
+    unused = without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})
     parts = [
-        f"{f.name} {getattr(options, f.name)}"
-        for f in attrs.fields(type(options))
-        if f.name in ("policy_loss", "adv_estimator")
-        or getattr(options, f.name) not in (None, getattr(type(options)(), f.name))
+        f"{name} {value}"
+        for name, value in values.items()
+        if name in ("policy_loss", "adv_estimator")
+        or (value is not None and value != getattr(default, name) and f"algorithm.{name}" not in unused)
     ]
     if parts:
         yield f"options     {'; '.join(parts)}"
@@ -207,7 +220,12 @@ def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
     if offloads(plan, size, gpu):
-        yield "            training states lie on the CPU while the engine generates (rollout.offload_trainer)"
+        own = [role_memory(role, plan, size).own for role in plan.roles.values()]
+        held = size * sum(parameters.nbytes + moments.nbytes for parameters, _, moments, *_ in own) / GIB
+        yield (
+            f"            training states, {held:.3g} GiB of all ranks, lie on the CPU while the engine generates "
+            "(rollout.offload_trainer)"
+        )
 
 
 def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
@@ -264,7 +282,7 @@ def _help(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit], more: tuple[int
 def _engines(plan: Plan) -> str:
     r = plan.rollout
     dtype = compute_dtype(r.dtype, r.folder, build.device(plan.driver))
-    engine = f"{r.name}, {dtype}, {r.slots} rows at once"
+    engine = f"{r.name}, {dtype}, up to {r.slots} rows at once"
     if r.name == "vllm" and build.device(plan.driver) == "cuda":
         engine += f" in {r.gpu_memory_utilization:g} of a GPU"
     if plan.driver.kind == "local":

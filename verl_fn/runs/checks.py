@@ -51,6 +51,7 @@ from verl_fn.state import Key
 # Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
 # The most conversations of a kind that a check probes.
+JUDGED = 2  # problems of each kind that reward functions are tried on
 TRIES = 8
 # A path in one of these is no OWNER/NAME of the hub.
 OUR_FOLDERS = frozenset(("models", "runs", "checkpoints", "exported", "data"))
@@ -594,14 +595,23 @@ def _has_weights(folder: Path) -> bool:
     return any(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
 
 
-def check_rewards(plan: Plan) -> None:
-    """Starts what runs the user's reward functions, as a run does.
+def check_rewards(plan: Plan, source: Source) -> None:
+    """Starts what runs the user's reward functions, as a run does, and lets them judge a few answers.
+
+    These are the ground truths of some problems, and empty answers. A judge at an address is asked nothing.
 
     Raises:
-        UserError: they cannot be used.
+        UserError: they cannot be used, or fail.
     """
-    if not any(_elsewhere(plan, name) for name in plan.reward.functions):
-        build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
+    functions = plan.reward.functions
+    if any(_elsewhere(plan, name) for name in functions):
+        return
+    reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
+    if not functions or plan.env.name:
+        return
+    sampled = source.train(Key.from_seed(0), 0, JUDGED) if plan.learns_from == "samples" and plan.needs_reward else ()
+    problems = (*sampled, *source.held_out(JUDGED))
+    reward.judge([Answer(problem, text) for problem in problems for text in (problem.answer, "")])
 
 
 def check_conversations(plan: Plan, source: Source) -> Iterator[str]:

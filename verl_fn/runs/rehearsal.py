@@ -50,7 +50,7 @@ def _folded(batch: Batch) -> Batch:
     return attrs.evolve(batch, tokens=batch.tokens % TOKENS)
 
 
-def rehearse(plan: Plan, source: Source) -> str:
+def rehearse(plan: Plan, source: Source) -> str | None:
     """Takes a step of an algorithm of the user on mocks.
 
     Args:
@@ -59,10 +59,10 @@ def rehearse(plan: Plan, source: Source) -> str:
         source: its problems.
 
     Returns:
-        A sentence about what went wrong, or nothing.
+        A sentence about what went wrong, or nothing; None if no step was taken.
     """
     if not is_reference(plan.algorithm) or plan.env.name or plan.copies or plan.rollout.exact != "off":
-        return ""
+        return None
     key = Key.from_seed(plan.trainer.seed)
     trainers: dict[str, Any] = {
         name: Folded(TOKENS, build.optimizer(role.optim if role.trained else None, role.total_updates))
@@ -95,7 +95,7 @@ def rehearse(plan: Plan, source: Source) -> str:
         after, _ = algorithm.step(state, problems, w)
     except Exception as error:  # an algorithm of the user may raise anything
         if any(output in str(error) for output in OF_MODELS):
-            return ""
+            return None
         place = user_files.place_of(error, __file__)
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}{place}"
         return f"a step of {plan.algorithm} on mocks fails: {what}"

@@ -387,3 +387,16 @@ def refused(arguments):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def sampler_that_is_replaced():
+    """Whether vLLM's trial of its own sampler at the start has no kernel to compile where there is Triton."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from verl_fn.backends.vllm import worker
+
+    assert worker.DrawingSampler is not None
+    with mock.patch.object(topk_topp_sampler, "HAS_TRITON", True):
+        logits = torch.randn(9, 40)
+        ones = torch.ones(9)
+        return topk_topp_sampler.apply_top_k_top_p(logits, ones.int(), 0.5 * ones) is logits

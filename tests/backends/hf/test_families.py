@@ -34,13 +34,13 @@ KINDS = {
     "nanochat": Fit(softcap=15.0),
     "gemma2": Fit(softcap=30.0),  # scores have a cap, too
     "gpt_oss": Fit(),  # sinks
-    "doge": Fit("padded", "eager"),  # a mask that the model makes
-    "qwen3_5_text": Fit("padded", "sdpa"),  # linear attention
-    "mamba": Fit("padded", "eager"),
+    "doge": Fit("padded", "eager", cached=True),  # a mask that the model makes
+    "qwen3_5_text": Fit("padded", "sdpa", cached=True),  # linear attention
+    "mamba": Fit("padded", "eager", cached=True),
     "modernbert-decoder": Fit(own_head=True),
     "hrm_text": Fit(repeats=True),  # layers that run several times
     "deepseek_v3": Fit(),  # buffers among the weights
-    "nemotron_h": Fit("padded", "sdpa", longest=16),  # wrong beyond a chunk
+    "nemotron_h": Fit("padded", "sdpa", cached=True, longest=16),  # wrong beyond a chunk
 }
 
 
@@ -62,6 +62,11 @@ def test_a_family_is_computed_as_transformers_does(folder, name):
     result = compare(folder(name))
     assert result["logprobs"] <= BAR and result["gradient"] <= BAR and result["sampled"] <= BAR, result
     assert hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton.fit == KINDS[name]
+
+
+@pytest.mark.parametrize("name", ["rwkv", "recurrent_gemma", "olmo_hybrid", "deepseek_v4"])
+def test_families_without_a_cache_that_is_right(folder, name):
+    assert not hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton.fit.cached
 
 
 def test_entropies_of_every_kind_of_head(folder):

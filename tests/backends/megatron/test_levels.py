@@ -31,7 +31,7 @@ from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level
-from verl_fn.levels.worker import read_outcome
+from verl_fn.levels.worker import PARTS, read_outcome
 from verl_fn.state import Key
 from verl_fn.steps import sgd
 
@@ -308,6 +308,21 @@ def test_data_and_a_reward_model_of_ones_own(run, models, sums, level, tmp_path)
         assert found.verdict == becomes and reason in found.reason, found.reason
         for part in LEVELS[level].parts(Request((level,), "", "", True, "cpu", "")):
             shutil.rmtree(tmp_path / part)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_layouts_that_need_more_gpus_have_a_process_on_cpus(level, models):
+    few, enough = (Request((level,), "", str(models("llama")), True, "cuda", "", gpus=gpus) for gpus in (1, 8))
+    assert LEVELS[level].parts(few) == [f"level_{level}", f"level_{level}_on_cpu"]
+    assert LEVELS[level].parts(enough) == [f"level_{level}"] and set(LEVELS[level].parts(few)) <= PARTS.keys()
+
+
+def test_the_layouts_of_megatron_fsdp_that_need_more_gpus_run_on_cpus(megatron_ranks, models, tmp_path):
+    request = Request((3,), "config.json", str(models("llama")), True, "cuda", str(tmp_path))
+    arguments = json.dumps(attrs.asdict(request)), "level_3_on_cpu", str(tmp_path / "level_3_on_cpu"), None
+    outcome = Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
+    assert [check.name for check in outcome.checks] == [parity.name_of("megatron:dp=2,fsdp=true")], outcome
+    assert all(check.held for check in outcome.checks)
 
 
 def test_random_weights_learn_nothing_from_the_answers_of_data(run, sums):
