@@ -477,7 +477,8 @@ def test_a_check_says_that_it_took_a_step(batch, how, tiny, tmp_path):
     file.write_text(TWICE.replace("experience.batch", batch))
     own = [*overrides(tiny, tmp_path / "run"), f"algorithm.name={file}:make"]
     assert f"on mocks    one step of {file}:make {how}" in check_run(make_plan(load(overrides=own))).text
-    built_in = load(overrides=[*TINY, "algorithm.name=grpo", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"])
+    more = ["algorithm.name=grpo", "rollout.n=2", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]
+    built_in = load(overrides=[*TINY, *more])
     assert "on mocks" not in check_run(make_plan(built_in)).text
 
 
