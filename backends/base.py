@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same
-from verl_fn.backends.checkpoint.state_folder import Writing
-from verl_fn.backends.hf.frozen_base import FrozenBase, Reference, chain_of, stamp_of
-from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.checkpoint import Writing
+from verl_fn.backends.hf.lora import FrozenBase, Lora, Reference, chain_of, stamp_of
 from verl_fn.backends.hf.outputs import check_head, check_needs
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.backends.hf.ulysses import LayoutError

@@ -34,7 +34,7 @@ from verl_fn.backends.protocol import (
     check_sampling,
     serves,
 )
-from verl_fn.backends.weight_sync.source import PARTS
+from verl_fn.backends.weight_sync.publication import PARTS
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
 

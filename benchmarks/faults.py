@@ -30,7 +30,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver.remote_rollout import RemoteRollout
+from verl_fn.driver.remote import RemoteRollout
 from verl_fn.runs import loop as training
 from verl_fn.runs.logs import read_metrics
 

@@ -124,8 +124,8 @@ class InPlace:
         return float(norm)
 
     def _micro_batches(self, batch: Batch) -> list[Any]:
+        from verl_fn.backends.agreement import share_out
         from verl_fn.backends.megatron.rows import MicroBatch, padded_starts
-        from verl_fn.backends.row_sharing import share_out
         from verl_fn.state import one_thread
 
         sizes = self.layout.sizes

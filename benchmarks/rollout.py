@@ -214,8 +214,7 @@ def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device:
     from verl_fn.driver.cluster import Cluster
     from verl_fn.driver.group import Group, Placement
     from verl_fn.driver.ray import ROOM, connected
-    from verl_fn.driver.remote import RemoteTrain
-    from verl_fn.driver.remote_rollout import RemoteRollout
+    from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 
     from .weight_sync import rollout_plan, trainer
 

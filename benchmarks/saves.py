@@ -41,7 +41,7 @@ def copy(source: Path, target: Path) -> None:
 def measured(work: Path, shape: str, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """Returns the bytes of a saved state, and the seconds of each way in each round."""
     import verl_fn as vf
-    from verl_fn.checksums import crc_of
+    from verl_fn.atomic import crc_of
 
     measure.say(f"a model of shape {shape}")
     workload.write_model(work / "model", shape, "cpu")

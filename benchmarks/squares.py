@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_fn.benchmarks.measure import machine
-from verl_fn.data.squares import SIDE, png
+from verl_fn.data.prepare import SIDE, png
 
 ACCURACY = "val-core/squares/acc/mean@1"
 CHARS = " 0123456789?HWabcdeghilmnoqrstuwy"

@@ -22,12 +22,12 @@ import torch
 
 from verl_fn import build
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import DriverConfig, RayConfig
+from verl_fn.runs.memory import model_sizes
 from verl_fn.state import Key
 from verl_fn.steps import frozen
 
@@ -99,8 +99,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
     from verl_fn.driver.cluster import Cluster
     from verl_fn.driver.group import Group
     from verl_fn.driver.ray import ROOM, connected
-    from verl_fn.driver.remote import RemoteTrain
-    from verl_fn.driver.remote_rollout import RemoteRollout
+    from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 
     device, ranks, apart = args.device, args.ranks, placement == "apart"
     bundle = {"CPU": ROOM, "GPU": 1.0} if device == "cuda" else {"CPU": ROOM}

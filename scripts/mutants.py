@@ -4,7 +4,7 @@
 
     [[mutant]]
     name = "grpo keeps the KL controller of the step before"
-    file = "verl_fn/algorithms/grpo.py"
+    file = "verl_fn/algorithms/policy_optimization.py"
     old = '''text that occurs exactly once in the file'''
     new = '''text that breaks it'''
     tests = ["tests/algorithms/test_whole_steps.py::test_adaptive_kl"]

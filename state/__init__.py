@@ -1,21 +1,20 @@
 """Immutable values (training states, batches, metrics, keys) and the functions that move and compare them."""
 
 from . import metrics, tree
-from .batch import Batch, Ragged, concatenate
+from .batch import PER_ROW, Batch, Ragged, TokenOutputs, concatenate, output_width, top_count
 from .guards import NotDifferentiable, SharedSetting, isolated, one_thread, read_only, refuse_derivatives
-from .images import POSITIONS, RowImages, with_images
-from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
-from .node import DonatedError, FrozenDict, Named, Node, mapping, named, node, static
-from .outputs import PER_ROW, TokenOutputs, output_width, top_count
+from .node import DonatedError, FrozenDict, Key, Named, Node, mapping, named, node, static, uniform_at
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken, version_of
 from .rollout import (
     END_REASONS,
     FAILURES,
+    POSITIONS,
     EndReason,
     FinishReason,
     Outcome,
     Request,
+    RowImages,
     Sample,
     Sampling,
     check_ids,
@@ -23,6 +22,7 @@ from .rollout import (
     pack,
     requests_for,
     unpack,
+    with_images,
 )
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .batch import Batch
-from .outputs import PER_ROW, TokenOutputs
+from .batch import PER_ROW, Batch, TokenOutputs
 
 # What a part of padded rows costs beside its tokens, as a share of the budget: a sixteenth.
 FEE = 16

@@ -9,8 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from .key import Key
-from .node import Named, Node, child, named, node
+from .node import Key, Named, Node, child, named, node
 
 # Of tensors with so many elements, the squares of each row of so many elements are added in fp32.
 LARGE, ROW = 2**15, 1024

@@ -18,7 +18,7 @@ from .advantages import (
     tir_optimal_token_baseline,
     whiten_masked,
 )
-from .aggregate import aggregate, aggregate_rows
+from .aggregate import aggregate, aggregate_rows, minibatches, scan
 from .correction import (
     correct_advantages,
     exact_gap,
@@ -64,7 +64,7 @@ from .losses import (
     value_clip,
     weighted_sum,
 )
-from .minibatch import minibatches, scan
+from .losses.policy import select_clip_cov, select_high_entropy, select_kl_cov
 from .optim import (
     SGD,
     AdamState,
@@ -94,7 +94,6 @@ from .optim import (
     sgd,
     stateless,
 )
-from .selection import select_clip_cov, select_high_entropy, select_kl_cov
 
 __all__ = [
     "SGD",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_fn.cli import main
-from verl_fn.data.conversations import TaskDialogues
+from verl_fn.data.examples import TaskDialogues
 from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.environments import Done
 from verl_fn.runs.logs import read_metrics

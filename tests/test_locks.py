@@ -51,7 +51,7 @@ def test_megatron_is_locked_as_its_extra_and_its_errors_say():
 
 
 def test_torchvision_is_the_one_of_vllm_and_of_its_error():
-    from verl_fn.backends.vllm.images import TORCHVISION
+    from verl_fn.backends.vllm.arguments import TORCHVISION
 
     assert str(pins("torchvision.txt")["torchvision"]) == str(pins("vllm.txt")["torchvision"]) == TORCHVISION
 

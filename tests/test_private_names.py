@@ -39,7 +39,7 @@ USED = {
         "verl_fn/testing/violation.py": {"_python_dispatch"},
     },
     "transformers": {
-        "backends/checkpoint/export.py": {"_weight_conversions"},
+        "backends/checkpoint.py": {"_weight_conversions"},
         "backends/hf/checks.py": {"_model_mapping"},
         "backends/hf/config.py": {"_extra_content"},
         "backends/hf/folder.py": {"_gradient_checkpointing_func", "_is_hf_initialized", "_model_mapping"},
@@ -47,7 +47,7 @@ USED = {
     },
     "megatron-core": {
         "backends/megatron/distributed_optimizer.py": {"_defer_param_sync", "_get_model_param_range_map"},
-        "backends/megatron/fully_sharded.py": {"_get_item_slice_in_shard", "_replace_param_with_raw_if_needed"},
+        "backends/megatron/shards.py": {"_get_item_slice_in_shard", "_replace_param_with_raw_if_needed"},
     },
     "megatron-bridge": {
         "backends/megatron/conversion.py": {"_model_bridge"},

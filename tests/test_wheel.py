@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LINKED = ("state", "steps", "backends", "benchmarks")
 DATA = ("verl_fn/py.typed", "verl_fn/report/report.css")
-MODULES = ("verl_fn", "verl_fn.state", "verl_fn.cli", "verl_fn.backends.local", "verl_fn.report")
+MODULES = ("verl_fn", "verl_fn.state", "verl_fn.cli", "verl_fn.backends.hf", "verl_fn.report")
 SITE_PACKAGES = sysconfig.get_path("purelib")
 
 

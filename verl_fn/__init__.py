@@ -15,8 +15,7 @@ from . import user_files  # so that a process that imports this package can unpi
 
 if TYPE_CHECKING:
     from .algorithms import Algorithm, Experience, Workers
-    from .algorithms.experience import sample_and_score, update, with_reference
-    from .algorithms.reports import update_report
+    from .algorithms.experience import sample_and_score, update, update_report, with_reference
     from .backends.fsdp import Fsdp
     from .backends.hf.new_model import new_model
     from .backends.local import Local
@@ -121,8 +120,7 @@ _PACKAGES = ("state", "steps", "backends", "config", "data", "rewards", "environ
 # Where each name is, by module.
 _HOMES = {
     "algorithms": "Algorithm Experience Workers",
-    "algorithms.experience": "sample_and_score update with_reference",
-    "algorithms.reports": "update_report",
+    "algorithms.experience": "sample_and_score update update_report with_reference",
     "backends.fsdp": "Fsdp",
     "backends.hf.new_model": "new_model",
     "backends.local": "Local",

@@ -21,8 +21,7 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
-from verl_fn.driver.local import process_group
-from verl_fn.driver.ranks import ActorDied, ActorHangs, torchrun_rank, torchrun_size
+from verl_fn.driver.ranks import ActorDied, ActorHangs, process_group, torchrun_rank, torchrun_size
 from verl_fn.state import Batch
 
 # The first process may read data or wait for a download for hours before it makes a call.

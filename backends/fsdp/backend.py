@@ -23,31 +23,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends import checkpoint
+from verl_fn.backends.agreement import (
+    Share,
+    agree_on_batch,
+    agree_on_call,
+    agreed,
+    brought_together,
+    gathered,
+    require_same,
+    settings,
+    share_out,
+)
 from verl_fn.backends.base import Base, one_at_a_time
-from verl_fn.backends.checkpoint import state_folder as checkpoint
-from verl_fn.backends.fsdp import loading
-from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
-from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, whole, with_specs
+from verl_fn.backends.fsdp.sharding import (
+    Layout,
+    Recipe,
+    check_slots,
+    draw_shards,
+    locals_of,
+    moved,
+    read_shards,
+    whole,
+    with_specs,
+)
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import Checkpointing, Hollow, check_same_config, check_same_model
-from verl_fn.backends.hf.frozen_base import Reference
-from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft
+from verl_fn.backends.hf.lora import ADAPTERS, Lora, Reference, in_peft
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import PIXELS, beside_tokens
 from verl_fn.backends.memory import fits
-from verl_fn.backends.row_sharing import (
-    Share,
-    agree_on_batch,
-    agree_on_call,
-    brought_together,
-    share_out,
-)
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
 from verl_fn.state import (
     Batch,
@@ -324,7 +334,7 @@ class Fsdp(Base):
         """
         with agreed():
             model = self._hollow(folder, key)
-        take = loading.read if pretrained else loading.draw
+        take = read_shards if pretrained else draw_shards
         shards = take(folder, self._recipe, key, model, self.layout, self.device)
         return Params(shards, self._built().trainable, model.skeleton.new_buffers(self.device))
 

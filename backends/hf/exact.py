@@ -166,9 +166,9 @@ def _aligned(rows: Tensor) -> Tensor:
 
 def _on_cuda() -> Any:
     # Triton is installed only with CUDA.
-    from verl_fn.backends.hf import exact_kernels
+    from verl_fn.backends.hf import kernels
 
-    return exact_kernels
+    return kernels
 
 
 # Norms and activations

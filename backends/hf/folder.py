@@ -25,7 +25,6 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from verl_fn.backends.hf import frozen_base
 from verl_fn.backends.hf.checks import fit_of, kernels_for, wrong_gradients
 from verl_fn.backends.hf.config import (
     LOCAL,
@@ -39,7 +38,7 @@ from verl_fn.backends.hf.config import (
     reason,
     refused,
 )
-from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
+from verl_fn.backends.hf.lora import ABOUT, Lora, canonical, chain_of, load_base
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Hollow, Skeleton
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.hf.vision import attentions, class_of
@@ -238,7 +237,7 @@ def _loaded(auto: Any, config: Any, folder: str | Path, options: dict[str, Any])
 
     # The folder's own settings of generation are not used, and some of them would be refused.
     own = {"config": config, "generation_config": transformers.GenerationConfig(), "ignore_mismatched_sizes": True}
-    return frozen_base.load(auto, folder, {**options, **own, **LOCAL})
+    return load_base(auto, folder, {**options, **own, **LOCAL})
 
 
 @_one_at_a_time
@@ -315,7 +314,7 @@ def _check_count(described: int, folder: str | Path) -> None:
     Raises:
         ModelError: the config describes more.
     """
-    holder = frozen_base.chain_of(folder)[-1]
+    holder = chain_of(folder)[-1]
     files = [path for pattern in ("*.safetensors", "*.bin") for path in holder.glob(pattern)]
     held = sum(path.stat().st_size for path in files)
     # Quantized weights take more than a bit each, too.

@@ -1,6 +1,9 @@
-"""Triton kernels over rows of logits: the reductions of log-probabilities, and the gradient in the logits' place.
+"""Triton kernels over rows of logits, and ones whose result for a row does not depend on how many rows a call has.
 
-Each reads the logits once, in whatever dtype the output layer gave them, and computes in fp32.
+The first are the reductions of log-probabilities, and the gradient in the logits' place. Each reads the logits once,
+in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact`` models: a program
+computes a tile of rows, and adds over the inner dimension in one order. What a call's number of rows decides is how
+many programs run, and no more: sizes of tiles depend on the shapes of weights and heads only.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
@@ -8,12 +11,24 @@ Each reads the logits once, in whatever dtype the output layer gave them, and co
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK = 4096
+# Tiles of a product, for many rows and for few; a test of each shape shows that both add in one order.
+MANY = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
+FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
+# Without tensor cores, tiles of fp32 need more registers.
+WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
+# Neighbouring programs share columns of the weight.
+GROUP = 8
+QUERIES, KEYS = 64, 64
 
 
 def reduce_rows(
@@ -129,3 +144,207 @@ def _gradient(
         bent = tl.where(p > 0.0, p * (log_p + tl.load(entropies + row)), 0.0)
         d -= bent * tl.load(d_entropies + row)
     tl.store(logits + at, (d * slope).to(logits.dtype.element_ty), mask=at < vocab)
+
+
+def product(
+    x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"], bias: Tensor | None = None
+) -> Float[Tensor, "T N"]:
+    """Returns ``x @ weight.T + bias``, summed in fp32."""
+    tiles = WIDE if x.dtype == torch.float32 else MANY
+    if tiles is MANY and len(x) <= FEW["ROWS"] and _same_order(*weight.shape, x.dtype, x.device):
+        tiles = FEW
+    return _product_by(tiles, x, weight, bias)
+
+
+def _product_by(tiles: dict[str, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (T, K), N = x.shape, len(weight)
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    out = x.new_empty(T, N)
+    grid = (triton.cdiv(T, tiles["ROWS"]) * triton.cdiv(N, tiles["COLUMNS"]),)
+    _product[grid](
+        x, weight, x if bias is None else bias, out, T, N, K, weight.stride(0), BIASED=bias is not None,
+        WHOLE=K % tiles["INNER"] == 0, GROUP=GROUP, **tiles,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _same_order(N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether tiles for few rows and for many give equal bits for this shape."""
+    generator = torch.Generator(device).manual_seed(N * K)
+    x, weight = (torch.randn(n, K, generator=generator, device=device).to(dtype) for n in (FEW["ROWS"], min(N, 1024)))
+    return torch.equal(_product_by(FEW, x, weight, None), _product_by(MANY, x, weight, None))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _product(
+    x, weight, bias, out, T, N, K, stride,
+    BIASED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    in_rows, in_columns = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)
+    group = program // (GROUP * in_columns)
+    first = group * GROUP
+    size = tl.minimum(in_rows - first, GROUP)
+    inside = program % (GROUP * in_columns)
+    row = ((first + inside % size) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = ((inside // size) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    inner = tl.arange(0, INNER)
+    a = x + row[:, None] * K + inner
+    b = weight + column[None, :] * stride + inner[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, K, INNER):
+        if WHOLE:
+            left = tl.load(a, mask=row[:, None] < T, other=0.0)
+            right = tl.load(b, mask=column[None, :] < N, other=0.0)
+        else:
+            left = tl.load(a, mask=(row[:, None] < T) & (inner + start < K)[None, :], other=0.0)
+            right = tl.load(b, mask=(column[None, :] < N) & (inner + start < K)[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        a += INNER
+        b += INNER
+    if BIASED:
+        total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    place = out + row[:, None] * N + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row[:, None] < T) & (column[None, :] < N))
+
+
+def norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*T H"]:
+    """Returns the RMS norm: in fp32, cast, and then times the weight."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty_like(rows)
+    width = rows.shape[1]
+    _norm[(len(rows),)](rows, weight, out, eps, H=width, BLOCK=triton.next_power_of_2(width), num_warps=4)
+    return out.view(x.shape)
+
+
+@triton.jit
+def _norm(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * H
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + row + at, mask=at < H, other=0.0)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)
+    narrow = (wide * scale).to(value.dtype).to(tl.float32)
+    scaled = narrow * tl.load(weight + at, mask=at < H, other=0.0).to(tl.float32)
+    tl.store(out + row + at, scaled.to(out.dtype.element_ty), mask=at < H)
+
+
+def packed_attention(
+    q: Float[Tensor, "T heads dim"],
+    k: Float[Tensor, "T kv dim"],
+    v: Float[Tensor, "T kv dim"],
+    packing: Any,
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "T heads dim"]:
+    """Returns causal attention within each of the packed rows."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    strides = [(0, x.stride(0), x.stride(1)) for x in (k, v)]
+    rows, cu = (packing.rows, packing.longest), packing.cu_seqlens
+    return _attention_of(q, k, v, strides, cu, rows, scaling, window, step=False)
+
+
+def step_attention(
+    q: Float[Tensor, "n heads dim"],
+    keys: Float[Tensor, "n kv places dim"],
+    values: Float[Tensor, "n kv places dim"],
+    positions: Int[Tensor, " n"],
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "n heads dim"]:
+    """Returns the attention of one token of each row over a cache."""
+    strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
+    return _attention_of(q, keys, values, strides, positions, (len(q), 1), scaling, window, step=True)
+
+
+def _attention_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strides: list[tuple[int, int, int]],
+    places: Tensor,
+    rows: tuple[int, int],
+    scaling: float,
+    window: int | None,
+    *,
+    step: bool,
+) -> Tensor:
+    """Runs the kernel; strides of keys and values are of a row, a place and a head, ``rows`` count and longest."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    _, heads, dim = q.shape
+    kv = k.shape[1]
+    group = heads // kv
+    out = q.new_empty(q.shape)
+    queries = max(QUERIES, triton.next_power_of_2(group))
+    grid = (triton.cdiv(rows[1], queries // group), rows[0] * kv)
+    _attention[grid](
+        q, k, v, out, places, q.stride(0), q.stride(1), *strides[0], *strides[1], out.stride(0), out.stride(1),
+        scaling, window or 0, KV=kv, GROUP=group, DIM=dim, BLOCK=max(16, triton.next_power_of_2(dim)),
+        QUERIES=queries, KEYS=KEYS, WINDOWED=window is not None, STEP=step, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["window"])
+def _attention(
+    q, k, v, out, places, q_token, q_head, k_row, k_place, k_head, v_row, v_place, v_head, o_token, o_head,
+    scaling, window,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = QUERIES // GROUP
+    row, head = tl.program_id(1) // KV, tl.program_id(1) % KV
+    # ``token`` is the first query's in its tensor, ``place`` its place in the row; ``count`` queries follow.
+    if STEP:
+        base = row.to(tl.int64)
+        place, count = tl.load(places + row).to(tl.int32), 1
+        token = base
+    else:
+        base = tl.load(places + row).to(tl.int64)
+        place = tl.program_id(0) * TOKENS
+        count = (tl.load(places + row + 1) - base).to(tl.int32) - place
+        token = base + place
+    if count <= 0:
+        return
+    count = tl.minimum(count, TOKENS)
+    m = tl.arange(0, QUERIES)
+    of, member = m // GROUP, m % GROUP
+    asked = of < count
+    at = place + of
+    d = tl.arange(0, BLOCK)
+    q_at = q + (token + of)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + d[None, :]
+    query = tl.load(q_at, mask=asked[:, None] & (d < DIM)[None, :], other=0.0)
+    # Keys of packed rows lie at the row's first token, of a cache in the row's slot.
+    if STEP:
+        k_base, v_base = k + base * k_row + head * k_head, v + base * v_row + head * v_head
+    else:
+        k_base, v_base = k + base * k_place + head * k_head, v + base * v_place + head * v_head
+    top = tl.full((QUERIES,), -float("inf"), tl.float32)
+    mass = tl.zeros((QUERIES,), tl.float32)
+    total = tl.zeros((QUERIES, BLOCK), tl.float32)
+    end = place + count
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(place - window + 1, 0) // KEYS * KEYS
+    for first in range(begin, end, KEYS):
+        n = first + tl.arange(0, KEYS)
+        there = (n < end)[:, None] & (d < DIM)[None, :]
+        keys = tl.load(k_base + n.to(tl.int64)[:, None] * k_place + d[None, :], mask=there, other=0.0)
+        values = tl.load(v_base + n.to(tl.int64)[:, None] * v_place + d[None, :], mask=there, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
+        seen = (n[None, :] <= at[:, None]) & asked[:, None]
+        if WINDOWED:
+            seen = seen & (n[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        # A query that has seen no key has no finite maximum to subtract.
+        level = tl.where(new == -float("inf"), 0.0, new)
+        shares, shrink = tl.exp(scores - level[:, None]), tl.exp(top - level)
+        mass = mass * shrink + tl.sum(shares, 1)
+        total = tl.dot(shares.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+        top = new
+    result = total / tl.where(asked, mass, 1.0)[:, None]
+    o_at = out + (token + of)[:, None] * o_token + (head * GROUP + member)[:, None] * o_head + d[None, :]
+    tl.store(o_at, result.to(out.dtype.element_ty), mask=asked[:, None] & (d < DIM)[None, :])

@@ -19,9 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends.agreement import (
+    Share,
+    agree_on_batch,
+    agree_on_call,
+    agreed,
+    brought_together,
+    gathered,
+    require_same,
+    settings,
+    share_out,
+)
 from verl_fn.backends.base import Base, one_at_a_time
-from verl_fn.backends.checkpoint.state_folder import Writing, check_dtypes
+from verl_fn.backends.checkpoint import Writing, check_dtypes
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
@@ -31,13 +41,12 @@ from verl_fn.backends.hf.vision import PIXELS
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor, How
-from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.layout import Layout, Sizes
-from verl_fn.backends.megatron.masks import check_slots
+from verl_fn.backends.megatron.names import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
+from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.memory import fits
-from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, share_out
 from verl_fn.backends.weight_sync import Weights, in_parts, specs_of
 from verl_fn.state import (
     Batch,

@@ -22,14 +22,12 @@ from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_head, check_same_model, take_epsilons
-from verl_fn.backends.megatron.fully_sharded import sharded_pieces
 from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
-from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
-from verl_fn.backends.megatron.names import Canonical, conversions_of
+from verl_fn.backends.megatron.names import Canonical, conversions_of, for_leaves
 from verl_fn.backends.megatron.routing import Routers, Routing
-from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
+from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of, sharded_pieces
 from verl_fn.state import Buffers, Key, Params
 from verl_fn.steps import Frozen, Optimizer
 

@@ -170,7 +170,7 @@ class Layout:
         finally:
             _set(parallel_state, before)
 
-    # What `row_sharing` asks of a layout.
+    # What `agreement` asks of a layout.
 
     @property
     def shares(self) -> int:

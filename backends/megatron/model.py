@@ -20,10 +20,10 @@ from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
 from verl_fn.backends.megatron.fidelity import OF_ATTENTION, checked
-from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.rows import ROUTED
+from verl_fn.backends.megatron.shards import FULLY_SHARDED, unwrapped
 
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
 REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
@@ -203,7 +203,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         try:
             (ddp,) = provider.provide_distributed_model(
                 ddp_config=DistributedDataParallelConfig(
-                    use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(SETTINGS if how.fsdp else {})
+                    use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(FULLY_SHARDED if how.fsdp else {})
                 ),
                 use_megatron_fsdp=how.fsdp,
                 use_cpu_initialization=how.device.type == "cpu",

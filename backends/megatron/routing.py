@@ -21,11 +21,10 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
-from verl_fn.backends.agreement import gathered
+from verl_fn.backends.agreement import Share, gathered
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.experts import recorded_dtype
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch
-from verl_fn.backends.row_sharing import Share
 from verl_fn.state import Batch
 from verl_fn.state.batch import entries_of
 

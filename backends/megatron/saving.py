@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from verl_fn.backends import checkpoint
 from verl_fn.backends.agreement import agreed, gathered, require_same
-from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.config import check_same_config
 from verl_fn.backends.hf.folder import Hollow
-from verl_fn.backends.hf.frozen_base import FrozenBase, Reference
-from verl_fn.backends.hf.lora import ADAPTERS, in_peft
+from verl_fn.backends.hf.lora import ADAPTERS, FrozenBase, Reference, in_peft
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Slices, Span

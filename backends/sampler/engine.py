@@ -23,10 +23,8 @@ from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, PastDecoder, RowDecoder
-from verl_fn.backends.sampler.exact import ExactDecoder
-from verl_fn.backends.sampler.fused import FusedDecoder
-from verl_fn.backends.sampler.graphs import GraphRun
+from verl_fn.backends.sampler.decoder import Decoder, ExactDecoder, GeneralDecoder, PastDecoder, RowDecoder
+from verl_fn.backends.sampler.fused import FusedDecoder, GraphRun
 from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from verl_fn.backends.draws import ONE
-from verl_fn.backends.sampler.lanes import Lanes
+from verl_fn.backends.sampler.decoder import Lanes
 
 # Bytes of keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
 KEY_BYTES, LOGITS = 16384, 4096

@@ -30,8 +30,16 @@ from verl_fn.backends.weight_sync import apart_of, check_specs
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments, adapter_request
-from .arguments import check_heads, check_names, check_version, engine_arguments, prepare_environment, started
-from .images import prompt_with_images, reads_images
+from .arguments import (
+    check_heads,
+    check_names,
+    check_version,
+    engine_arguments,
+    prepare_environment,
+    prompt_with_images,
+    reads_images,
+    started,
+)
 from .routes import Routes
 
 # What sleeping frees, and the tags that wake it.

@@ -1,7 +1,20 @@
 """Sends weights from a training backend to a rollout engine: sources, checks and channels."""
 
-from .intake import Cut, IncompleteWeights, arriving, check_specs, checksum, receive
-from .source import Apart, Weights, apart, apart_of, in_parts, specs_of, whole_of_parts
+from .publication import (
+    Apart,
+    Cut,
+    IncompleteWeights,
+    Weights,
+    apart,
+    apart_of,
+    arriving,
+    check_specs,
+    checksum,
+    in_parts,
+    receive,
+    specs_of,
+    whole_of_parts,
+)
 
 __all__ = [
     "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs", "checksum",

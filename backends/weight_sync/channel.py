@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from verl_fn.backends.agreement import open_store, use_loopback
 
-from .intake import IncompleteWeights
+from .publication import IncompleteWeights
 
 SLOTS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a slot

@@ -31,8 +31,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .intake import Cut, IncompleteWeights, check_cuts
-from .source import Apart, in_dtype
+from .publication import Apart, Cut, IncompleteWeights, check_cuts, in_dtype
 
 
 class _Sender(End):

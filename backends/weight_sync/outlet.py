@@ -31,8 +31,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .intake import Cut, checksum
-from .source import Weights, apart_of, in_dtype
+from .publication import Cut, Weights, apart_of, checksum, in_dtype
 
 TRIES = 3  # to connect to an engine
 

@@ -7,8 +7,7 @@ warning.
 
 from .columns import penalize_overlong, whiten_masked
 from .group import dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
-from .token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from .token_returns import gae, reinforce_plus_plus, remax
+from .token_returns import gae, optimal_token_baseline, reinforce_plus_plus, remax, tir_optimal_token_baseline
 
 __all__ = [
     "dr_grpo",

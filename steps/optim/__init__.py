@@ -1,8 +1,22 @@
 """Optimizers, learning-rate schedules, and ``apply_update`` to apply an optimizer to a state."""
 
-from .apply import apply_update, check_update
-from .optimizers import SGD, AdamState, AdamW, SGDState, adamw, matrices, no_decay, sgd
-from .schedules import Constant, Cosine, Linear, Schedule, constant, cosine, linear
+from .optimizers import (
+    SGD,
+    AdamState,
+    AdamW,
+    Constant,
+    Cosine,
+    Linear,
+    Schedule,
+    SGDState,
+    adamw,
+    constant,
+    cosine,
+    linear,
+    matrices,
+    no_decay,
+    sgd,
+)
 from .transforms import (
     Chain,
     ClipByGlobalNorm,
@@ -10,7 +24,9 @@ from .transforms import (
     GradTransform,
     Optimizer,
     Update,
+    apply_update,
     chain,
+    check_update,
     clip_by_global_norm,
     frozen,
     stateless,

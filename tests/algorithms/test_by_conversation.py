@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from verl_fn.algorithms.grpo import joined, split_by_signal
+from verl_fn.algorithms.experience import batch_report, explained_variance
 from verl_fn.algorithms.imitation import best_of_groups, mean_score
 from verl_fn.algorithms.policy import whole_conversations
-from verl_fn.algorithms.reports import batch_report, explained_variance
+from verl_fn.algorithms.policy_optimization import joined, split_by_signal
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.evaluate import evaluation_of

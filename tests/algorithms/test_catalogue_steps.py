@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from verl_fn.algorithms import Workers, grpo, make, ppo
-from verl_fn.algorithms.experience import selecting
+from verl_fn.algorithms.experience import batch_report, selecting, update_report
 from verl_fn.algorithms.policy import selection
-from verl_fn.algorithms.reports import batch_report, update_report
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
 from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES

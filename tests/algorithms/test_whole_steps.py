@@ -20,7 +20,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.rewards import Reward
 from verl_fn.runs.state import algorithm_of, initial_state
 from verl_fn.state import Key, Params

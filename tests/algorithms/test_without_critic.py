@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_fn.algorithms import Workers, dapo, grpo, remax, rloo
-from verl_fn.algorithms.grpo import NoSignal, joined, split_by_signal, with_baselines
+from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
 from verl_fn.algorithms.workers import no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.protocol import Through

@@ -19,7 +19,7 @@ import pytest
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import with_chat_arguments
 from verl_fn.config.schema import DataConfig
-from verl_fn.data import reading, store
+from verl_fn.data import reading
 from verl_fn.data.encoded import Encoder
 from verl_fn.data.files import problem_rows
 from verl_fn.data.loading import file_data, read_files
@@ -79,7 +79,7 @@ def few(tmp_path, monkeypatch):
 
 
 def kept():
-    return sorted(store.cache_folder().glob("*.rows"))
+    return sorted(reading.cache_folder().glob("*.rows"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -98,7 +98,7 @@ def test_many_rows_are_the_problems_of_their_files_and_the_second_start_encodes_
         assert (len(data.training), len(data.validation), data.max_prompt) == (50, 5, 10)
         drawn = data.train(Key.from_seed(0), 45, 10)
         assert drawn == attrs.evolve(data, training=read_files([file], "samples")).train(Key.from_seed(0), 45, 10)
-    assert len(kept()) == 1 and not list(store.cache_folder().glob(".*"))
+    assert len(kept()) == 1 and not list(reading.cache_folder().glob(".*"))
 
 
 def test_a_prompt_that_is_too_long_is_named_by_file_and_line_also_after_a_move(tmp_path, few):
@@ -217,13 +217,13 @@ def test_a_cache_names_no_code_to_run(tmp_path, few):
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/ran",)
 
-    with pytest.raises(store.Unstorable):
-        store.packed(Problem("a", "b", extra_info={"x": Runs()}))
+    with pytest.raises(reading.Unstorable):
+        reading.packed(Problem("a", "b", extra_info={"x": Runs()}))
     with pytest.raises(pickle.UnpicklingError, match="is no class of a row's values"):
-        store.unpacked(pickle.dumps((0, "a", Runs())), 0)
+        reading.unpacked(pickle.dumps((0, "a", Runs())), 0)
     assert not (tmp_path / "ran").exists()
     value = Problem(({"role": "user", "at": datetime.date(2026, 1, 2), "b": b"x"},), "b", 3, "s", {"x": [1.5, None]})
-    assert store.unpacked(store.packed(value), 3) == value
+    assert reading.unpacked(reading.packed(value), 3) == value
 
 
 def test_values_of_other_classes_stay_in_memory(tmp_path, few):
@@ -248,37 +248,37 @@ def test_a_cache_that_cannot_be_written_or_made_is_not_needed(tmp_path, few, mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.fcntl, "flock", full)
+        patched.setattr(reading.fcntl, "flock", full)
         assert tuple(read(file).training) == read_files([file], "samples")
     assert not kept()
     read(file)
     # A folder that another user has filled.
     with monkeypatch.context() as patched:
-        patched.setattr(store.os, "utime", full)
-        patched.setattr(store, "_claimed", full)
+        patched.setattr(reading.os, "utime", full)
+        patched.setattr(reading, "_claimed", full)
         few.clear()
         assert tuple(read(file).training) == read_files([file], "samples") and not few
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, few, monkeypatch):
     file = write(tmp_path / "a.jsonl", rows(30))
-    written = store.write
+    written = reading.write_stored
 
     def full(out, parts):
         error = written(out, parts)
-        if hasattr(out, "fileno") and not isinstance(out, store.io.BytesIO):
+        if hasattr(out, "fileno") and not isinstance(out, reading.io.BytesIO):
             raise OSError(28, "No space left on device")
         return error
 
-    monkeypatch.setattr(store, "write", full)
+    monkeypatch.setattr(reading, "write_stored", full)
     assert tuple(read(file).training) == read_files([file], "samples")
-    assert not list(store.cache_folder().iterdir())
+    assert not list(reading.cache_folder().iterdir())
 
 
 def test_data_that_change_while_they_are_read_stay_out_of_the_cache(tmp_path, few, monkeypatch):
     file = tmp_path / "a.jsonl"
     write(file, rows(30))
-    written = store.write
+    written = reading.write_stored
 
     def late(out, parts):
         error = written(out, parts)
@@ -286,9 +286,9 @@ def test_data_that_change_while_they_are_read_stay_out_of_the_cache(tmp_path, fe
         return error
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "write", late)
+        patched.setattr(reading, "write_stored", late)
         assert {one.answer for one in read(str(file)).training} == {"ab"}
-    assert not list(store.cache_folder().iterdir())
+    assert not list(reading.cache_folder().iterdir())
     assert {one.answer for one in read(str(file)).training} == {"cd"}
 
 
@@ -310,7 +310,7 @@ def test_errors_name_file_and_row_of_the_first_mistake(tmp_path, few, name):
     made[59] |= {"reward_model": {}} if name == "a.jsonl" else {"reward_model": {"ground_truth": None}}
     with pytest.raises(DataError, match="reward_model has no ground_truth"):
         read(write(tmp_path / name, made))
-    assert not list(store.cache_folder().iterdir())
+    assert not list(reading.cache_folder().iterdir())
     for _ in range(2):
         with pytest.raises(DataError, match=r"b\.jsonl, line 8: the prompt has 10 tokens, more than 9"):
             read(write(tmp_path / "b.jsonl", rows(30)), max_prompt_length=9)
@@ -328,15 +328,15 @@ BUILD = """
     import os, sys, time
     sys.path.insert(0, {tests!r})
     from data import test_cache
-    from verl_fn.data import reading, store
+    from verl_fn.data import reading
     reading.FEWEST = 20
-    real = store.write
+    real = reading.write_stored
     def slow(out, parts):
         print("building", os.getpid(), flush=True)
         error = real(out, parts)
         time.sleep({seconds})
         return error
-    store.write = slow
+    reading.write_stored = slow
     print(len(test_cache.read({file!r}).training), flush=True)
 """
 
@@ -353,7 +353,7 @@ def test_of_two_processes_one_builds_and_the_other_waits_also_if_the_first_is_ki
     killed = started(warm, tmp_path, file, 600)
     assert killed.stdout.readline().startswith("building")
     waiting = [started(warm, tmp_path, file, 1) for _ in range(2)]
-    (aside,) = store.cache_folder().glob(".*")
+    (aside,) = reading.cache_folder().glob(".*")
     with aside.open("ab") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     time.sleep(1)
@@ -361,7 +361,7 @@ def test_of_two_processes_one_builds_and_the_other_waits_also_if_the_first_is_ki
     outputs = [process.communicate(timeout=300)[0].split("\n") for process in (killed, *waiting)]
     assert sorted(len(lines) for lines in outputs[1:]) == [2, 3], outputs  # one of them has built
     assert all(lines[-2] == "30" for lines in outputs[1:])
-    assert len(kept()) == 1 and not list(store.cache_folder().glob(".*"))
+    assert len(kept()) == 1 and not list(reading.cache_folder().glob(".*"))
     few.clear()
     read(file)
     assert not few
@@ -371,10 +371,10 @@ def test_files_that_no_run_has_read_for_a_month_are_removed(tmp_path, few):
     old, new = (write(tmp_path / f"{name}.jsonl", rows(30, name)) for name in "ab")
     read(old)
     (file,) = kept()
-    os.utime(file, (time.time() - store.UNUSED + 60,) * 2)
+    os.utime(file, (time.time() - reading.UNUSED + 60,) * 2)
     read(old)
     assert time.time() - file.stat().st_mtime < 60
-    os.utime(file, (time.time() - store.UNUSED - 60,) * 2)
+    os.utime(file, (time.time() - reading.UNUSED - 60,) * 2)
     read(new)
     assert len(kept()) == 1 and kept() != [file]
 

@@ -9,8 +9,7 @@ from chat_templates import FAMILIES, PHI3_FIRST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_fn.data.conversations import Conversation
-from verl_fn.data.examples import encode_examples, encode_rows
+from verl_fn.data.examples import Conversation, encode_examples, encode_rows
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import Judged
 from verl_fn.data.rows import DataError

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.conversations import Conversation
-from verl_fn.data.examples import pack_examples, pack_pairs
+from verl_fn.data.examples import Conversation, pack_examples, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
 from verl_fn.data.rendering import encode_parts, turn_parts

@@ -18,10 +18,9 @@ from verl_fn.data.files import encode_prompts, prompt_lengths
 from verl_fn.data.images import FromFile, images_in
 from verl_fn.data.loading import read_files
 from verl_fn.data.notices import traits_of
-from verl_fn.data.reading import name_of
+from verl_fn.data.prepare import ALPHABET, prepare_squares
+from verl_fn.data.reading import Unstorable, name_of, packed, unpacked
 from verl_fn.data.rows import DataError
-from verl_fn.data.squares import ALPHABET, prepare_squares
-from verl_fn.data.store import Unstorable, packed, unpacked
 from verl_fn.data.tasks import Problem
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}

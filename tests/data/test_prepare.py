@@ -17,7 +17,7 @@ from verl_fn.data.loading import read_files
 from verl_fn.data.prepare import SIZES, prepare_arithmetic, prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.errors import UsageError
-from verl_fn.rewards.rules import rule_for
+from verl_fn.rewards.reward import rule_for
 
 TRAIN = [
     {"question": "Two and three?", "answer": "2+3=<<2+3=5>>5\n#### 5"},

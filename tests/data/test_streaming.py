@@ -50,8 +50,8 @@ def rows(source, lengths):
 def opened(monkeypatch):
     """Opens stored rows by the name of their data set, without the package datasets."""
     stored = {}
-    monkeypatch.setattr("verl_fn.data.streaming.is_set", lambda name: name in stored)
-    monkeypatch.setattr("verl_fn.data.streaming.open_set", lambda name: Table(name, stored[name]))
+    monkeypatch.setattr("verl_fn.data.loading.is_set", lambda name: name in stored)
+    monkeypatch.setattr("verl_fn.data.loading.open_set", lambda name: Table(name, stored[name]))
     return stored
 
 
@@ -151,7 +151,7 @@ def test_unused_columns_are_counted_in_all_rows_that_are_read(opened):
 
 
 def test_long_rows_are_replaced_by_others_of_their_data_set(opened, monkeypatch):
-    monkeypatch.setattr("verl_fn.data.streaming.MAX_FAILED_DRAWS", 20)
+    monkeypatch.setattr("verl_fn.data.loading.MAX_FAILED_DRAWS", 20)
     opened |= {"one": Stored(rows("one", [1, 8, 8, 8])), "two": Stored(rows("two", [2, 8]))}
     limits = ["data.filter_overlong_prompts=true", "data.max_prompt_length=3", "data.weights=[1, 1]"]
     problems = source(opened, *limits).train(KEY, 0, 100)

@@ -6,8 +6,7 @@ from verl_fn.config.schema import DriverConfig
 from verl_fn.driver.cluster import Cluster
 from verl_fn.driver.group import Group, Placement
 from verl_fn.driver.ray import ROOM
-from verl_fn.driver.remote import RemoteTrain
-from verl_fn.driver.remote_rollout import RemoteRollout
+from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 
 
 @attrs.frozen

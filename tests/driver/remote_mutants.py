@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.mock.rollout import MockRollout, sample_table
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock, MockRollout, sample_table
 from verl_fn.backends.protocol import Capabilities
 from verl_fn.driver.remote import Remote, RemoteTrain
 from verl_fn.state import Grads

@@ -9,7 +9,7 @@ from verl_fn.algorithms.experience import sample_and_score
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.driver.ray import ray_workers
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train

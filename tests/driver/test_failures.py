@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ray_ranks import start_ranks
 
 from verl_fn.driver import cluster
+from verl_fn.driver.cluster import Watch, ask
 from verl_fn.driver.host import Host
 from verl_fn.driver.processes import runs
 from verl_fn.driver.ranks import ActorDied, ActorHangs
-from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
 from verl_fn.steps import cross_entropy, loss
 from verl_fn.testing import tiny_batch

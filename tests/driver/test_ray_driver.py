@@ -17,7 +17,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import cluster, serialization
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train

@@ -15,11 +15,11 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import faults
 from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
-from verl_fn.driver import remote_rollout
+from verl_fn.driver import remote
+from verl_fn.driver.cluster import Watch
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.driver.ray import ray_workers
-from verl_fn.driver.remote_rollout import RemoteRollout
-from verl_fn.driver.watch import Watch
+from verl_fn.driver.remote import RemoteRollout
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import Key, Sampling, requests_for
@@ -194,8 +194,8 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
         before_update=[], reasons=[],
     )  # fmt: skip
     member = SimpleNamespace(name="rollout", host=None, sentinel=None)
-    monkeypatch.setattr(remote_rollout.ray, "kill", lambda host: None)
-    monkeypatch.setattr(remote_rollout.ray, "wait", lambda refs, timeout: None)
+    monkeypatch.setattr(remote.ray, "kill", lambda host: None)
+    monkeypatch.setattr(remote.ray, "wait", lambda refs, timeout: None)
     monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [None])
 
     def restarts(*errors):

@@ -12,7 +12,7 @@ from verl_fn import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver.remote_rollout import RemoteRollout
+from verl_fn.driver.remote import RemoteRollout
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import RunOutOfMemory, phases

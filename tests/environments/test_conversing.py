@@ -15,8 +15,7 @@ from verl_fn.algorithms.policy import estimator
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.mock import MockRollout
-from verl_fn.backends.mock.rollout import Response
+from verl_fn.backends.mock import MockRollout, Response
 from verl_fn.backends.protocol import Capabilities, Through
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
@@ -256,7 +255,7 @@ def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name, 
     rows = rows.with_rows(conversation=[0, 0, 0, 1, 2], score=[1.0, 1.0, 1.0, 0.0, 0.25])
     one = torch.tensor([0.0, -penalty, 1.0, 0.0, 0.25])
     several = torch.tensor([1.0, 1.0 - penalty, 1.0, 0.0, 0.25])
-    algorithm = importlib.import_module("verl_fn.algorithms.grpo")
+    algorithm = importlib.import_module("verl_fn.algorithms.policy_optimization")
     monkeypatch.setattr(algorithm, "without_critic", lambda options, advantages: advantages)
     estimate = algorithm.rloo(RLOO()) if name == "as rloo" else estimator(GRPO(adv_estimator=name))
     expected = estimate(whole.with_tokens(token_level_rewards=one).with_rows(**score))

@@ -9,8 +9,7 @@ from test_conversing import END, TOKENIZER, OneByOne, ids, user
 
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import requests_of, without_failures
-from verl_fn.backends.mock import MockRollout
-from verl_fn.backends.mock.rollout import Response
+from verl_fn.backends.mock import MockRollout, Response
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.data.tasks import Problem
 from verl_fn.environments import Done

@@ -1,6 +1,6 @@
 """The right training backend that the mutants derive from."""
 
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.steps import adamw, constant
 
 VOCAB = 8

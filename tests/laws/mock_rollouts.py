@@ -2,7 +2,7 @@
 
 import attrs
 
-from verl_fn.backends.mock.rollout import MockRollout, sample_table
+from verl_fn.backends.mock import MockRollout, sample_table
 
 
 def rollout(cls=MockRollout, script=sample_table, **options):

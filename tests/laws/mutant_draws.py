@@ -9,7 +9,7 @@ import attrs
 import torch
 from mock_rollouts import rekeyed, resampled, rollout
 
-from verl_fn.backends.mock.rollout import MockRollout, Response, sample_table
+from verl_fn.backends.mock import MockRollout, Response, sample_table
 from verl_fn.backends.protocol import Capabilities
 from verl_fn.state import Key
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from mock_backends import WithoutLossFn, mock
 
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.state import Grads, Weighted, concatenate, split_by_tokens, tree
 from verl_fn.steps import Loss
 

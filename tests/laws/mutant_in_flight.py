@@ -6,7 +6,7 @@ import attrs
 import torch
 from mock_rollouts import rollout
 
-from verl_fn.backends.mock.rollout import MockRollout
+from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
 
 IN_FLIGHT = Capabilities(versions_per_token=True)

@@ -8,7 +8,7 @@ from mutant_gradients import DropsAMicroBatch, MeanPerMicroBatch
 from mutant_outputs import IgnoresTemperature
 from mutant_updates import CLIPPED, AscendsInTheUpdate, ClipsElements, NeverClips
 
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.state import tree
 
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from mock_backends import mock
 
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.steps import entropy, value_clip
 
 

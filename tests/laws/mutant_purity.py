@@ -9,7 +9,7 @@ import torch
 from mock_backends import mock
 
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.state import Grads, snapshot, tree
 
 

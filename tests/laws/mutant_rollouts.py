@@ -6,7 +6,7 @@ import attrs
 import torch
 from mock_rollouts import rekeyed, resampled, rollout
 
-from verl_fn.backends.mock.rollout import MockRollout
+from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.protocol import Capabilities
 from verl_fn.backends.weight_sync import IncompleteWeights
 

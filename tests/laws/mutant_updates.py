@@ -6,7 +6,7 @@ import attrs
 import torch
 from mock_backends import mock
 
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.state import Sum, donate, tree
 from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, linear, sgd
 

@@ -9,7 +9,7 @@ from properties import KEYS, examples
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.steps import (
     adamw,
     bradley_terry,

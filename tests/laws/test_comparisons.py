@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.state import Grads, Key, Sum, tree
 from verl_fn.steps import bradley_terry, cross_entropy, gae, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import (

@@ -12,8 +12,8 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.sampler import decoder as decoder_module
 from verl_fn.backends.sampler import engine as engine_module
-from verl_fn.backends.sampler import exact as decoder_module
 from verl_fn.state import Batch, Key, Sampling
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy
 from verl_fn.testing import LawViolation, check_exact

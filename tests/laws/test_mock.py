@@ -4,8 +4,7 @@ import mutants
 import pytest
 import torch
 
-from verl_fn.backends.mock.rollout import MockRollout, sample_table
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock, MockRollout, sample_table
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import Batch, Key, TokenOutputs, pack, requests_for
 from verl_fn.steps import (

@@ -8,7 +8,7 @@ import torch
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.steps import Loss, constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
 from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout, tiny_batch
 

@@ -11,8 +11,7 @@ from properties import KEYS, examples
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock.rollout import MockRollout, sample_table
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock, MockRollout, sample_table
 from verl_fn.backends.protocol import Capabilities, Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights

@@ -10,8 +10,7 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import Reward, RewardError, prompt_texts, response_texts, texts_of
-from verl_fn.rewards.rules import by_rules
+from verl_fn.rewards.reward import Reward, RewardError, by_rules, prompt_texts, response_texts, texts_of
 from verl_fn.state import Batch
 from verl_fn.steps import reinforce_plus_plus
 

@@ -3,8 +3,7 @@
 import pytest
 
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import Answer, RewardError
-from verl_fn.rewards.rules import SOURCES, by_rules, rule_for
+from verl_fn.rewards.reward import SOURCES, Answer, RewardError, by_rules, rule_for
 
 
 def gsm8k(text, truth="1234", finished=True, source="openai/gsm8k"):

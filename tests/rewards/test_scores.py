@@ -4,8 +4,7 @@ import pytest
 
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards.functions import RewardFunctions
-from verl_fn.rewards.reward import Answer
-from verl_fn.rewards.rules import MATH, rule_for
+from verl_fn.rewards.reward import MATH, Answer, rule_for
 from verl_fn.scores import boxed, equal, exact, matches, tagged, thinks, verified
 
 

@@ -13,7 +13,7 @@ from run_configs import tiny_run
 
 from verl_fn.algorithms import Experience
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.errors import ArgumentError
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore

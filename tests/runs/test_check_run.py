@@ -14,7 +14,6 @@ from verl_fn import build
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import WIDTHS, new_model
-from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.local import Local
 from verl_fn.backends.vllm.arguments import check_heads
 from verl_fn.cli import main
@@ -23,6 +22,7 @@ from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.loop import train
+from verl_fn.runs.memory import model_sizes
 from verl_fn.steps import adamw
 
 SILENT = lambda line: None  # noqa: E731

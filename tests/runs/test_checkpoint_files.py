@@ -13,13 +13,13 @@ import torch
 from run_configs import tiny_run
 from safetensors.torch import load_file
 
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.atomic import BLOCK, crc_of
+from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.local import Local
-from verl_fn.checksums import BLOCK, crc_of
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.errors import UserError
-from verl_fn.runs import RunError, disk, loop
+from verl_fn.runs import RunError, loop
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import (
@@ -259,19 +259,19 @@ def test_the_first_checkpoint_is_written_during_the_first_step_if_memory_has_roo
 
 def test_a_copy_of_the_states_takes_at_most_a_quarter_of_the_free_memory(tiny, tmp_path, monkeypatch):
     plan = sft(tiny, tmp_path / "run", 1)
-    monkeypatch.setattr(disk, "CGROUP", tmp_path)
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for share, held in ((0.1, True), (0.5, False)):
-        monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan, share=share: int(share * free))
-        assert disk.can_be_held(plan) is held
-    monkeypatch.setattr(disk, "checkpoint_bytes", lambda plan: 1)
+        monkeypatch.setattr(files, "checkpoint_bytes", lambda plan, share=share: int(share * free))
+        assert files.can_be_held(plan) is held
+    monkeypatch.setattr(files, "checkpoint_bytes", lambda plan: 1)
     (tmp_path / "memory.current").write_text("1000\n")
     for most, held in (("max", True), ("1004", True), ("1003", False)):
         (tmp_path / "memory.max").write_text(f"{most}\n")
-        assert disk.can_be_held(plan) is held
+        assert files.can_be_held(plan) is held
     (tmp_path / "memory.max").unlink()
-    assert not disk.can_be_held(attrs.evolve(plan, ray=attrs.evolve(plan.ray, address="auto")))
+    assert not files.can_be_held(attrs.evolve(plan, ray=attrs.evolve(plan.ray, address="auto")))
 
 
 def test_a_run_made_by_hand_prints_no_control_characters(tiny, tmp_path, monkeypatch, capsys):

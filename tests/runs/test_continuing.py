@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from run_configs import tiny_run
 
+from verl_fn.atomic import crc_of
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.checksums import crc_of
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import RunError, continuing, history

@@ -9,7 +9,7 @@ import pytest
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.runs.engine_size import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized, with_engine
+from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized, with_engine
 from verl_fn.runs.memory import GIB, engine_weights, phases, share
 
 SHAPES = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_train import config, model, numbers  # noqa: F401
 
-from verl_fn.algorithms.exact import NotExact
+from verl_fn.algorithms.experience import NotExact
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.config import ConfigError

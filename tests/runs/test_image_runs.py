@@ -10,7 +10,7 @@ from test_train import numbers
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan, structure
-from verl_fn.data.squares import ALPHABET, prepare_squares
+from verl_fn.data.prepare import ALPHABET, prepare_squares
 from verl_fn.errors import UserError
 from verl_fn.from_verl import read_settings, translate
 from verl_fn.runs.check_run import check_run

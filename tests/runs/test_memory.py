@@ -12,13 +12,12 @@ from transformers import AutoConfig
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.runs.disk import checkpoint_bytes
-from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, offloads, phases, share
-from verl_fn.runs.residency import offloaded_roles
+from verl_fn.runs.checkpoints import checkpoint_bytes
+from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, model_sizes, offloads, phases, share
+from verl_fn.runs.state import offloaded_roles
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VLLM = ["driver.kind=ray", "driver.device=cuda", "rollout.name=vllm", "rollout.dtype=bfloat16"]

@@ -58,12 +58,12 @@ def test_an_evaluation_names_its_phase(cls, method, phase, tiny, tmp_path, monke
 
 
 def test_a_micro_batch_keeps_its_own_message_on_the_command_line(tiny, tmp_path, monkeypatch, capsys):
-    from verl_fn.backends.local import backend
+    from verl_fn.backends import local
 
     def fail(*args, **kwargs):
         raise TORCH
 
-    monkeypatch.setattr(backend, "total_loss", fail)
+    monkeypatch.setattr(local, "total_loss", fail)
     recipe = tmp_path / "empty.toml"
     recipe.write_text("")
     more = ["trainer.val_before_train=false", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]

@@ -7,11 +7,10 @@ from run_configs import tiny_run
 
 from verl_fn.algorithms import Clock
 from verl_fn.backends.protocol import Through
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.prepare import prepare
-from verl_fn.runs.residency import give_to_engine, on_one_gpu, release
-from verl_fn.runs.state import algorithm_of, initial_state
+from verl_fn.runs.state import algorithm_of, give_to_engine, initial_state, on_one_gpu, release
 from verl_fn.runs.steps import Pace, advance
 
 COMPUTE = ("init", "load_pretrained", "restore", "place", "forward", "forward_backward", "apply_update")

@@ -3,7 +3,7 @@
 import pytest
 from run_configs import tiny_run
 
-from verl_fn.driver.local import local_workers
+from verl_fn.driver.ranks import local_workers
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore
 from verl_fn.runs.folder import Run

@@ -10,10 +10,9 @@ import pytest
 from run_configs import TINY, tiny_run
 
 from verl_fn.config import ConfigError
-from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.disk import check_disk, checkpoint_bytes, checkpoints_at_once
+from verl_fn.runs.checkpoints import check_disk, checkpoint_bytes, checkpoints, checkpoints_at_once
 from verl_fn.runs.loop import train
-from verl_fn.runs.starting import PARTS, Start
+from verl_fn.runs.progress import PARTS, Start
 
 Usage = namedtuple("Usage", "total used free")
 SAVED = ["algorithm.name=grpo", "rollout.n=2", "trainer.total_training_steps=2", "data.val_size=2"]

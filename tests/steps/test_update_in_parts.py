@@ -9,7 +9,7 @@ import torch
 from verl_fn.state import DonatedError, Grads, Key, Params, TrainState, snapshot, tree
 from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, no_decay, sgd, stateless
 
-rule = importlib.import_module("verl_fn.steps.optim.apply")
+rule = importlib.import_module("verl_fn.steps.optim.transforms")
 NAMES = [f"layer.{i}.{kind}" for i in range(24) for kind in ("weight", "bias")]
 CLIPPED = clip_by_global_norm(0.1)
 OPTIMIZERS = {

@@ -9,12 +9,11 @@ from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import load_object
 
 from .algorithm import ActorState, Algorithm
-from .grpo import dapo, grpo, remax, rloo
 from .imitation import distill, rejection, sft
 from .judged import dpo, reward_model
 from .own import in_run
 from .policy import aggregation
-from .ppo import ppo
+from .policy_optimization import dapo, grpo, ppo, remax, rloo
 from .workers import AlgorithmError, AlgorithmState, Clock, Experience, Report, Workers
 
 __all__ = [

@@ -60,7 +60,8 @@ class Algorithm(Generic[S]):
         evaluate: ``(state, problems, workers)`` to metrics on held-out problems, besides sampled answers' metrics.
 
     Example:
-        A complete algorithm is ``examples/custom_algorithm.py``; ``verl_fn/algorithms/grpo.py`` is a built-in one.
+        A complete algorithm is ``examples/custom_algorithm.py``; built-in ones are in
+        ``verl_fn/algorithms/policy_optimization.py``.
     """
 
     learn: Callable[[S, Experience, Workers], tuple[S, Report]]

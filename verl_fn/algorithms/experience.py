@@ -1,4 +1,8 @@
-"""The parts that algorithms share: gathering experience, scoring and annotating it, and updating one role."""
+"""The parts that algorithms share: gathering experience, scoring and annotating it, updating one role, and metrics.
+
+In a run with exact log-probs, a step also checks that what the trainer computes equals what the engine has sampled.
+Metrics have verl's names.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,21 @@ from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.images import seen_by, unplaced
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import UserError
 from verl_fn.state import (
     END_REASONS,
     FAILURES,
     Batch,
     Key,
+    Max,
     Metrics,
+    Min,
     Request,
     RowImages,
     Sample,
     Sampling,
     TokenOutputs,
+    Weighted,
     pack,
     requests_for,
 )
@@ -38,14 +46,17 @@ from verl_fn.steps import (
     exact_gap,
     exactness,
     minibatches,
+    rollout_gap,
     scan,
 )
+from verl_fn.steps.advantages.columns import groups_of
 from verl_fn.steps.aggregate import last_of_rows
+from verl_fn.steps.correction import engine_log_probs
 
-from .exact import require_equal, with_engine_log_probs
-from .policy import Selection, aggregation
-from .reports import timing_report, update_report
+from .policy import Selection, aggregation, whole_conversations
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
+
+DIFFERING, LARGEST = "rollout/tokens_differing", "rollout/log_prob_diff_max"
 
 
 def publish(w: Workers, actor: Any, step: int) -> int:
@@ -387,3 +398,197 @@ def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
     return batch.with_rows(score=outputs.row_values).with_tokens(
         token_level_scores=on_last, token_level_rewards=on_last
     )
+
+
+class NotExact(UserError, RuntimeError):
+    """With ``rollout.exact = "strict"``, log-probs of trainer and engine differ."""
+
+
+def with_engine_log_probs(batch: Batch) -> Batch:
+    """Writes the engine's log-probs as ``old_log_probs``, 0 where ``response_mask`` is 0.
+
+    Example:
+        >>> fields = {"response_mask": [[0.0, 1.0]], "rollout_log_probs": [[-3.0, -1.0]]}
+        >>> with_engine_log_probs(Batch.from_rows([[1, 2]], fields))["old_log_probs"].tolist()
+        [0.0, -1.0]
+    """
+    mask = batch["response_mask"] != 0
+    return batch.with_tokens(old_log_probs=torch.where(mask, engine_log_probs(batch), 0.0))
+
+
+def require_equal(state: Any, batch: Batch, measured: Metrics, w: Workers) -> None:
+    """Raises an error if log-probs differ.
+
+    Args:
+        state: of the actor, with the weights that have drawn the tokens.
+        batch: the rows.
+        measured: the metrics of ``exact_gap``.
+        w: the workers.
+
+    Raises:
+        NotExact: they differ; the message names the first module of the model whose results do.
+    """
+    count = int(measured[DIFFERING].value)
+    if count:
+        sampled = int((batch["response_mask"] != 0).sum())
+        raise NotExact(
+            f"rollout.exact is strict, and the log-probs of {count} of {sampled} tokens differ, by up to "
+            f"{measured[LARGEST].value:.3g} nats: {_place(state, batch, w)}. Set rollout.exact=audit to go on and "
+            "count them; verl-fn bench exact FOLDER compares the two on a model's folder"
+        )
+
+
+def check_of_updates(w: Workers) -> Callable[[Any, Batch, Ref[Metrics]], None] | None:
+    """Returns the check of ``experience.update``; None without ``strict``."""
+    if w.exact != "strict":
+        return None
+    return lambda state, batch, measured: require_equal(state, batch, w.get(measured), w)
+
+
+def _place(state: Any, batch: Batch, w: Workers) -> str:
+    """Returns where trainer and engine part, in the first row that differs."""
+    from verl_fn.backends.hf.exact import first_parting
+
+    trainer: Any = w.trainers["actor"]
+    of_trainer, of_engine = getattr(trainer, "activations", None), getattr(w.rollout, "activations", None)
+    outputs: TokenOutputs = w.get(trainer.forward(state.params, batch, ("logprobs",)))
+    differs = (outputs.logprobs != engine_log_probs(batch)) & (batch["response_mask"] != 0)
+    if not bool(differs.any()):
+        return "a forward pass after it gives the engine's, so the trainer does not repeat its results"
+    row = int(batch.row_ids[differs][0])
+    if of_trainer is None or of_engine is None:
+        return f"the first one in row {row}"
+    one = batch.take([row])
+    parting = first_parting(of_trainer(state.params, one), of_engine(one))
+    if parting is None:
+        return f"the first one in row {row}, and by itself it is equal: a kernel depends on the other rows of a call"
+    return (
+        f"they part in {parting.name}, for {parting.tokens} of {parting.compared} tokens of row {row}, by up to "
+        f"{parting.largest:.3g}"
+    )
+
+
+def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Report:
+    """Returns the mean of every metric over a role's updates.
+
+    Args:
+        role: the family of metrics without a family of their own, as in ``actor/grad_norm``.
+        updates: the metrics of ``forward_backward`` and of ``apply_update`` for each update.
+    """
+    values_by_name: dict[str, list[float]] = {}
+    for pair in updates:
+        for metrics in pair:
+            for name, metric in metrics.items():
+                if name.startswith("perf/"):
+                    name = f"{name}/{role}"
+                values_by_name.setdefault(name if "/" in name else f"{role}/{name}", []).append(metric.value)
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+
+
+def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -> Report:
+    """Returns the metrics of a batch of experience with outputs and advantages; it has ``sample_report``'s too.
+
+    Args:
+        batch: the rows.
+        compares: whether the advantages compare the rows of a group, so that a row by itself gets none.
+        exact: whether to count the log-probs that differ from the engine's.
+    """
+    whole = whole_conversations(batch)
+    mask = batch["response_mask"]
+    answered = (whole.sum_rows(mask) > 0).float()
+    metrics: Metrics = {}
+    if "entropys" in batch:
+        metrics["actor/entropy"] = Weighted.of(batch["entropys"], mask)
+    metrics |= _spread_of("critic/advantages", batch["advantages"], mask)
+    if "returns" in batch:
+        metrics |= _spread_of("critic/returns", batch["returns"], mask)
+    if "values" in batch:
+        metrics |= _spread_of("critic/values", batch["values"], mask)
+        metrics["critic/vf_explained_var"] = Weighted(
+            explained_variance(batch["values"], batch["returns"], mask), 1.0
+        )
+    if "reward_baselines" in batch:
+        metrics |= _spread_of("critic/baselines", whole["reward_baselines"], answered)
+    metrics |= rollout_gap(batch)
+    if exact:
+        metrics |= exact_gap(batch, batch["old_log_probs"])
+    report = sample_report(batch) | {name: metric.value for name, metric in metrics.items()}
+    if compares:
+        groups = groups_of(whole)
+        report["rollout/rows_compared_with_none"] = float((groups.counts & ~groups.compared).sum())
+    return report
+
+
+def sample_report(batch: Batch) -> Report:
+    """Returns the metrics of sampled rows: scores, rewards and lengths. A conversation of several rows counts once.
+
+    Fields that the batch lacks have no metrics.
+    """
+    whole = whole_conversations(batch)
+    metrics: Metrics = {}
+    every = torch.ones(len(whole))
+    answered = every
+    if "response_mask" in batch:
+        lengths = whole.sum_rows(batch["response_mask"])
+        answered = (lengths > 0).float()
+        metrics["response/aborted_ratio"] = Weighted.of(lengths == 0, every)
+        metrics |= _spread_of("response_length", lengths, every)
+        if "token_level_rewards" in batch:
+            rewards = torch.where(whole["response_mask"] != 0, whole["token_level_rewards"], 0.0)
+            metrics |= _spread_of("critic/rewards", whole.sum_rows(rewards), answered)
+    if "finished" in batch:
+        metrics["response_length/clip_ratio"] = Weighted.of(whole["finished"] == 0, every)
+    if "near_ties" in batch:
+        metrics["training/rollout_near_ties"] = Weighted.of(whole["near_ties"], every)
+    for family, field, weights in (("critic/score", "score", answered), ("prompt_length", "prompt_length", every)):
+        if field in batch:
+            metrics |= _spread_of(family, whole[field], weights)
+    report = {name: metric.value for name, metric in metrics.items()} | _judged_report(whole, answered)
+    return report | {"perf/total_num_tokens": float(batch.num_tokens)}
+
+
+def _judged_report(whole: Batch, answered: torch.Tensor) -> Report:
+    """Returns the means of what rewards have returned beside the score, over the rows that have it.
+
+    If some rows lack a number, it comes with the count of rows that have it.
+    """
+    report: Report = {}
+    names = {name: f"{name}/mean" for name in whole.per_row if name.startswith("reward/")} | {"acc": "training/acc"}
+    for name, metric in names.items():
+        if name in whole:
+            weights = answered * ~whole[name].isnan()
+            if count := float(weights.sum()):
+                report[metric] = Weighted.of(whole[name], weights).value
+            if count < float(answered.sum()):
+                report[f"{metric.removesuffix('/mean')}/count"] = count
+    return report
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Returns 1 - Var[returns - values] / Var[returns] over the masked tokens, or 0 if the returns do not vary.
+
+    Example:
+        >>> explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0]), torch.ones(2))
+        1.0
+    """
+    chosen = mask.bool()
+    returns, values = returns[chosen].double(), values[chosen].double()
+    # The variance of equal returns is rounding and says nothing of the values.
+    if not len(returns) or bool((returns == returns[0]).all()):
+        return 0.0
+    return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0))
+
+
+def _spread_of(family: str, values: torch.Tensor, weights: torch.Tensor) -> Metrics:
+    return {
+        f"{family}/mean": Weighted.of(values, weights),
+        f"{family}/max": Max.of(values, weights),
+        f"{family}/min": Min.of(values, weights),
+    }
+
+
+def timing_report(clock: Clock, tokens: float) -> Report:
+    """Returns the seconds of each phase and of the whole step, and the step's throughput in tokens per second."""
+    step = clock.total()
+    report = {f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return report | {"timing_s/step": step, "perf/time_per_step": step, "perf/throughput": tokens / max(step, 1e-9)}

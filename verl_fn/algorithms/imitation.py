@@ -16,9 +16,8 @@ from verl_fn.steps import cross_entropy, distill_top_k, total_loss
 from verl_fn.steps import distill as distill_loss
 
 from .algorithm import ActorState, Algorithm
-from .experience import draw, one_update, weighted, with_outputs
+from .experience import draw, one_update, timing_report, weighted, with_outputs
 from .policy import whole_conversations
-from .reports import timing_report
 from .workers import Clock, Experience, Report, Workers
 
 LIKELIEST = "top_ids_1"  # the output with the likeliest token of each place

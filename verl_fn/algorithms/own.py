@@ -21,8 +21,8 @@ from verl_fn.state.metrics import Metric
 from verl_fn.steps import LossError
 
 from .algorithm import Algorithm
+from .experience import sample_report, timing_report
 from .policy import estimator, policy_loss
-from .reports import sample_report, timing_report
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 ROW = "row_of_experience"

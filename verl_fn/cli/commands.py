@@ -139,7 +139,7 @@ def replay(args: argparse.Namespace) -> int:
 
 def new_model(args: argparse.Namespace) -> int:
     """Writes a tiny random model."""
-    from verl_fn.backends.checkpoint.export import check_empty
+    from verl_fn.atomic import check_empty
     from verl_fn.backends.hf.folder import ModelError
     from verl_fn.backends.hf.new_model import new_model, with_served_heads
     from verl_fn.data.tasks import TASKS
@@ -178,7 +178,7 @@ def _field(override: str) -> tuple[str, Any]:
 
 def export(args: argparse.Namespace) -> int:
     """Copies a model as a Hugging Face folder, or its adapters as a folder for PEFT."""
-    from verl_fn.backends.checkpoint.export import export_adapter, export_model
+    from verl_fn.backends.checkpoint import export_adapter, export_model
     from verl_fn.runs.checkpoints import check_model_folder
 
     model, _ = model_of(args.model)
@@ -216,7 +216,7 @@ def prepare(args: argparse.Namespace) -> int:
 
         rows = prepare_arithmetic(args.out)
     elif args.dataset == "squares":
-        from verl_fn.data.squares import prepare_squares
+        from verl_fn.data.prepare import prepare_squares
 
         rows = prepare_squares(args.out)
     else:
@@ -242,7 +242,7 @@ def show_choices(args: argparse.Namespace) -> int:
         say(_algorithm_page(args.algorithm))
         return 0
     from verl_fn.data.tasks import TASKS
-    from verl_fn.rewards.rules import SOURCES
+    from verl_fn.rewards.reward import SOURCES
 
     losses = (
         *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),

@@ -1,28 +1,44 @@
-"""The problems of a run: read from files or made of a generated task, in the form that its algorithm learns from."""
+"""The problems of a run, in the form that its algorithm learns from.
+
+They are read from files, at once or when a step needs them, or made of a generated task or of Reasoning Gym.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.names import load_object, reasoning_names, verifiers_name
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.conversations import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows
+from verl_fn.data.columns import truth
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
-from verl_fn.data.files import FileData, problem_rows, read_problems
+from verl_fn.data.examples import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows, encode_rows
+from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows, read_problems
+from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import SUFFIXES, DataError
-from verl_fn.data.streaming import streamed
-from verl_fn.data.tasks import TASKS, Problem, Source, Task
+from verl_fn.data.tasks import HELD_OUT, MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, is_held_out
+from verl_fn.scores import SOURCE, reasoning_question
+from verl_fn.state import Key
+
+INSTRUCTION = "Give the final answer between <answer> and </answer>."
+FIRST = 64  # rows of each data set that are checked when a run starts
+
+Read = Callable[[Sequence[Entry]], tuple[Problem, ...]]
+"""Makes the problems of all rows of files and data sets."""
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -56,7 +72,6 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
             f"data.task = {table.task} gives questions to sample responses to, and this algorithm learns from given "
             f"{learns_from}; set data.train_files, or an algorithm that samples, such as algorithm.name=grpo"
         )
-    from .reasoning import reasoning_data
 
     return reasoning_data(table, tokenizer)
 
@@ -235,3 +250,246 @@ def _report_unused(key: str, unused: Counter[str], learns_from: LearnsFrom, say:
     if columns := [f"{name} ({count} rows)" for name, count in sorted(unused.items()) if count]:
         hint = "; a reward function gets what extra_info holds" if learns_from == "samples" else ""
         say(f"note: {key}: columns that are not used: {', '.join(columns)}{hint}")
+
+
+@attrs.frozen(eq=False)
+class ReasoningSets:
+    """Sets of Reasoning Gym: a source of problems whose prompts are a user's messages.
+
+    The package makes a question from a seed that is drawn here, and a problem keeps it in ``extra_info`` with the
+    options. One question in eight is held out, by its text.
+
+    Attributes:
+        names: of the sets.
+        weights: the share of each set among problems, up to a common factor.
+        options: of each set by its name; sets without options have the package's defaults.
+        max_prompt: tokens that no prompt may exceed.
+        fits: whether a problem's prompt is short enough; another one is drawn where it is not.
+    """
+
+    names: Sequence[str]
+    weights: Sequence[float]
+    options: Mapping[str, Mapping[str, Any]]
+    max_prompt: int
+    fits: Callable[[Problem], bool] = lambda problem: True
+
+    def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
+        """Returns training problems ``start`` to ``start + count`` of the stream that ``key`` names.
+
+        Raises:
+            DataError: a set makes no question that can be used.
+        """
+        return tuple(self._draw(key.fold_in("train").fold_in(i), i, False) for i in range(start, start + count))
+
+    def held_out(self, count: int | None) -> tuple[Problem, ...]:
+        """Returns up to ``count`` different problems that no training stream contains, the same for every run.
+
+        Raises:
+            DataError: a set makes no question that can be used.
+        """
+        count = HELD_OUT if count is None else count
+        problems: dict[str, Problem] = {}
+        key, draws, last_new = Key.from_seed(0).fold_in("held-out"), 0, 0
+        while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
+            problem = self._draw(key.fold_in(draws), len(problems), True)
+            draws += 1
+            question = problem.extra_info["question"]
+            if question not in problems:
+                problems[question], last_new = problem, draws
+        return tuple(problems.values())
+
+    def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
+        rng = random.Random(key.seed())
+        # The set stays the same until a question can be used: a set with many unusable ones keeps its share.
+        name = rng.choices(self.names, self.weights)[0]
+        options = self.options.get(name, {})
+        for _ in range(MAX_FAILED_DRAWS):
+            seed = rng.getrandbits(31)
+            made = reasoning_question(name, seed, options)
+            if is_held_out(made["question"]) != held_out:
+                continue
+            problem = Problem(
+                prompt=({"role": "user", "content": f"{made['question']}\n\n{INSTRUCTION}"},),
+                answer="" if made["answer"] is None else truth(made["answer"]),
+                id=number,
+                data_source=f"{SOURCE}{name}",
+                extra_info={"seed": seed, "options": dict(options), "question": made["question"]},
+            )
+            if self.fits(problem):
+                return problem
+        kind = "held-out" if held_out else "training"
+        raise DataError(
+            f"data.task: of {MAX_FAILED_DRAWS} questions of {name} none can be a {kind} problem: the set has too few "
+            "different questions, or all prompts are too long; change data.task_options or data.max_prompt_length"
+        )
+
+
+def reasoning_data(table: DataConfig, tokenizer: Any) -> ReasoningSets:
+    """Returns the sets that ``data.task`` names as a source, after making a question of each.
+
+    Args:
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        DataError: the package is not installed, has no such set or refuses its options, or the tokenizer has no chat
+            template.
+    """
+    names = reasoning_names(table.task)
+    source = ReasoningSets(
+        names, table.weights or (1.0,) * len(names), table.task_options, table.max_prompt_length,
+        lambda problem: not table.filter_overlong_prompts
+        or len(encode_prompts([problem], tokenizer)[0]) <= table.max_prompt_length,
+    )  # fmt: skip
+    for name in names:
+        options = source.options.get(name, {})
+        try:
+            reasoning_question(name, 0, options)
+        except ImportError as error:
+            raise DataError(f"data.task: {error}") from error
+        # Sets check their options by assertions, and some fail later than that.
+        except Exception as error:
+            raise DataError(
+                f"data.task: Reasoning Gym makes no question of {name} with data.task_options.{name} = "
+                f"{dict(options)}: {type(error).__name__}: {error}"
+            ) from error
+    encode_prompts(source.train(Key.from_seed(0), 0, 1), tokenizer)
+    return source
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class StreamedData(FileData):
+    """A source of problems whose rows stay on disk until a step needs them; ``training`` has the first ones.
+
+    Attributes:
+        tables: the data sets.
+        read: makes problems of rows.
+        fits: whether each of several problems is short enough; in place of one that is not, another is drawn.
+    """
+
+    tables: tuple[Table, ...]
+    read: Read
+    fits: Fits
+
+    @property
+    def first(self) -> Sequence[Problem]:
+        """Returns the first problems of each data set."""
+        return self.training
+
+    def _problems(self, key: Key, start: int, places: Sequence[int]) -> Sequence[Problem]:
+        """Reads the rows of places, and others of the same data sets for those that are too long.
+
+        Raises:
+            DataError: a row cannot be used, or many rows in succession are too long.
+        """
+        ends = list(itertools.accumulate(self.sizes))
+        tables = [bisect.bisect_right(ends, place) for place in places]
+        rows = [place - ends[table] + self.sizes[table] for place, table in zip(places, tables, strict=True)]
+        problems: dict[int, Problem] = {}
+        unfit = list(range(len(places)))
+        for attempt in range(MAX_FAILED_DRAWS):
+            # One read for each data set.
+            for table in {tables[i] for i in unfit}:
+                chosen = [i for i in unfit if tables[i] == table]
+                problems |= zip(chosen, self.read([self.tables[table].take([rows[i] for i in chosen])]), strict=True)
+            fits = self.fits([problems[i] for i in unfit])
+            if not (unfit := [i for i, short in zip(unfit, fits, strict=True) if not short]):
+                return [problems[i] for i in range(len(places))]
+            for i in unfit:
+                generator = key.fold_in("instead").fold_in(start + i).fold_in(attempt).generator()
+                # Of the same data set, so that it keeps its share.
+                rows[i] = int(torch.randint(self.sizes[tables[i]], (), generator=generator))
+        name = self.tables[tables[unfit[0]]].name
+        raise DataError(f"{name}: {MAX_FAILED_DRAWS} rows in succession are too long; raise data.max_prompt_length")
+
+
+def streamed(
+    table: DataConfig,
+    tokenizer: Any,
+    read: Read,
+    validation: Sequence[Problem],
+    learns_from: LearnsFrom,
+    end_tokens: int | Sequence[int] | None,
+) -> StreamedData:
+    """Opens the data sets of ``data.train_files``, and checks the first rows of each.
+
+    Args:
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        read: makes problems of rows.
+        validation: the held-out problems.
+        learns_from: what the algorithm learns from.
+        end_tokens: the model's if the run trains on the data's own answers.
+
+    Raises:
+        DataError: an entry is a file, or a data set or one of the first rows cannot be used.
+    """
+    if files := [entry for entry in table.train_files if not is_set(entry)]:
+        raise DataError(
+            f"data.stream: {files[0]} is a file, and only data sets of the package datasets are read row by row; "
+            "name FOLDER#SPLIT or hub:datasets/OWNER/NAME@COMMIT#SPLIT, or leave data.stream out"
+        )
+    tables = tuple(map(open_set, table.train_files))
+    first = tuple(problem for one in tables for problem in read([one.take(range(min(FIRST, len(one))))]))
+    prompt, response = table.max_prompt_length, table.max_response_length
+    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_tokens, table.truncation)
+    fits(first)
+    # KTO puts responses behind the prompts of others.
+    longest = 0 if end_tokens is None else prompt + response + (prompt if learns_from == "labels" else 0)
+    return StreamedData(
+        training=first,
+        validation=validation,
+        shuffle=table.shuffle,
+        max_prompt=prompt,
+        max_row=longest,
+        max_group=2 * longest,
+        sizes=tuple(map(len, tables)),
+        weights=table.weights,
+        tables=tables,
+        read=read,
+        fits=fits,
+    )
+
+
+@attrs.frozen(eq=False)
+class Fits:
+    """Tells which problems are short enough; where longer ones are not left out, they are errors.
+
+    Attributes:
+        max_prompt: tokens that no prompt may exceed.
+        max_row: tokens that no training row may exceed.
+        leave_out: whether longer ones are left out.
+        tokenizer: the model's tokenizer.
+        end_tokens: the model's if the run trains on the data's own answers; otherwise only prompts count.
+        truncation: how longer prompts are cut, if they are not left out.
+    """
+
+    max_prompt: int
+    max_row: int
+    leave_out: bool
+    tokenizer: Any
+    end_tokens: int | Sequence[int] | None
+    truncation: str = "error"
+
+    def __call__(self, problems: Sequence[Problem]) -> list[bool]:
+        """Returns whether each problem is short enough.
+
+        Raises:
+            DataError: one is not, and longer ones are not left out; or it cannot be encoded.
+        """
+        limit = None if self.leave_out else self.max_prompt
+        prompts = encode_prompts(problems, self.tokenizer, limit, self.truncation)
+        fits = [len(ids) <= self.max_prompt for ids in prompts]
+        if self.end_tokens is None:
+            return fits
+        rows = encode_rows(problems, self.tokenizer, self.end_tokens)
+        for i, (problem, examples) in enumerate(zip(problems, rows, strict=True)):
+            longest = max(len(ids) for ids, _ in examples)
+            if longest > self.max_row and not self.leave_out:
+                raise DataError(
+                    f"{label_of(problem)}: prompt and response have {longest} tokens, and data.stream allows "
+                    f"{self.max_row}, the sum of data.max_prompt_length and data.max_response_length; raise one of "
+                    "them, or set data.filter_overlong_prompts to draw another row"
+                )
+            fits[i] = fits[i] and longest <= self.max_row
+        return fits

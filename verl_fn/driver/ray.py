@@ -30,8 +30,7 @@ from .cluster import Cluster
 from .group import Placement
 from .ranks import ActorDied
 from .ray_private import private_ray
-from .remote import RemoteTrain
-from .remote_rollout import RemoteRollout
+from .remote import RemoteRollout, RemoteTrain
 
 T = TypeVar("T")
 

@@ -1,28 +1,36 @@
-"""The protocol of training backends over Ray actors; algorithms use it as they use local backends."""
+"""The protocols of training backends and rollout engines over Ray actors; algorithms use them as they use local ones.
+
+Engines share the requests of a call. One that dies, hangs or lacks memory gets a new process and the weights that it
+held, and the calls that it had open are made again. Draws depend on keys and places alone, so the answers are those
+that the old process would have given.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
+import ray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends import protocol
-from verl_fn.backends.protocol import Freed, Ref, WeightSource
-from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Slots, TrainState, snapshot
+from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
+from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState, snapshot
 from verl_fn.steps import Loss
 
 from .cluster import Cluster
-from .group import Group
+from .group import START_SECONDS, Call, Group, Member, curable, unwrapped_error
 from .host import Component, Stored
 
 T = TypeVar("T")
+PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
 
 
 @attrs.define(eq=False)
@@ -244,3 +252,260 @@ class RemoteWeights(protocol.Remote[WeightSource]):
         """Returns a handle to a copy of the weights; an update does not change it."""
         copy: Remote[Params] = self.backend.map(snapshot, self.params, keep=True)
         return RemoteWeights(self.backend, copy)
+
+
+@attrs.define(eq=False)
+class _Past:
+    """A call that has changed the state of engines, as long as an engine that is restarted needs it again.
+
+    Attributes:
+        call: the call.
+        version: of the weights that it publishes; None if it publishes none.
+        weights: their handle, if ranks send them; None once the ranks have dropped them.
+        copied: whether ``weights`` is a copy of weights that the trainer has replaced.
+    """
+
+    call: Call
+    version: int | None = None
+    weights: RemoteWeights | None = None
+    copied: bool = False
+
+
+class RemoteRollout:
+    """``RolloutBackend`` over a component of one or several actors that share the requests of a call.
+
+    Args:
+        cluster: has the actors.
+        group: the engines.
+        component: the name of the engine in each of them.
+        max_restarts: how often an engine that fails is restarted without an answer in between.
+    """
+
+    def __init__(self, cluster: Cluster, group: Group, component: str, max_restarts: int = 0) -> None:
+        self._cluster, self._group, self._component = cluster, group, component
+        self.capabilities: Capabilities = cluster.get(
+            group.run("map", operator.attrgetter("capabilities"), None, Component(component))
+        )
+        self._version: int | None = None
+        self._publishing: _Past | None = None
+        # Where each engine waits for weights.
+        listen = [self._listening(number) for number in range(len(group.members))]
+        self._addresses: list[tuple[str, int]] = cluster.get(group.scatter("listen", listen))
+        # In order. Empty if engines are not restarted: a handle that is kept makes the next update copy parameters.
+        self._past: list[_Past] = []
+        self._awake = set(PARTS)
+        self._limit = max_restarts
+        if max_restarts:
+            group.restart = self.restart
+            cluster.before_update.append(self._keep_weights)
+
+    @property
+    def version(self) -> int | None:
+        """The version of the engines' weights; None while another is being published."""
+        if self._publishing is not None and self._publishing.call.succeeded:
+            self._version, self._publishing = self._publishing.version, None
+        return self._version
+
+    def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
+        """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
+
+        The ranks that send run no other call meanwhile, so no update can donate the weights that they send. Engines
+        with ``versions_per_token`` receive beside their calls, others after them.
+        """
+        self._version, remote = None, weights if isinstance(weights, RemoteWeights) else None
+        self._forget_older(also_held=self._group.idle)
+        beside = self.capabilities.versions_per_token
+        # Another thread restarts an engine before or after this, and after it knows what to send again.
+        with self._group.one_thread:
+            if remote is not None:
+                remote.backend.send(remote, version, self._addresses)
+                call = self._scatter("receive", version, publishes=beside)
+            else:
+                call = self._scatter("invoke", "publish", (), {}, version, weights, publishes=beside)
+            self._publishing = _Past(call, version, remote if self._group.restart else None)
+            self._remember(self._publishing)
+        return call
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
+        """Returns a reference to the samples; each engine answers its share of the requests."""
+        calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
+        order = functools.partial(in_order, [request.id for request in requests]) if len(calls) > 1 else _only
+        return self._group.scatter("invoke", calls, order, draws=True)
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the samples, in the order in which they end on any engine."""
+        parts = [(self._component, version, share) for share in self._shares(requests)]
+        return self._cluster.stream(self._group.scatter("stream", parts, draws=True))
+
+    def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
+        """Returns the requests of each engine; without any, one engine reports what is wrong with that."""
+        if len(self._group.members) == 1 or not all(isinstance(request, Request) for request in requests):
+            return [requests]
+        return list(shares(requests, len(self._group.members))) or [requests]
+
+    def sleep(self, level: int = 2) -> Any:
+        """See ``RolloutBackend``."""
+        self._awake = set()
+        if level > 1:
+            self._version = self._publishing = None
+            self._past.clear()
+        return self._remember(_Past(self._scatter("invoke", "sleep", (), {}, level)))
+
+    def wake(self, tags: Sequence[str] = ()) -> Any:
+        """See ``RolloutBackend``."""
+        call = self._remember(_Past(self._scatter("invoke", "wake", (), {}, tuple(tags))))
+        self._awake |= set(tags) or PARTS
+        if self._awake == PARTS:
+            self._past = [one for one in self._past if one.version is not None]
+        return call
+
+    def _remember(self, one: _Past) -> Call:
+        if self._group.restart is not None:
+            self._past.append(one)
+        return one.call
+
+    def _scatter(self, method: str, *args: Any, publishes: bool = False) -> Call:
+        """Calls a method of ``Host`` on every engine; see ``Group.scatter``."""
+        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), publishes=publishes)
+
+    def _listening(self, number: int) -> tuple[Any, ...]:
+        """Returns the arguments of ``Host.listen`` for an engine."""
+        return self._component, self._cluster.address(self._group.members[number]), self._cluster.secret
+
+    def _forget_older(self, *, also_held: bool = False) -> None:
+        """Drops publications that no engine needs again, since all hold a later one.
+
+        Args:
+            also_held: drop the last one too that all engines hold, since another one takes its place.
+        """
+        held = [one for one in self._past if one.version is not None and one.call.succeeded]
+        self._past = [one for one in self._past if one not in (held if also_held else held[:-1])]
+
+    def _keep_weights(self, component: str) -> None:
+        """Before an update replaces weights, copies those that an engine needs if it is restarted; drops others.
+
+        While requests are open, an engine may need weights that are older than the trainer's.
+        """
+        self._forget_older()
+        for one in self._past:
+            if one.weights is None or one.weights.backend.component != component:
+                continue
+            if self._group.idle:
+                one.weights = None
+            elif not one.copied:
+                one.weights, one.copied = one.weights.copied(), True
+
+    def restart(self, member: Member, error: Exception) -> None:
+        """Restarts an engine that has failed, ended or hangs, and makes its open calls again.
+
+        If it fails during its restart, another restart within this one has replaced it when this one goes on.
+
+        Raises:
+            Exception: ``error``, if it was restarted as often as allowed.
+        """
+        self._count(member, error)
+        ray.kill(member.host)
+        ray.wait([member.sentinel], timeout=START_SECONDS)
+        # Calls of other threads wait, so that none comes to the new engine before its weights.
+        with self._group.one_thread:
+            self._replace(member)
+
+    def _replace(self, member: Member) -> None:
+        number = self._group.lose(member)
+        new = self._cluster.replace(self._group, number)
+        results = self._made(new, [*self._group.made, ("listen", *self._listening(number))])
+        if results is None:
+            return
+        self._addresses[number] = results[-1]
+        if self._made(new, self._restored(number)) is None:
+            return
+        self._group.again(number)
+        for one in self._past:
+            if one.weights is not None and not one.call.succeeded_on(number):
+                self._send_again(one, number)
+
+    def _restored(self, number: int) -> list[tuple[Any, ...]]:
+        """Returns the calls by which a new engine gets back to where the old one was; ranks send it its weights."""
+        past = [one for one in self._past if one.call.succeeded_on(number)]
+        held, last = ([one for one in some if one.version is not None][-1:] for some in (past, self._past))
+        calls: list[tuple[Any, ...]] = []
+        for one in past:
+            if one.call.method == "receive" and one in held:
+                if one.weights is None:
+                    # Nobody has them, so whoever draws next publishes others.
+                    if held == last:
+                        self._version = self._publishing = None
+                    continue
+                self._send_again(one, number)
+            if one.version is None or one in held:
+                calls.append((one.call.method, *one.call.arguments[number]))
+        return calls
+
+    def _send_again(self, one: _Past, number: int) -> None:
+        assert one.weights is not None and one.version is not None
+        one.weights.backend.send(one.weights, one.version, [self._addresses[number]])
+
+    def _count(self, member: Member, error: Exception) -> None:
+        """Raises the error if it does not allow another restart."""
+        name, number = member.name, self._group.members.index(member)
+        if self._group.restarts[number] >= self._limit:
+            error.add_note(
+                f"it was restarted {self._limit} times (rollout.max_restarts) and answered nothing in between"
+            )
+            raise error
+        self._group.restarts[number] += 1
+        # Ray's own text of a worker's error begins with a traceback.
+        cause = getattr(error, "cause", error)
+        first, *_ = str(cause).splitlines() or [""]
+        said = first if first.startswith(name) else f"{name} failed: {type(cause).__name__}: {first}"
+        count = f"{self._group.restarts[number]} of {self._limit} times in a row"
+        self._cluster.reasons.append(f"{said}; it was restarted, {count}")
+
+    def _made(self, member: Member, calls: Sequence[tuple[Any, ...]]) -> list[Any] | None:
+        """Makes calls in a new process and returns their results; None if it ended and another one was started."""
+        alone = Group(member.name, (member,))
+        made = [alone.run(*call) for call in calls]
+        self._cluster.wait_for(lambda: alone.idle or member not in self._group.members, made)
+        try:
+            return [ray.get(call.results[0]) for call in made] if member in self._group.members else None
+        except ray.exceptions.RayError as error:
+            if not curable(error):
+                raise unwrapped_error(error, member.name) from None
+            self._cluster.lost(member, error)
+            return None
+
+
+def _only(parts: Sequence[list[Sample]]) -> list[Sample]:
+    return parts[0]
+
+
+def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
+    """Divides requests among engines, so that all have about as many tokens to compute.
+
+    The rule depends only on the requests: the longest request first, each goes to the engine with the fewest tokens
+    so far. A request counts its prompt once and the longest responses that it allows. Engines without any request are
+    left out.
+
+    Example:
+        >>> from verl_fn.state import Key, Sampling, requests_for
+        >>> asked = requests_for([[1] * 9, [1] * 4, [1] * 5, [1] * 2], Sampling(1), Key.from_seed(0))
+        >>> [[r.id for r in share] for share in shares(asked, 2)]
+        [[0, 3], [1, 2]]
+    """
+    lengths = [len(r.prompt) + r.sampling.n * r.sampling.max_tokens for r in requests]
+    loads, engine_of = [0] * engines, [0] * len(requests)
+    for i in sorted(range(len(requests)), key=lambda i: -lengths[i]):
+        engine = loads.index(min(loads))
+        loads[engine] += lengths[i]
+        engine_of[i] = engine
+    divided = [[r for r, engine in zip(requests, engine_of, strict=True) if engine == e] for e in range(engines)]
+    return [share for share in divided if share]
+
+
+def in_order(ids: Sequence[int], parts: Iterable[Iterable[Sample]]) -> list[Sample]:
+    """Returns the samples of all engines in the order of the requests with these ids.
+
+    The samples of a request keep their order.
+    """
+    places = {request: place for place, request in enumerate(ids)}
+    return sorted((sample for part in parts for sample in part), key=lambda sample: places[sample.request])

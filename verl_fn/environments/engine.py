@@ -27,9 +27,17 @@ from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
 from . import Done
-from .conversation import Conversation, Groups, TokenRow, Turns
 from .processes import Call, EnvError, EnvProcesses, Failure, Opening, Result
-from .rendering import Renderer, check_no_marks, with_image_parts, without_marks
+from .rendering import (
+    Conversation,
+    Groups,
+    Renderer,
+    TokenRow,
+    Turns,
+    check_no_marks,
+    with_image_parts,
+    without_marks,
+)
 from .verifiers import ROW
 
 

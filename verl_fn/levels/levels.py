@@ -15,13 +15,13 @@ import attrs
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
-from . import learning, parity, resuming, smoke
+from . import parity, training
 from .subject import Request
 from .verdict import Check, Outcome
 
 REPLAYED, RATIO = "routers replayed recorded experts", "the ratio of the first update of each step is 1"
 ROUTERS = "all routers changed"
-OF_EXPERTS = (smoke.COMPLETED, smoke.FINITE, smoke.AGREES, REPLAYED, RATIO, ROUTERS)
+OF_EXPERTS = (training.COMPLETED, training.FINITE, training.AGREES, REPLAYED, RATIO, ROUTERS)
 # Of the mean of old minus new log-probs, in nats. In bf16 both passes round alike, since their experts are the same.
 SAME = 1e-5
 BLOCKED = {
@@ -80,12 +80,12 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
         folder: of the run.
         say: prints a line.
     """
-    plan = smoke.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
+    plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
     with counted() as replays:
         train(plan, say)
-    found = {check.name: check for check in smoke.checks_of(folder, plan)}
-    before, after = (smoke.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
-    moved = smoke.changed(before, after)
+    found = {check.name: check for check in training.checks_of(folder, plan)}
+    before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
+    moved = training.changed(before, after)
     count = request.experts
     # A router has a row for each expert; experts themselves are stacked.
     routers = {name: other for name, other in moved.items() if before[name].dim() == 2 and len(before[name]) == count
@@ -94,10 +94,10 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     worst = max(gaps, default=float("inf"))
     here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
     checks = (
-        *(found[name] for name in (smoke.COMPLETED, smoke.FINITE, smoke.AGREES)),
+        *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
         Check(REPLAYED, replays.count > 0, f"{replays.count} calls"),
         Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}"),
-        smoke.all_changed(ROUTERS, routers),
+        training.all_changed(ROUTERS, routers),
     )
     return Outcome(checks, limitations=here)
 
@@ -134,14 +134,14 @@ LEVELS = {
         "if the model was not built, compare the parallel sizes that the provider is finalized with; if adapters "
         "failed, the names of target modules and the provider's path to Bridge's PEFT helpers",
         lambda request: ["level_0_model", "level_0"],
-        lambda request: [*parity.NAMES, *smoke.WITH_LORA],
+        lambda request: [*parity.NAMES, *training.WITH_LORA],
     ),
     1: Level(
         "save and resume",
         "checkpoints of all roles continue in every bit, and exports load elsewhere",
         "run level 0 by itself: if it passes, the model is built right and the mistake is in what is saved or loaded",
         lambda request: ["level_1", "level_1_resumed"],
-        lambda request: resuming.NAMES,
+        lambda request: training.RESUMING,
     ),
     2: Level(
         "parallel layouts",
@@ -155,7 +155,7 @@ LEVELS = {
         "the same provider trains with Megatron-FSDP in the place of DDP",
         "if level 0 passes, look at what the provider assumes of wrapping and of flat buffers",
         lambda request: _with_cpus("level_3", parity.SHARDED, request),
-        lambda request: [*smoke.WITHOUT_LORA, *(parity.name_of(text) for text in parity.SHARDED)],
+        lambda request: [*training.WITHOUT_LORA, *(parity.name_of(text) for text in parity.SHARDED)],
     ),
     4: Level(
         "architecture",
@@ -169,7 +169,7 @@ LEVELS = {
         "metrics move as they should over a short run",
         "compare both curves in report.html: if local's is as flat, the task or the settings are to blame",
         lambda request: ["level_5_baseline", "level_5"],
-        lambda request: learning.NAMES,
+        lambda request: training.LEARNING,
     ),
 }
 

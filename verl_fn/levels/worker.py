@@ -21,9 +21,9 @@ import attrs
 from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
 from verl_fn.data.rows import DataError
-from verl_fn.driver.local import process_group
+from verl_fn.driver.ranks import process_group
 
-from . import learning, levels, parity, provenance, resuming, smoke
+from . import levels, parity, provenance, training
 from .subject import Request
 from .verdict import Outcome, SaysNothing, trap_in
 
@@ -64,24 +64,24 @@ Part = Callable[[Request, Path, Progress], Outcome]
 
 def level_0_model(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The model beside transformers'."""
-    with process_group(smoke.plan_of(request.alone(), folder / "run"), size=1):
+    with process_group(training.plan_of(request.alone(), folder / "run"), size=1):
         progress.reaches_provider()
         return Outcome(tuple(parity.parity(Path(request.folder), request.device)))
 
 
 def level_0(request: Request, folder: Path, progress: Progress) -> Outcome:
     """PPO with adapters."""
-    return Outcome(tuple(smoke.smoke(request, folder / "run", smoke.LORA, progress.say)))
+    return Outcome(tuple(training.smoke(request, folder / "run", training.LORA, progress.say)))
 
 
 def level_1(request: Request, folder: Path, progress: Progress) -> Outcome:
     """Two steps without a stop, and one step of a run that ``level_1_resumed`` continues."""
-    return Outcome(tuple(resuming.straight(request, folder, progress.say)))
+    return Outcome(tuple(training.straight(request, folder, progress.say)))
 
 
 def level_1_resumed(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The rest of the run that was stopped, and what other libraries load of it."""
-    return Outcome(tuple(resuming.resumed(request, folder, folder.with_name("level_1"), progress.say)))
+    return Outcome(tuple(training.resumed(request, folder, folder.with_name("level_1"), progress.say)))
 
 
 def level_2(request: Request, folder: Path, progress: Progress) -> Outcome:
@@ -91,7 +91,7 @@ def level_2(request: Request, folder: Path, progress: Progress) -> Outcome:
 
 def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
     """PPO of all parameters with Megatron-FSDP, and the first step of its layouts."""
-    checks = smoke.smoke(request, folder / "run", smoke.FSDP, progress.say)
+    checks = training.smoke(request, folder / "run", training.FSDP, progress.say)
     sharded = folder / "first_step"
     sharded.mkdir()
     after = _layouts(request, parity.SHARDED, sharded, progress)
@@ -113,15 +113,15 @@ def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
 
 def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The run of ``local``, or of ``fsdp`` on several ranks, that the next process compares its own with."""
-    learning.learn(request, folder / "run", "local" if request.gpus == 1 else "fsdp", progress.say)
+    training.learn(request, folder / "run", "local" if request.gpus == 1 else "fsdp", progress.say)
     return Outcome()
 
 
 def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The same run with Megatron."""
     baseline = folder.with_name("level_5_baseline") / "run"
-    smoke.require_signal(baseline, request)
-    return Outcome(tuple(learning.compare(request, folder / "run", baseline, progress.say)))
+    training.require_signal(baseline, request)
+    return Outcome(tuple(training.compare(request, folder / "run", baseline, progress.say)))
 
 
 def _layouts(request: Request, texts: Sequence[str], folder: Path, progress: Progress) -> Outcome:
@@ -197,7 +197,7 @@ def probe_nodes(request: Request) -> int:
     from verl_fn.driver.ray import on_nodes
 
     with tempfile.TemporaryDirectory() as folder:
-        plan = smoke.plan_of(request, Path(folder))
+        plan = training.plan_of(request, Path(folder))
     reasons: list[str] = []
     for node, probed in on_nodes(plan.ray, provenance.imported).items():
         print(node, probed.get("files") or probed.get("error"), flush=True)

@@ -28,24 +28,23 @@ from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.fidelity import check_head
-from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
+from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.schema import TrainerConfig
-from verl_fn.data.conversations import Conversation
+from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
+from verl_fn.data.loading import StreamedData
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
-from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
-from verl_fn.rewards.reward import Answer
-from verl_fn.rewards.rules import by_rules, has_rule
+from verl_fn.rewards.reward import Answer, by_rules, has_rule
 from verl_fn.state import Key
 
 # Frozen models of other folders that algorithm.NAME names.

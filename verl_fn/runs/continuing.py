@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from verl_fn.algorithms import Report
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.config import ConfigError, Plan, make_plan
 
 from . import RunError

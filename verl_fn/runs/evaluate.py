@@ -22,11 +22,10 @@ from verl_fn.rewards.reward import joined, problems_of, prompt_texts, response_t
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import samples_answers
-from .engine_size import with_engine
+from .fitting import with_engine
 from .prepare import prepare, workers
 from .progress import Say
-from .residency import give_to_engine
-from .state import RunState, algorithm_of
+from .state import RunState, algorithm_of, give_to_engine
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
 

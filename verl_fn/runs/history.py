@@ -22,7 +22,7 @@ import attrs
 import tomli_w
 
 from verl_fn import __version__, atomic
-from verl_fn.checksums import crc_of
+from verl_fn.atomic import crc_of
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_fn import atomic
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.checkpoint.state_folder import disk_errors
+from verl_fn.backends.checkpoint import disk_errors
 from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, TrainBackend, WeightSource, whole_leaves
 from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, tree, unpack

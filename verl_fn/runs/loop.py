@@ -21,25 +21,32 @@ from verl_fn.state import Params, TrainState
 from verl_fn.torchrun import leading
 
 from . import RunError
-from .checkpoints import restore, step_of
+from .check_run import unplanned
+from .checkpoints import can_be_held, check_disk, restore, step_of
 from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
-from .disk import can_be_held, check_disk
-from .engine_size import sized, with_engine
 from .evaluate import check_goal, evaluation_line, validate
+from .fitting import sized, with_engine
 from .folder import Run
 from .history import run_config
 from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
 from .prepare import prepare, workers
-from .progress import Lines, Live, Progress, Say, always_zero, cut_off, wide_gap, without_signal
+from .progress import Lines, Live, Progress, Say, Start, always_zero, cut_off, wide_gap, without_signal
 from .recorder import Drawn
-from .rehearsal import unplanned
-from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
-from .starting import Start
-from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
+from .state import (
+    RunState,
+    algorithm_of,
+    blank_state,
+    differing_fields,
+    initial_state,
+    offloaded,
+    offloaded_roles,
+    on_one_gpu,
+    run_of,
+)
 from .steps import Pace, advance
 
 

@@ -178,6 +178,6 @@ def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
         from verl_fn.torchrun import torchrun_workers
 
         return torchrun_workers(plan)
-    from verl_fn.driver.local import local_workers
+    from verl_fn.driver.ranks import local_workers
 
     return local_workers(plan)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from verl_fn.algorithms import Experience, Workers
-from verl_fn.backends.checkpoint.state_folder import CheckpointError, disk_errors
+from verl_fn.backends.checkpoint import CheckpointError, disk_errors
 from verl_fn.backends.protocol import Ref, Request, Sample, Through
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import ArgumentError

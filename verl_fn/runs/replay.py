@@ -15,8 +15,8 @@ from verl_fn.driver.ranks import torchrun_size
 
 from . import RunError
 from .checkpoints import checkpoints, step_of
-from .engine_size import sized
 from .evaluate import validate
+from .fitting import sized
 from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
 from .logs import TIMED, metrics_row, read_journal, read_metrics
@@ -24,9 +24,8 @@ from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
-from .residency import offloaded_roles, on_one_gpu
 from .screen import say as print_line
-from .state import RunState, algorithm_of, initial_state, run_of
+from .state import RunState, algorithm_of, initial_state, offloaded_roles, on_one_gpu, run_of
 from .steps import RANKS, ROWS_WAITING, Pace, advance
 
 

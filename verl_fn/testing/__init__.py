@@ -28,8 +28,7 @@ with a formula that you write. ``compare_backends`` says how far the first steps
 without a model. The script ``sample_table`` draws responses from the weights of a ``Mock``.
 """
 
-from verl_fn.backends.mock.rollout import MockRollout, Response, Turn, sample_table
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock, MockRollout, Response, Turn, sample_table
 
 from .advantages import check_advantage
 from .backends import check_backend

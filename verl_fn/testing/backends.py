@@ -93,7 +93,7 @@ def check_backend(
         LawViolation: a law is broken.
 
     Example:
-        >>> from verl_fn.backends.mock.train import Mock
+        >>> from verl_fn.backends.mock import Mock
         >>> from verl_fn.steps import adamw, constant
         >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.0), max_tokens=24))
         >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.1), max_tokens=24))

@@ -234,7 +234,7 @@ def compare_backends(
         ValueError: the gradients have other names; the backends hold different models.
 
     Example:
-        >>> from verl_fn.backends.mock.train import Mock
+        >>> from verl_fn.backends.mock import Mock
         >>> from verl_fn.steps import cross_entropy, sgd
         >>> whole, split = Mock(8, sgd(0.1)), Mock(8, sgd(0.1), max_tokens=24)
         >>> first = compare_backends(whole, split, tiny_batch(), cross_entropy())

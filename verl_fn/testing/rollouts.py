@@ -81,8 +81,8 @@ def check_rollout(
         LawViolation: a promise is broken.
 
     Example:
-        >>> from verl_fn.backends.mock.train import Mock
-        >>> from verl_fn.backends.mock.rollout import MockRollout, sample_table
+        >>> from verl_fn.backends.mock import Mock
+        >>> from verl_fn.backends.mock import MockRollout, sample_table
         >>> from verl_fn.steps import constant, sgd
         >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
         >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_fn.atomic import check_empty
-from verl_fn.backends.checkpoint.export import export_adapter, export_model
+from verl_fn.backends.checkpoint import export_adapter, export_model
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.folder import is_carried
 from verl_fn.backends.hf.lora import Lora
@@ -156,7 +156,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(model, tmp_path, monke
     if made:
         out.mkdir()
     for module, export, source in (
-        ("verl_fn.backends.checkpoint.export.write_carried", export_model, model),
+        ("verl_fn.backends.checkpoint.write_carried", export_model, model),
         ("safetensors.torch.save_file", export_adapter, adapted),
     ):
         with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
@@ -176,7 +176,7 @@ def test_an_export_that_was_killed_can_be_repeated(model, tmp_path, monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         patch.setattr(
-            "verl_fn.backends.checkpoint.export.write_carried", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+            "verl_fn.backends.checkpoint.write_carried", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         export_model(model, out)
     assert list(out.iterdir())
@@ -208,9 +208,9 @@ def test_a_folders_own_code_is_never_run(model, tmp_path, monkeypatch, model_typ
     """Not even where somebody would answer yes."""
     from verl_fn.backends.hf.config import read_config
     from verl_fn.backends.hf.folder import build, hollow
-    from verl_fn.backends.hf.sizes import model_sizes
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.backends.sampler import Sampler
+    from verl_fn.runs.memory import model_sizes
 
     asked = []
     monkeypatch.setattr("builtins.input", lambda *args: asked.append(args) or "y")

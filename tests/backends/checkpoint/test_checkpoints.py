@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_fn.backends import tensor_file
-from verl_fn.backends.checkpoint.export import export_model
-from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS, CheckpointError
+from verl_fn.backends.checkpoint import MODEL, TENSORS, CheckpointError, export_model
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import ADAPTERS, Lora, LoraError

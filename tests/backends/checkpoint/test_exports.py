@@ -8,8 +8,8 @@ import torch
 from ragged_rows import OPTIMIZER
 from safetensors.torch import load_file, save_file
 
-from verl_fn.backends.checkpoint import export
-from verl_fn.backends.checkpoint.export import export_adapter, export_model
+from verl_fn.backends import checkpoint
+from verl_fn.backends.checkpoint import export_adapter, export_model
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
@@ -91,7 +91,7 @@ def test_weights_that_the_model_lacks_are_not_left_out(models, tmp_path):
 
 @pytest.mark.parametrize("harm", ["lost", "changed", "narrower"])
 def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypatch, harm):
-    write = export.write_carried
+    write = checkpoint.write_carried
 
     def harmed(contents, folder):
         tensors = load_file(folder / FILE)
@@ -104,7 +104,7 @@ def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypat
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
         write(contents, folder)
 
-    monkeypatch.setattr(export, "write_carried", harmed)
+    monkeypatch.setattr(checkpoint, "write_carried", harmed)
     with pytest.raises(ModelError, match="lacks 1 weights" if harm == "lost" else "lost, added or changed"):
         export_model(models[False], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from rank_cases import KEY, optimizer
 from safetensors.torch import load_file
 
 from verl_fn.backends import tensor_file
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock

@@ -20,7 +20,7 @@ from verl_fn.backends.hf import lora
 from verl_fn.backends.megatron import saving
 from verl_fn.backends.megatron.backend import Megatron
 from verl_fn.backends.sampler import Sampler
-from verl_fn.levels import parity, smoke, worker
+from verl_fn.levels import parity, training, worker
 from verl_fn.levels.subject import Request
 from verl_fn.runs import loop
 from verl_fn.state import Grads, tree
@@ -151,17 +151,17 @@ def other_weights():
 
 @fault
 def without_reference():
-    return around(smoke, "plan_of", lambda inner, *args: inner(*args, "algorithm.use_kl_loss=false"))
+    return around(training, "plan_of", lambda inner, *args: inner(*args, "algorithm.use_kl_loss=false"))
 
 
 @fault
 def without_verification():
-    return around(smoke, "plan_of", lambda inner, *args: inner(*args, "rollout.verify=first"))
+    return around(training, "plan_of", lambda inner, *args: inner(*args, "rollout.verify=first"))
 
 
 @fault
 def one_step_only():
-    return around(smoke, "plan_of", lambda inner, *args: inner(*args, "trainer.total_training_steps=1"))
+    return around(training, "plan_of", lambda inner, *args: inner(*args, "trainer.total_training_steps=1"))
 
 
 def mapped(change):
@@ -295,9 +295,7 @@ def merged_without_adapters():
         base = json.loads((Path(source) / "lora.json").read_text())["base_model"]
         return inner(base, out, dtype)
 
-    from verl_fn.levels import resuming
-
-    return around(resuming, "export_model", change)
+    return around(training, "export_model", change)
 
 
 @fault

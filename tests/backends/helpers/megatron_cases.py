@@ -20,7 +20,7 @@ from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
-from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
+from verl_fn.backends.megatron.schedule import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, residency
 from verl_fn.cli import main

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_lora import LORA, TX, ragged, trained
 
-from verl_fn.backends.checkpoint.export import export_adapter, export_model
-from verl_fn.backends.hf import frozen_base
+from verl_fn.backends.checkpoint import export_adapter, export_model
+from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.frozen_base import Reference, print_of
-from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.lora import Lora, LoraError, Reference, print_of
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.state import Key, tree
@@ -259,7 +258,7 @@ def test_every_bit_of_a_tensor_counts(data):
 
 @pytest.mark.parametrize("places", [(0, 1), (2, 5), (3, 9), (1, 10)])
 def test_numbers_that_change_places_are_noticed(monkeypatch, places):
-    monkeypatch.setattr(frozen_base, "_WORDS", 4)
+    monkeypatch.setattr(lora, "_WORDS", 4)
     t = torch.randn(11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     other = t.clone()
     other[list(places)] = t[list(places[::-1])]

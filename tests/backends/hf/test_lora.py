@@ -9,8 +9,7 @@ from ragged_rows import ragged
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from verl_fn.backends.checkpoint.export import export_adapter, export_model
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint import CheckpointError, export_adapter, export_model
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local

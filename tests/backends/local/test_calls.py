@@ -10,7 +10,7 @@ import torch
 
 from verl_fn.backends import base
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.mock import Mock
 from verl_fn.backends.sampler import Sampler
 from verl_fn.errors import ArgumentError
 from verl_fn.state import (

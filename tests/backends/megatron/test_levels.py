@@ -25,7 +25,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
 from verl_fn.data.tasks import TASKS
-from verl_fn.levels import command, learning, parity, provenance, smoke, verdict
+from verl_fn.levels import command, parity, provenance, training, verdict
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -245,7 +245,7 @@ def test_level_5_compares_with_a_baseline(levels, config, tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<svg") > 5 and "converge" not in report["sentence"]
     # The same samples, learned from by two backends.
-    curves = [learning.held_out(rows_of(tmp_path / "out" / name / "run")) for name in ("level_5", "level_5_baseline")]
+    curves = [training.held_out(rows_of(tmp_path / "out" / name / "run")) for name in ("level_5", "level_5_baseline")]
     assert [step for step, _ in curves[0]] == [step for step, _ in curves[1]] and curves[0][0] == curves[1][0]
 
 
@@ -258,12 +258,12 @@ STEADY = [{"step": 0, "val-aux/count/reward/mean@1": 0.5}] + [
     for i in (1, 2, 3)
 ]
 UNSTEADY = {
-    "no gradient": ({"actor/grad_norm": 0.0}, learning.GRADIENTS),
-    "a constant gradient": ({"actor/grad_norm": 2.0}, learning.GRADIENTS),
-    "a constant entropy": ({"actor/entropy": 1.0}, learning.ENTROPY),
-    "no entropy": ({"actor/entropy": 0.0}, learning.ENTROPY),
-    "more entropy than there is": ({"actor/entropy": 9.0}, learning.ENTROPY),
-    "a policy that jumps": ({"actor/ppo_kl": -3.0}, learning.KL),
+    "no gradient": ({"actor/grad_norm": 0.0}, training.GRADIENTS),
+    "a constant gradient": ({"actor/grad_norm": 2.0}, training.GRADIENTS),
+    "a constant entropy": ({"actor/entropy": 1.0}, training.ENTROPY),
+    "no entropy": ({"actor/entropy": 0.0}, training.ENTROPY),
+    "more entropy than there is": ({"actor/entropy": 9.0}, training.ENTROPY),
+    "a policy that jumps": ({"actor/ppo_kl": -3.0}, training.KL),
     "a loss that is not finite": ({"loss": None}, "metrics are finite"),
     "skipped updates": ({"actor/update_skipped": 0.5}, "metrics are finite"),
 }
@@ -272,8 +272,8 @@ UNSTEADY = {
 @pytest.mark.parametrize("fault", UNSTEADY)
 def test_runs_that_do_not_learn_fail_level_5(fault):
     change, name = UNSTEADY[fault]
-    assert all(check.held for check in learning.trends(STEADY, 67))
-    found = learning.trends([row | change if row["step"] else row for row in STEADY], 67)
+    assert all(check.held for check in training.trends(STEADY, 67))
+    found = training.trends([row | change if row["step"] else row for row in STEADY], 67)
     assert {check.name for check in found if not check.held} == {name}
 
 
@@ -359,7 +359,7 @@ def test_weights_in_bf16_are_tested_in_fp32(tmp_path):
     """On a GPU a run would take the folder's dtype, and rounding in bf16 is above the bars."""
     folder = str(half(tmp_path / "half"))
     request = Request(levels=(0,), model=folder, folder=folder, dummy=False, device="cpu", out=str(tmp_path))
-    plan = smoke.plan_of(request, tmp_path / "run")
+    plan = training.plan_of(request, tmp_path / "run")
     assert plan.rollout.dtype == plan.roles["actor"].dtype == plan.roles["critic"].dtype == "float32"
 
 

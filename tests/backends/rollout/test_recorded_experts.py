@@ -9,7 +9,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
-from verl_fn.environments.conversation import TokenRow
+from verl_fn.environments.rendering import TokenRow
 from verl_fn.state import Sample, requests_for
 from verl_fn.testing.rollout_case import RolloutCase
 from verl_fn.testing.rollouts import check_routes

@@ -10,7 +10,7 @@ from ranks import Ranks
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.vllm import images
+from verl_fn.backends.vllm import arguments
 from verl_fn.backends.vllm.arguments import EngineArgumentError, engine_arguments
 
 BESIDE = Path(os.environ.get("TORCHVISION", Path(__file__).parents[3] / ".torchvision"))
@@ -55,6 +55,6 @@ def test_what_does_not_run(tmp_path, monkeypatch):
     folder = new_model(tmp_path / "qwen", chars="ab", arch="qwen3_vl")
     with pytest.raises(EngineArgumentError, match="limit_mm_per_prompt cannot be set: a prompt has as many images"):
         engine_arguments(folder, engine_kwargs={"limit_mm_per_prompt": {"image": 1}}, **OPTIONS)
-    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"vLLM needs torchvision for models with images: .* torchvision=="):
         engine_arguments(folder, engine_kwargs={}, **OPTIONS)

@@ -1,16 +1,18 @@
-"""A training backend without a model: a table of logits and one of values, with gradients in closed form.
+"""A training backend and a rollout engine without a model, for unit tests of algorithms.
 
-It is for unit tests of algorithms and of the laws themselves: it does all that a real backend does, in less than a
-millisecond a call, and fails on demand.
+``Mock`` has a table of logits and one of values, with gradients in closed form: it does all that a real backend does,
+in less than a millisecond a call, and fails on demand; tests of the laws themselves use it too. ``MockRollout`` has
+scripted responses.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -18,9 +20,21 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verl_fn.backends.checkpoint.state_folder import MODEL, Writing, begin_save, read_state
+from verl_fn.backends.checkpoint import MODEL, Writing, begin_save, read_state
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Chunk,
+    Handle,
+    PublicationFailed,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    check_sampling,
+    here,
+    serves,
+)
 from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights
+from verl_fn.backends.weight_sync import Weights, receive
 from verl_fn.state import (
     PER_ROW,
     Batch,
@@ -28,6 +42,8 @@ from verl_fn.state import (
     Key,
     Metrics,
     Params,
+    Request,
+    Sample,
     Slots,
     Sum,
     TokenOutputs,
@@ -339,3 +355,263 @@ def _check_needs(needs: Iterable[str], known: frozenset[str]) -> list[str]:
     if unknown := set(wanted) - known:
         raise ValueError(f"a mock gives {sorted(known)}, not {sorted(unknown)}")
     return wanted
+
+
+@attrs.frozen
+class Turn:
+    """A sample that a script has to answer.
+
+    Attributes:
+        prompt: token ids.
+        sample: the number of the sample, from 0 to ``sampling.n - 1``.
+        sampling: how the sample is to be drawn.
+        key: a key of only this sample.
+        weights: the weights that were published last.
+    """
+
+    prompt: tuple[int, ...]
+    sample: int
+    sampling: Sampling
+    key: Key
+    weights: Mapping[str, Tensor]
+
+
+@attrs.frozen
+class Response:
+    """The answer of a script; a plain sequence of token ids means a finished answer whose tokens were certain.
+
+    Attributes:
+        tokens: token ids, at least one; ids after a stop token or ``max_tokens`` are dropped.
+        log_probs: the log-probability of each token under the distribution it was drawn from; by default 0.
+        full_log_probs: the same before top-k and top-p; by default ``log_probs``.
+        finished: whether the answer ended with its last token.
+    """
+
+    tokens: Sequence[int] = attrs.field(validator=attrs.validators.min_len(1))
+    log_probs: Sequence[float] | None = None
+    full_log_probs: Sequence[float] | None = None
+    finished: bool = True
+
+
+Answer: TypeAlias = "Response | Sequence[int]"
+Script: TypeAlias = "Mapping[tuple[int, ...], Answer] | Callable[[Turn], Answer]"
+
+
+class MockRollout:
+    """Answers requests from a script, and checks versions as a real engine does.
+
+    Args:
+        script: answers by prompt, or a function of a ``Turn``.
+        capabilities: what this engine claims to support; requests for anything else are refused. With
+            ``versions_per_token``, rows of a stream that are not read yet are in their middle when weights arrive.
+
+    Example:
+        >>> engine = MockRollout({(5, 6): [7, 8, 2]})
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import requests_for
+        >>> engine.publish(0, Weights.of({}))
+        >>> asked = requests_for([[5, 6]], Sampling(max_tokens=8, n=2), Key.from_seed(0))
+        >>> [(s.tokens.tolist(), s.finish_reason) for s in engine.generate(asked, version=0)]
+        [([7, 8, 2], 'stop'), ([7, 8, 2], 'stop')]
+        >>> engine.generate(asked, version=1)
+        Traceback (most recent call last):
+        verl_fn.backends.protocol.StaleWeightsError: version 1 was asked for, but this engine holds version 0
+    """
+
+    def __init__(self, script: Script, capabilities: Capabilities | None = None) -> None:
+        self.script = script
+        self.capabilities = capabilities or Capabilities()
+        self.version: int | None = None
+        self._weights: dict[str, Tensor] = {}
+        # Of weights that arrive in flight, another thread may draw.
+        self._lock = threading.RLock()
+
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
+        """Copies these weights.
+
+        Raises:
+            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
+                until a publication succeeds.
+        """
+        with self._lock:
+            self._take(version, here(weights))
+
+    def _take(self, version: int, source: WeightSource) -> None:
+        self.version = None
+        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
+
+        def write(chunk: Chunk) -> None:
+            rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
+            rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values.cpu()
+
+        receive(source, write, checked=True)
+        self._weights = places
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
+        """Returns the script's answers, ordered as ``RolloutBackend.generate`` does.
+
+        Raises:
+            StaleWeightsError: the engine holds another version than ``version``, or none.
+            UnsupportedSampling: a request needs more than ``capabilities``.
+            ValueError: there is not one log-prob for each token.
+            KeyError: a mapping lacks a prompt.
+        """
+        with self._lock:
+            return self._all_samples(requests, version)
+
+    def _all_samples(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        if not serves(self.version, version, self.capabilities):
+            asked = "weights were asked for" if version is None else f"version {version} was asked for"
+            holds = "none" if self.version is None else f"version {self.version}"
+            raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
+        check_sampling(requests, self.capabilities)
+        return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: as ``generate``.
+            PublicationFailed: in the iterator, after a publication that failed.
+        """
+        samples = reversed(self.generate(requests, version=version))
+        return self._in_flight(requests, samples) if self.capabilities.versions_per_token else samples
+
+    def sleep(self, level: int = 2) -> None:
+        """Drops the weights at level 2."""
+        if level > 1:
+            self.version, self._weights = None, {}
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Does nothing; the engine is always ready for ``publish``."""
+
+    def _key(self, request: Request, number: int) -> Key:
+        return request.key.fold_in(number)
+
+    def _in_flight(self, requests: Sequence[Request], samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yields samples; samples of older weights than the engine's go on from their middle with the new ones."""
+        by_id = {request.id: request for request in requests}
+        for sample in samples:
+            with self._lock:
+                whole = self._continued(by_id[sample.request], sample)
+            yield whole
+
+    def _continued(self, request: Request, sample: Sample) -> Sample:
+        if self.version is None:
+            raise PublicationFailed("a publication failed during this stream")
+        done, sampling = len(sample.tokens) // 2, request.sampling
+        if self.version == int(sample.versions[-1]) or not done:
+            return sample
+        longer = attrs.evolve(
+            request,
+            prompt=(*request.prompt, *sample.tokens[:done].tolist()),
+            sampling=attrs.evolve(sampling, max_tokens=sampling.max_tokens - done),
+            key=request.key.fold_in("in flight"),
+        )
+        rest = self._sample(longer, sample.number)
+        fields = ["tokens", "log_probs", "mask", "versions"]
+        fields += [] if sample.full_log_probs is None else ["full_log_probs"]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields
+        }
+        return attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
+
+    def _sample(self, request: Request, number: int) -> Sample:
+        sampling = request.sampling
+        turn = Turn(request.prompt, number, sampling, self._key(request, number), self._weights)
+        answer = _cut(self._answer(turn), sampling)
+        assert self.version is not None
+        return Sample(
+            request=request.id,
+            number=number,
+            prompt=torch.tensor(request.prompt),
+            tokens=torch.tensor(answer.tokens),
+            log_probs=torch.tensor(_log_probs(answer)),
+            full_log_probs=torch.tensor(_full_log_probs(answer)) if sampling.cuts else None,
+            mask=torch.ones(len(answer.tokens)),
+            versions=torch.full((len(answer.tokens),), self.version),
+            finish_reason="stop" if answer.finished else "length",
+            temperature=sampling.temperature or 1.0,
+        )
+
+    def _answer(self, turn: Turn) -> Response:
+        if callable(self.script):
+            answer = self.script(turn)
+        elif turn.prompt in self.script:
+            answer = self.script[turn.prompt]
+        else:
+            raise KeyError(f"the script has no answer to the prompt {turn.prompt}")
+        return answer if isinstance(answer, Response) else Response(answer)
+
+
+def sample_table(turn: Turn) -> Response:
+    """Draws an answer from the published table ``logits`` of a ``Mock``, so that algorithms can learn.
+
+    Example:
+        >>> engine = MockRollout(sample_table)
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import requests_for
+        >>> engine.publish(0, Weights.of({"logits": torch.tensor([[0.0, 50.0], [50.0, 0.0]])}))
+        >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
+        [1, 0, 1]
+    """
+    sampling, table = turn.sampling, turn.weights["logits"].double()
+    greedy = sampling.temperature == 0.0
+    full = (table / (sampling.temperature or 1.0)).log_softmax(-1)
+    cut = _truncate(full, sampling)
+    dice = random.Random(turn.key.seed())
+    tokens: list[int] = []
+    last = turn.prompt[-1]
+    while len(tokens) < sampling.max_tokens:
+        # The first token whose cumulative probability passes the draw; never one of probability 0.
+        heap = cut[last].exp().cumsum(0)
+        last = int(full[last].argmax()) if greedy else int((heap <= dice.random() * heap[-1]).sum())
+        tokens.append(last)
+        if last in sampling.stop_token_ids:
+            break
+    before = [turn.prompt[-1], *tokens[:-1]]
+    return Response(
+        tokens,
+        (full if greedy else cut)[before, tokens].tolist(),
+        full[before, tokens].tolist(),
+        finished=last in sampling.stop_token_ids,
+    )
+
+
+def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
+    """Applies top-k and then top-p to every row of a table: cut entries become -inf, the others are renormalised."""
+    if sampling.top_k > 0:
+        least = log_probs.topk(min(sampling.top_k, log_probs.shape[-1])).values[:, -1:]
+        log_probs = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, order = log_probs.sort(descending=True, stable=True)
+        probs = ordered.exp()
+        beyond = torch.empty_like(probs, dtype=torch.bool).scatter_(
+            1, order, probs.cumsum(-1) - probs >= sampling.top_p
+        )
+        log_probs = log_probs.masked_fill(beyond, -torch.inf).log_softmax(-1)
+    return log_probs
+
+
+def _cut(answer: Response, sampling: Sampling) -> Response:
+    """Returns the answer up to its first stop token and ``max_tokens``."""
+    stops = [i + 1 for i, token in enumerate(answer.tokens) if token in sampling.stop_token_ids]
+    end = min([len(answer.tokens), sampling.max_tokens, *stops])
+    return Response(
+        answer.tokens[:end],
+        _log_probs(answer)[:end],
+        _full_log_probs(answer)[:end],
+        finished=end in stops or (answer.finished and end == len(answer.tokens)),
+    )
+
+
+def _log_probs(answer: Response) -> list[float]:
+    log_probs = [0.0] * len(answer.tokens) if answer.log_probs is None else list(answer.log_probs)
+    if len(log_probs) != len(answer.tokens):
+        raise ValueError(f"a response of {len(answer.tokens)} tokens has {len(log_probs)} log-probs")
+    return log_probs
+
+
+def _full_log_probs(answer: Response) -> list[float]:
+    return _log_probs(answer) if answer.full_log_probs is None else list(answer.full_log_probs)

@@ -14,13 +14,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.backends import checkpoint
 from verl_fn.backends.base import Base, one_at_a_time
-from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
 from verl_fn.backends.hf.folder import Checkpointing, build, check_same_config, check_same_model, hollow
-from verl_fn.backends.hf.frozen_base import Reference
-from verl_fn.backends.hf.lora import ADAPTERS, Lora, in_peft, itself
+from verl_fn.backends.hf.lora import ADAPTERS, Lora, Reference, in_peft, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.vision import beside_tokens

@@ -1,1 +1,0 @@
-"""A training state as a folder of safetensors under canonical names."""

@@ -1,5 +1,0 @@
-"""Training in one process: the reference that other backends are compared with."""
-
-from .backend import Local
-
-__all__ = ["Local"]
