@@ -104,6 +104,15 @@ def test_a_setting_that_is_the_default_here_is_reported_and_not_in_the_toml():
     assert not any("default here" in one for one in same.defaults)
 
 
+def test_a_model_on_the_hub_has_to_be_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = GRPO_LORA.replace("MODEL", "Qwen/Qwen3-8B")
+    (said,) = [one for one in translated(line).translated if "model.path =" in one]
+    assert "verl-fn prepare hub:Qwen/Qwen3-8B --out FOLDER downloads it" in said
+    (tmp_path / "Qwen/Qwen3-8B").mkdir(parents=True)
+    assert not any("downloads it" in one for one in translated(line).translated)
+
+
 def test_what_grpos_example_becomes():
     cfg = structure(translated(GRPO_LORA).table)
     assert (cfg.algorithm.name, cfg.rollout.n, cfg.algorithm.options.use_kl_loss) == ("grpo", 5, True)

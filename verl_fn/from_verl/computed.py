@@ -508,4 +508,29 @@ def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         yield Move((exclude,), "actor.freeze_vision_tower", True, "adapters leave the tower as it is")
 
 
-COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run, tables, images, refused)
+def downloaded(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
+    """A model's name on the hub: models are folders here."""
+    name = values.get(MODEL + "path")
+    if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+        remark = (
+            f"a name on the hub: verl-fn prepare hub:{name} --out FOLDER downloads it to the folder for model.path"
+        )
+        yield Move((MODEL + "path",), "model.path", name, remark)
+
+
+COMPUTED = (
+    algorithm,
+    downloaded,
+    unequal,
+    correction,
+    length,
+    layouts,
+    budgets,
+    rollout,
+    rewards,
+    run,
+    tables,
+    images,
+    refused,
+)
+"""verl's keys whose values change on the way here, or that are computed from several."""
