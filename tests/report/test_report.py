@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -311,6 +312,9 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     assert "2 of 3 steps cut most answers off; in step 2 90% of the responses" in text
     assert "acc always 0" in text and headline(run).startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
     assert "0 in every step, so not drawn: <code>actor/ppo_kl</code>" in text
+    stuck = alive | {"actor/entropy": 0.001, "critic/score/mean": 0.3, "response_length/clip_ratio": 0.0}
+    text, _ = page(report([write(tmp_path / "c", [stuck])], tmp_path / "page.html"))
+    assert "1 of 1 steps hardly tried other answers; in step 4 the policy's entropy is 0.001 nats" in unescape(text)
     silent, _ = page(report([write(tmp_path / "b", [alive])], tmp_path / "page.html"))
     assert "gave no signal" not in silent and "gradient of 0" not in silent and "always 0" not in silent
 
@@ -321,6 +325,21 @@ def test_a_metric_that_is_0_in_some_steps_is_drawn():
     assert "actor/ppo_kl" not in [chart.metric for chart in charts([rows[:1]])]
     # Runs side by side keep the curve of the one that is always 0.
     assert "actor/ppo_kl" in [chart.metric for chart in charts([rows[:1], rows])]
+
+
+def test_runs_with_several_seeds_have_their_mean(tmp_path):
+    runs = [
+        write(tmp_path / name, [{"step": 1, "val-core/x/acc/mean@1": value}], overrides=[f"trainer.seed={seed}", *more])
+        for name, seed, value, more in (
+            ("a", 1, 0.5, []), ("b", 2, 0.75, []), ("c", 3, 0.25, []), ("d", 3, 0.1, ["actor.optim.lr=0.5"])
+        )
+    ]  # fmt: skip
+    text, _ = page(report(runs, tmp_path / "page.html"))
+    said = (
+        "a, b, c differ in their seeds only: held-out acc at the end 0.500 on average, from 0.250 to 0.750, standard"
+    )
+    assert f"{said} deviation 0.250" in text and text.count("seeds only") == 1
+    assert "seeds only" not in page(report(runs[2:], tmp_path / "page.html"))[0]
 
 
 def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):

@@ -533,4 +533,3 @@ COMPUTED = (
     images,
     refused,
 )
-"""verl's keys whose values change on the way here, or that are computed from several."""

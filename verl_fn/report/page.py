@@ -11,7 +11,7 @@ import re
 import shlex
 import statistics
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
 from importlib.metadata import version
@@ -31,10 +31,12 @@ from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
-from verl_fn.runs.progress import cut_off, duration, without_signal
+from verl_fn.runs.progress import cut_off, duration, settled, without_signal
 from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
+# Keys in which runs with several seeds differ.
+OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name")
 OF_EACH = 2  # responses of a problem in the table of training responses
 _SUMMARY_COLUMNS = (
     "run",
@@ -264,8 +266,27 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         ]
         rows.append("".join(cells))
     table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
-    ends = [f"<p>{_escaped(f'{run.label}: {said}')}</p>\n" for run in runs for said in remarks(run)]
+    ends = [f"<p>{_escaped(said)}</p>\n" for said in _over_seeds(runs)]
+    ends += [f"<p>{_escaped(f'{run.label}: {said}')}</p>\n" for run in runs for said in remarks(run)]
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n{"".join(ends)}'
+
+
+def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yields a sentence for each group of runs that differ in their seeds only: held-out values over the seeds."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.config.items() if key not in OF_ONE_RUN}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    for group in groups.values():
+        last = [(metric, values[-1][0]) for metric, values in map(_held_out, group) if values]
+        if len(last) < 2:
+            continue
+        values = [value for _, value in last]
+        names = ", ".join(run.label for run in group)
+        yield (
+            f"{names} differ in their seeds only: held-out {last[0][0]} at the end {statistics.mean(values):.3f} on "
+            f"average, from {min(values):.3f} to {max(values):.3f}, standard deviation {statistics.stdev(values):.3f}"
+        )
 
 
 def remarks(run: RunRecord) -> list[str]:
@@ -276,16 +297,20 @@ def remarks(run: RunRecord) -> list[str]:
     said = [f"it {run.failure}"] if run.failure else []
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
-    for what, lacking in (
-        ("gave no signal", [(row, sentence) for row in known if (sentence := without_signal(row["step"], row))]),
-        ("had a gradient of 0", [(row, "") for row in known if row.get("actor/grad_norm") == 0.0]),
-        ("cut most answers off", [(row, sentence) for row in known if (sentence := cut_off(row["step"], row))]),
+    for what, describe in (
+        ("gave no signal", without_signal),
+        ("had a gradient of 0", _without_gradient),
+        ("cut most answers off", cut_off),
+        ("hardly tried other answers", settled),
     ):
-        if lacking and 10 * len(lacking) >= len(steps):
-            row, sentence = lacking[-1]
-            last = sentence or f"the last of them is step {row['step']:,}"
-            said.append(f"{len(lacking):,} of {len(steps):,} steps {what}; {last}")
+        sentences = [sentence for row in known if (sentence := describe(row["step"], row))]
+        if sentences and 10 * len(sentences) >= len(steps):
+            said.append(f"{len(sentences):,} of {len(steps):,} steps {what}; {sentences[-1]}")
     return said
+
+
+def _without_gradient(step: int, row: Mapping[str, float]) -> str:
+    return f"the last of them is step {step:,}" if row.get("actor/grad_norm") == 0.0 else ""
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:

@@ -33,7 +33,7 @@ from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
 from .prepare import prepare, workers
-from .progress import Lines, Live, Progress, Say, Start, always_zero, cut_off, wide_gap, without_signal
+from .progress import Lines, Live, Progress, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
 from .recorder import Drawn
 from .screen import say as print_line
 from .state import (
@@ -248,6 +248,7 @@ class _Loop:
                 self._say_once("signal", without_signal(state.step, report))
                 self._say_once("gap", wide_gap(state.step, report))
                 self._say_once("cut", cut_off(state.step, report))
+                self._say_once("settled", settled(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):
                         made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))

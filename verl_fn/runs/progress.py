@@ -296,6 +296,32 @@ def wide_gap(step: int, report: Report) -> str:
     )
 
 
+SETTLED = 0.01  # nats a token
+
+
+def settled(step: int, report: Report) -> str:
+    """Returns a sentence about a policy that hardly tries other answers, although some get more reward; or nothing.
+
+    Example:
+        >>> names = ("actor/entropy", "critic/score/mean", "critic/score/max")
+        >>> settled(3, dict(zip(names, (0.001, 0.3, 1.0))))[:60]
+        "in step 3 the policy's entropy is 0.001 nats a token, and th"
+        >>> settled(3, dict(zip(names, (0.001, 0.99, 1.0)))), settled(3, dict(zip(names, (0.5, 0.3, 1.0))))
+        ('', '')
+    """
+    names = ("actor/entropy", "critic/score/mean", "critic/score/max")
+    if any(name not in report for name in names):
+        return ""
+    entropy, mean, most = (report[name] for name in names)
+    if entropy >= SETTLED or most - mean <= 0.1 * abs(most):
+        return ""
+    return (
+        f"in step {step} the policy's entropy is {entropy:.2g} nats a token, and the mean reward {mean:.3g} of "
+        f"{most:.3g} at most: it hardly tries other answers any more. Look at some (trainer.rollout_data_dir); a "
+        "lower actor.optim.lr, algorithm.entropy_coeff or a reward without such a plateau helps"
+    )
+
+
 MOST = 0.5
 
 
