@@ -328,17 +328,14 @@ def test_a_metric_that_is_0_in_some_steps_is_drawn():
 
 
 def test_runs_with_several_seeds_have_their_mean(tmp_path):
-    runs = [
-        write(tmp_path / name, [{"step": 1, "val-core/x/acc/mean@1": value}], overrides=[f"trainer.seed={seed}", *more])
-        for name, seed, value, more in (
-            ("a", 1, 0.5, []), ("b", 2, 0.75, []), ("c", 3, 0.25, []), ("d", 3, 0.1, ["actor.optim.lr=0.5"])
-        )
-    ]  # fmt: skip
+    values = {"a": (1, 0.5), "b": (2, 0.75), "c": (3, 0.25), "d": (3, 0.1)}
+    runs = []
+    for name, (seed, value) in values.items():
+        more = [f"trainer.seed={seed}", *(["actor.optim.lr=0.5"] if name == "d" else [])]
+        runs.append(write(tmp_path / name, [{"step": 1, "val-core/x/acc/mean@1": value}], overrides=more))
     text, _ = page(report(runs, tmp_path / "page.html"))
-    said = (
-        "a, b, c differ in their seeds only: held-out acc at the end 0.500 on average, from 0.250 to 0.750, standard"
-    )
-    assert f"{said} deviation 0.250" in text and text.count("seeds only") == 1
+    said = "a, b, c differ in their seeds only: held-out acc at the end 0.500 on average, from 0.250 to 0.750, "
+    assert f"{said}standard deviation 0.250" in text and text.count("seeds only") == 1
     assert "seeds only" not in page(report(runs[2:], tmp_path / "page.html"))[0]
 
 
