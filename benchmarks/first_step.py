@@ -132,6 +132,8 @@ def loss_of(name: str) -> tuple[str, Loss]:
     if not is_reference(named):
         raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
     loss = load_object(named, "--losses")
+    if isinstance(loss, Loss) and options:
+        raise ConfigError(f"--losses: {named} is a loss and takes no options, but {', '.join(options)} are given")
     if not isinstance(loss, Loss) and callable(loss) and takes(loss, (), options):
         loss = loss(**options)
     if not isinstance(loss, Loss):
@@ -156,14 +158,18 @@ def _options(name: str) -> tuple[str, dict[str, Any]]:
         return name, {}
     try:
         call = ast.parse(f"f({found[2]})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        return found[1], {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise ConfigError(f"--losses: {name}: write options as in 'mine.py:clipped(bound=0.2)'") from error
+        words = call.keywords if isinstance(call, ast.Call) and not call.args else ()
+        options = {word.arg: ast.literal_eval(word.value) for word in words if word.arg is not None}
+    except (SyntaxError, ValueError):
+        options = {}
+    if not options:
+        raise ConfigError(f"--losses: {name}: write options as in 'mine.py:clipped(bound=0.2)'")
+    return found[1], options
 
 
 def _short(loss_name: str) -> str:
-    return loss_name.rpartition(":")[2]
+    named, options = _options(loss_name)
+    return named.rpartition(":")[2] + ("(...)" if options else "")
 
 
 def first_step(
@@ -384,7 +390,7 @@ def _row(
         f"{layout.text:<32}{_short(loss):<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
         f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
         f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
-        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<8}{worst}",
+        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<6}  {worst}",
         flush=True,
     )
     numbers = {k: v for k, v in result.items() if k != "scale"}

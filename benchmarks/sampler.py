@@ -116,7 +116,7 @@ def with_transformers(model: Any, prompts: Sequence[Sequence[int]]) -> Callable[
     return generate
 
 
-def compare(size: Size, pairs: int, arch: str) -> dict[str, Any]:
+def compare(size: Size, pairs: int, arch: str = ARCH) -> dict[str, Any]:
     """Time both in interleaved pairs on the same responses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -26,7 +26,7 @@ from types import ModuleType
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = "file:"
-PACKAGE = str(Path(__file__).parent)  # this project's own files
+PACKAGE = str(Path(__file__).parent) + os.sep  # this project's own files
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 _COLOURS = re.compile(r"\x1b\[\d+m")
 _FRAME = re.compile(r' *File "([^"]+)", line \d+')

@@ -251,7 +251,7 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
                 if _apart(skeleton.logits(_hidden(skeleton, batch)), logits):
                     raise ValueError(_MIXED)
             unpacked = head == "lm" and (fit.layout == PADDED or skeleton.fit.repeats)
-            cached = unpacked and _goes_on(skeleton, batches[0])
+            cached = unpacked and all(_goes_on(skeleton, batch) for batch in (batches[0], batches[-1]))
             why = "; ".join(why for tried, why in reasons if tried == PACKED)
             return attrs.evolve(skeleton.fit, cached=cached, why=why)
         except Exception as error:

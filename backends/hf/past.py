@@ -7,8 +7,9 @@ same cache. Rows may begin and end at any time.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,17 +55,20 @@ class Past:
 
         Raises:
             ModelError: the model's cache has layers of another kind.
+            ValueError: a row is too long to be computed right.
         """
         by_length: dict[int, list[int]] = {}
         for number, length in enumerate(rows.lengths.tolist()):
             by_length.setdefault(length, []).append(number)
         tokens, last = list(rows.rows()), [torch.empty(0)] * len(rows)
-        for length, numbers in by_length.items():
+        # The longest ones first, so that the cache grows once.
+        for length, numbers in sorted(by_length.items(), reverse=True):
+            skeleton.check_longest(length)
             for part in torch.tensor(numbers).split(max(1, TOKENS // length)):
                 ids = torch.stack([tokens[i] for i in part.tolist()])
                 cache = _new_cache(self._config)
                 hidden = self._run(skeleton, ids, torch.arange(length, device=ids.device).expand_as(ids), None, cache)
-                self._put(cache, slots[part].tolist(), length)
+                self._put(cache, slots[part].tolist(), length, int(slots.max()) + 1)
                 for i, one in zip(part.tolist(), hidden, strict=True):
                     last[i] = one
         return torch.stack(last)
@@ -79,7 +83,11 @@ class Past:
             tokens: one for each slot.
             positions: how many tokens each of these slots has.
             longest: no slot has more tokens.
+
+        Raises:
+            ValueError: a row is too long to be computed right.
         """
+        skeleton.check_longest(longest)
         content = self._resize(len(tokens), longest if self._columns > longest + SLACK else self._columns)
         columns = torch.arange(self._columns + 1, device=tokens.device)
         # Without attention there are no columns, and a model takes a mask to be of the new tokens.
@@ -107,29 +115,27 @@ class Past:
         hidden: Tensor = skeleton.body(input_ids=ids, **given).last_hidden_state
         return hidden[:, -1]
 
-    def _put(self, cache: Any, slots: list[int], length: int) -> None:
-        """Writes what rows of one length have read into slots."""
+    def _put(self, cache: Any, slots: list[int], length: int, rows: int) -> None:
+        """Writes what rows of one length have read into slots; ``rows`` are going to have one."""
         new = _content(cache)
         if self._cache is None:
             self._cache = cache
             self._resize(0, length)
-        content = self._resize(max(self._rows, max(slots) + 1), max(self._columns, length))
+        content = self._resize(max(self._rows, rows), max(self._columns, length))
         for (layer, name), t in content.items():
             t[slots] = _resized(new[layer, name], len(slots), _columns(self._cache, layer, name, self._columns))
 
     def _resize(self, rows: int, columns: int) -> Content:
         """Gives the cache so many rows and columns, and returns its tensors; rows still end at the last column."""
-        content = {
-            (layer, name): _resized(t, rows, _columns(self._cache, layer, name, columns))
-            for (layer, name), t in _content(self._cache).items()
-        }
-        for (layer, name), t in content.items():
-            setattr(self._cache.layers[layer], name, t)
+        for layer, name in _content(self._cache):
+            held = self._cache.layers[layer]
+            # One at a time, so that a single tensor is there twice.
+            setattr(held, name, _resized(getattr(held, name), rows, _columns(self._cache, layer, name, columns)))
         for layer in self._cache.layers:
             if getattr(layer, "is_sliding", False):
                 layer.cumulative_length = columns
         self._columns = columns
-        return content
+        return _content(self._cache)
 
 
 def _new_cache(config: Any) -> Any:
@@ -145,7 +151,17 @@ def _new_cache(config: Any) -> Any:
     known = DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer
     if others := {type(layer).__name__ for layer in cache.layers} - {kind.__name__ for kind in known}:
         raise ModelError(f"{config.model_type} has a cache of its own ({', '.join(sorted(others))})")
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.lazy_initialization = functools.partial(_begin, layer, layer.lazy_initialization)
     return cache
+
+
+def _begin(layer: Any, begin: Callable[..., None], *keys_and_values: Tensor, **states: Tensor) -> None:
+    """Makes a layer's tensors: states are in float32, since they are rounded at every token."""
+    begin(*keys_and_values, **states)
+    if "recurrent_states" in states:
+        layer.recurrent_states = layer.recurrent_states.float()
 
 
 def _content(cache: Any) -> Content:
@@ -164,7 +180,8 @@ def _columns(cache: Any, layer: int, name: str, columns: int) -> int | None:
 
 def _resized(t: Tensor, rows: int, columns: int | None) -> Tensor:
     """Returns a tensor with rows added or removed at the end, and columns at the start; what is added is 0."""
-    t = t[:rows]
+    # A part of a tensor would keep the memory of the whole.
+    t = t[:rows].clone() if rows < len(t) else t
     if columns is not None:
         t = t[:, :, max(0, t.shape[2] - columns) :]
         t = pad(t, (0, 0, columns - t.shape[2], 0)) if columns > t.shape[2] else t

@@ -219,6 +219,8 @@ class GeneralDecoder:
     # What the model is given as its mask.
     _mask: Tensor | None = None
 
+    with_own_attention = True  # in place of transformers'
+
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -226,7 +228,7 @@ class GeneralDecoder:
         self.vocab = skeleton.output_layer.weight.shape[0]
         model: Any = skeleton.model
         self.model = model
-        if not isinstance(self, RowDecoder):
+        if self.with_own_attention:
             register()
             model.set_attn_implementation(attentions(model.config, NAME))
         skeleton.move_buffers(device)
@@ -338,6 +340,8 @@ class RowDecoder(GeneralDecoder):
     whole rows: n tokens take n passes over up to n tokens.
     """
 
+    with_own_attention = False
+
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -379,11 +383,13 @@ class RowDecoder(GeneralDecoder):
         return self.skeleton.run(self._weights | self._buffers, forward)
 
 
-class PastDecoder(RowDecoder):
+class PastDecoder(GeneralDecoder):
     """Runs a causal language model whose rows go on from transformers' own cache; see ``Decoder``.
 
     Such are models with linear attention or Mamba layers.
     """
+
+    with_own_attention = False
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
@@ -392,16 +398,16 @@ class PastDecoder(RowDecoder):
         self._past = Past(skeleton)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Does nothing, since the cache grows with its rows."""
+        """Forgets what earlier rows have read; the cache grows with its rows."""
+        self.drop_cache()
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        rows = rows.to(self.device)
-        return self._with_weights(lambda skeleton: skeleton.logits(self._past.read(skeleton, rows, slots)))
+        rows, past = rows.to(self.device), self._past
+        return self._run(lambda skeleton: skeleton.logits(past.read(skeleton, rows, slots)))
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        return self._with_weights(
-            lambda skeleton: skeleton.logits(self._past.step(skeleton, tokens, positions, longest))
-        )
+        past = self._past
+        return self._run(lambda skeleton: skeleton.logits(past.step(skeleton, tokens, positions, longest)))
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         self._past.copy(sources, targets)
@@ -409,7 +415,7 @@ class PastDecoder(RowDecoder):
     def drop_cache(self) -> None:
         self._past = Past(self.skeleton)
 
-    def _with_weights(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
+    def _run(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
         logits: Tensor = self.skeleton.run(self._weights | self._buffers, fn)
         return logits
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_fn.backends.draws import NOISE, Answers, Draws
-from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.exact import Activations, token_logprobs
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import Recorder
@@ -125,6 +125,11 @@ class Sampler(Serving):
             folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight, routed_experts
         )
         self.reads_images = type(self.decoder) is GeneralDecoder and self.decoder.skeleton.family is not None
+        if routed_experts and isinstance(self.decoder, RowDecoder | PastDecoder):
+            raise ModelError(
+                f"{folder}: experts are recorded for packed rows only, and this model's rows are padded; set "
+                "actor.router_replay.mode=R2"
+            )
         self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:

@@ -40,9 +40,23 @@ for name in set(OWN_MODELS.values()):
 # The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
 LOGITS = 2**25
 
-# vLLM compiles this kernel for many seconds when it tries its own sampler at the start; ``DrawingSampler`` takes the
-# place of that sampler afterwards. Engines import this module before.
-topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p: logits
+# vLLM compiles this kernel for many seconds when it tries its own sampler at the start. ``DrawingSampler`` takes the
+# place of that sampler afterwards, so until then, from the import of this module on, the kernel does nothing.
+KERNEL = "apply_top_k_top_p_triton"
+_kernel: Any = getattr(topk_topp_sampler, KERNEL, None)  # None without Triton
+
+
+def use_kernel(kernel: Any) -> None:
+    """Makes vLLM's own sampler use a kernel for top-k and top-p."""
+    setattr(topk_topp_sampler, KERNEL, kernel)
+
+
+def nothing(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """Stands for the kernel: the logits as they are."""
+    return logits
+
+
+use_kernel(nothing)
 
 
 class Extension:
@@ -60,6 +74,7 @@ class Extension:
             lora: the adapters that are published apart from the model; None for a model without them.
         """
         self._verl_fn_lora = lora
+        use_kernel(_kernel)
         runner = self.model_runner
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
         if self.device.type == "cuda":

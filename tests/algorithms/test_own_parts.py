@@ -447,6 +447,9 @@ def of_entropy(outputs, batch):
     return outputs.entropy, {}
 
 
+entropy_first = -0.01 * of_entropy + reinforce
+
+
 def test_a_loss_reports_the_kl_of_the_update_unless_it_does_so_itself(here):
     batch = estimator_batch().with_tokens(old_log_probs=torch.zeros(estimator_batch().num_tokens))
     batch = batch.with_tokens(advantages=torch.ones(batch.num_tokens))
@@ -457,6 +460,8 @@ def test_a_loss_reports_the_kl_of_the_update_unless_it_does_so_itself(here):
     }
     assert reported["reinforce"]["actor/ppo_kl"].value == 0.5 and "own/mean" in reported["reinforce"]
     assert reported["measures_itself"]["actor/ppo_kl"].value == 7.0 and reported["of_entropy"] == {}
+    second = policy_loss(GRPO(policy_loss="me:entropy_first"))
+    assert second(outputs, batch)[1]["actor/ppo_kl"].value == 0.5 and second.terms[0].factor == -0.01
     assert "reinforce (" in described(policy_loss(GRPO(policy_loss="me:reinforce")).terms[0].fn)
 
 

@@ -39,7 +39,7 @@ def test_ground_truths_that_no_response_can_equal():
     unknown = [*problems("a", answer="ab"), *problems("b", answer="two"), *problems("c", answer="ax")]
     said = lines(unknown)
     assert len(said) == 1 and said[0].startswith(
-        "data.train_files: no response can equal 2 of the first 3 ground truths; "
+        "data.train_files: no response can be 2 of the first 3 ground truths; "
     )
     assert "every character of the ground truth 'two': it lacks 'o', 't', 'w'" in said[0]
     assert [line.partition(":")[0] for line in lines([], unknown)] == ["data.val_files"]

@@ -128,7 +128,7 @@ def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_pa
 
 
 def test_prompts_of_json_are_noticed():
-    problems = [Problem('{"a": 1}', "b", 0), Problem("[1", "b", 1), Problem("a", "b", 2)]
+    problems = [Problem('{"a": 1}', "a", 0), Problem("[1", "a", 1), Problem("a", "a", 2)]
     said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))
     assert said == ["data.train_files: 1 of 3 prompts are JSON, which the model sees as text"]
 

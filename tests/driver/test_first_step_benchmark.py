@@ -134,6 +134,8 @@ def test_a_loss_of_the_users_is_named_or_made_with_its_defaults(tmp_path):
         first_step.loss_of(f"{file}:asks")
     head, loss = first_step.loss_of(f"{file}:asks(low=0.5)")
     assert head == "lm" and len(loss.terms) == 1
-    for wrong in ("asks(0.5)", "asks(low)", "asks(low=open('x'))"):
+    for wrong in ("asks(0.5)", "asks(low)", "asks(low=open('x'))", "asks(**{'low': 1})"):
         with pytest.raises(ConfigError, match="write options as in"):
             first_step.loss_of(f"{file}:{wrong}")
+    with pytest.raises(ConfigError, match="whole is a loss and takes no options, but low are given"):
+        first_step.loss_of(f"{file}:whole(low=1)")

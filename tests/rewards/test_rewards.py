@@ -168,6 +168,7 @@ def test_texts_keep_special_tokens_that_do_not_end_an_answer():
 
 def test_the_text_that_the_model_read():
     tokenizer = char_tokenizer("ab")
-    rows, mask = [[1, 4, 5], [1, 4], [4, 5, 5, 5, 5, 5, 4, 4]], [[0, 0, 1], [0, 0], [0, 0, 0, 0, 0, 0, 0, 1]]
+    rows = [[1, 4, 5], [1, 4], [4, *[3] * 5, 4, 4], [*[5] * 6, 4], [*[3] * 3, 4]]
+    mask = [[0, 0, 1], [0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1]]
     batch = Batch.from_rows(rows, {"response_mask": mask})
-    assert prompt_texts(batch, tokenizer) == ["<bos>a", "<bos>a", "ab (5 times)a"]
+    assert prompt_texts(batch, tokenizer) == ["<bos>a", "<bos>a", "a<unk> (5 times)a", "bbbbbb", "<unk><unk><unk>"]

@@ -482,6 +482,14 @@ def test_a_check_says_that_it_took_a_step(batch, how, tiny, tmp_path):
     assert "on mocks" not in check_run(make_plan(built_in)).text
 
 
+def test_a_check_names_options_without_defaults(tiny, tmp_path):
+    file = tmp_path / "own.py"
+    code = TWICE.replace("    counted: bool = False", "    threshold: float\n    counted: bool = False")
+    file.write_text(code)
+    own = [*overrides(tiny, tmp_path / "run"), f"algorithm.name={file}:make", "algorithm.threshold=0.5"]
+    assert "options     threshold 0.5\n" in check_run(make_plan(load(overrides=own))).text
+
+
 @pytest.mark.parametrize("lora", [0, 2])
 def test_a_check_takes_a_step_with_a_reference(lora, tiny, tmp_path, capsys):
     page = (ROOT / "docs/your_own.md").read_text()

@@ -17,7 +17,6 @@ from verl_fn.errors import kind_of, signature_of, takes
 from verl_fn.state import Batch, Key, Metrics, TokenOutputs, conversations, read_only
 from verl_fn.steps import (
     Loss,
-    Term,
     cispo,
     clip_cov,
     correct_advantages,
@@ -77,7 +76,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
                 f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
                 "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
             )
-        loss = Loss((_measured(loss.terms[0]), *loss.terms[1:]))
+        loss = _measured(loss)
     else:
         loss = _built_in_loss(options)
     if options.use_kl_loss:
@@ -87,20 +86,24 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     return loss
 
 
-def _measured(term: Term) -> Term:
-    """Returns a term that also reports ``actor/ppo_kl``, as built-in losses do, if it reads log-probs."""
-    if "logprobs" not in term.needs or term.level != "token":
-        return term
+def _measured(loss: Loss) -> Loss:
+    """Returns a loss that also reports ``actor/ppo_kl``, as built-in losses do, if it reads log-probs."""
+    terms = list(loss.terms)
+    reads = (i for i, term in enumerate(terms) if "logprobs" in term.needs and term.level == "token")
+    if (first := next(reads, None)) is None:
+        return loss
+    fn = terms[first].fn
 
-    @functools.wraps(term.fn)
+    @functools.wraps(fn)
     def measured(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        returned = term.fn(outputs, batch)
+        returned = fn(outputs, batch)
         match returned:
             case values, Mapping() as metrics:
                 return values, {"actor/ppo_kl": token_mean(batch, -log_ratio(outputs, batch)), **metrics}
         return returned
 
-    return attrs.evolve(term, fn=measured)
+    terms[first] = attrs.evolve(terms[first], fn=measured)
+    return Loss(tuple(terms))
 
 
 def _made(make: Any, name: str, arguments: Mapping[str, Any]) -> Any:

@@ -236,7 +236,7 @@ def notices(
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
             many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
-            yield f"{key}: no response can equal {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
+            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
 

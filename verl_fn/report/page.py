@@ -298,7 +298,7 @@ def remarks(run: RunRecord) -> list[str]:
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
     for what, describe in (
-        ("gave no signal", without_signal),
+        ("gave no signal", _without_advantages),
         ("had a gradient of 0", _without_gradient),
         ("cut most answers off", cut_off),
         ("hardly tried other answers", settled),
@@ -309,8 +309,14 @@ def remarks(run: RunRecord) -> list[str]:
     return said
 
 
-def _without_gradient(step: int, row: Mapping[str, float]) -> str:
-    return f"the last of them is step {step:,}" if row.get("actor/grad_norm") == 0.0 else ""
+def _without_advantages(step: int, row: dict[str, float]) -> str:
+    idle = row.get("critic/advantages/min") == 0.0 and row.get("critic/advantages/max") == 0.0
+    return without_signal(step, row) if idle else ""
+
+
+def _without_gradient(step: int, row: dict[str, float]) -> str:
+    norms = (row.get(f"{family}/grad_norm") for family in ("actor", "train"))
+    return f"the last of them is step {step:,}" if 0.0 in norms else ""
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:
@@ -406,9 +412,8 @@ def _training(runs: Sequence[RunRecord]) -> str:
                 f"<td>{_prompt(one)}</td><td>{_block(one['gts'])}</td>{_answer(one | {'response': one['output']})}"
                 for one in shown
             ]
-            title = (
-                f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}, the first of a prompt"
-            )
+            many = f"{len(rows)} of {len(answers)} responses of step {max(steps):,}"
+            title = f"{run.label}: {many}, up to {OF_EACH} of a prompt"
             tables.append(f"<p>{_escaped(title)}</p>" + _table(_TRAINING, rows, "samples", title))
     return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
 

@@ -6,6 +6,7 @@ By rule, the data source of a problem decides how its answers are scored.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 import threading
@@ -237,29 +238,38 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
 def prompt_texts(batch: Batch, tokenizer: Any) -> list[str]:
     """Decodes what the model read before its first token in each row, with all special tokens.
 
-    A token that stands there more than three times in a row, as placeholders of an image do, is written once with
-    its count.
+    A special token that stands there more than three times in a row, as placeholders of an image do, is written once
+    with its count.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> mask = {"response_mask": [[0, 0, 1, 1], [0, 0, 0, 0, 1]]}
-        >>> batch = Batch.from_rows([[1, 4, 5, 5], [5, 5, 5, 5, 4]], mask)
+        >>> mask = {"response_mask": [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1]]}
+        >>> batch = Batch.from_rows([[1, 4, 5, 5], [3, 3, 3, 3, 5, 4]], mask)
         >>> prompt_texts(batch, char_tokenizer("ab"))
-        ['<bos>a', 'b (4 times)']
+        ['<bos>a', '<unk> (4 times)b']
     """
-    texts = []
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts: dict[tuple[int, ...], str] = {}
+    read = []
     for tokens, mask in zip(batch.rows(), batch.rows("response_mask"), strict=True):
-        read = tokens[: int(mask.bool().int().argmax()) if bool(mask.any()) else len(tokens)]
-        kinds, counts = torch.unique_consecutive(read, return_counts=True)
-        parts, plain = [], []
-        for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-            if count <= MOST_REPEATED:
-                plain += [kind] * count
-                continue
-            parts += [tokenizer.decode(plain), f"{tokenizer.decode([kind])} ({count} times)"]
-            plain = []
-        texts.append("".join([*parts, tokenizer.decode(plain)]))
-    return texts
+        end = int(mask.bool().int().argmax()) if bool(mask.any()) else len(tokens)
+        read.append(tuple(tokens[:end].tolist()))
+        if read[-1] not in texts:
+            texts[read[-1]] = _prompt_text(read[-1], special, tokenizer)
+    return [texts[tokens] for tokens in read]
+
+
+def _prompt_text(tokens: tuple[int, ...], special: set[int], tokenizer: Any) -> str:
+    parts: list[str] = []
+    plain: list[int] = []
+    for token, repeated in itertools.groupby(tokens):
+        same = list(repeated)
+        if token not in special or len(same) <= MOST_REPEATED:
+            plain += same
+            continue
+        parts += [tokenizer.decode(plain), f"{tokenizer.decode([token])} ({len(same)} times)"]
+        plain = []
+    return "".join([*parts, tokenizer.decode(plain)])
 
 
 def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:

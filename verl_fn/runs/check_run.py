@@ -153,7 +153,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
 def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str | None]:
     """Checks data, rewards and environment; returns the tokens of the longest row, and what ``rehearse`` returned."""
     source = prepare(plan, say, gpus)
-    check_rewards(plan, source)
+    check_rewards(plan, source if gpus is None else None)
     rehearsed = rehearse(plan, source)
     for note in filter(None, (*check_conversations(plan, source), rehearsed)):
         say(f"note: {note}")
@@ -220,14 +220,15 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
 
 def _parts_lines(plan: Plan) -> Iterator[str]:
     """Yields lines about the algorithm's options, the reward and the environment."""
-    options, default = plan.options, type(plan.options)()
+    options = plan.options
+    default = {f.name: f.default for f in attrs.fields(type(options))}
     values = {f.name: getattr(options, f.name) for f in attrs.fields(type(options))}
     unused = without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})
     parts = [
         f"{name} {value}"
         for name, value in values.items()
         if name in ("policy_loss", "adv_estimator")
-        or (value is not None and value != getattr(default, name) and f"algorithm.{name}" not in unused)
+        or (value is not None and value != default[name] and f"algorithm.{name}" not in unused)
     ]
     if parts:
         yield f"options     {'; '.join(parts)}"

@@ -594,10 +594,14 @@ def _has_weights(folder: Path) -> bool:
     return any(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
 
 
-def check_rewards(plan: Plan, source: Source) -> None:
+def check_rewards(plan: Plan, source: Source | None) -> None:
     """Starts what runs the user's reward functions, as a run does, and lets them judge a few answers.
 
     These are the ground truths of some problems, and empty answers. A judge at an address is asked nothing.
+
+    Args:
+        plan: the plan.
+        source: the problems; None if the functions judge nothing, since what they need may be on another machine.
 
     Raises:
         UserError: they cannot be used, or fail.
@@ -606,7 +610,7 @@ def check_rewards(plan: Plan, source: Source) -> None:
     if any(_elsewhere(plan, name) for name in functions):
         return
     reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
-    if not functions or plan.env.name:
+    if not functions or plan.env.name or source is None:
         return
     sampled = source.train(Key.from_seed(0), 0, JUDGED) if plan.learns_from == "samples" and plan.needs_reward else ()
     problems = (*sampled, *source.held_out(JUDGED))

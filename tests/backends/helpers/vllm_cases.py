@@ -390,13 +390,18 @@ def refused(arguments):
 
 
 def sampler_that_is_replaced():
-    """Whether vLLM's trial of its own sampler at the start has no kernel to compile where there is Triton."""
+    """The kernel of vLLM's own sampler does nothing until an engine is set up, and is itself afterwards."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     from verl_fn.backends.vllm import worker
 
-    assert worker.DrawingSampler is not None
+    engine()
+    restored = getattr(topk_topp_sampler, worker.KERNEL, None) is worker._kernel
+    logits, ones = torch.randn(9, 40), torch.ones(9)
     with mock.patch.object(topk_topp_sampler, "HAS_TRITON", True):
-        logits = torch.randn(9, 40)
-        ones = torch.ones(9)
-        return topk_topp_sampler.apply_top_k_top_p(logits, ones.int(), 0.5 * ones) is logits
+        worker.use_kernel(worker.nothing)
+        try:
+            untouched = topk_topp_sampler.apply_top_k_top_p(logits, ones.int(), 0.5 * ones) is logits
+        finally:
+            worker.use_kernel(worker._kernel)
+    return untouched, restored

@@ -94,3 +94,37 @@ def test_a_cache_of_another_kind_is_refused(folders):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(past.ModelError, match=r"has a cache of its own"):
         patch.setattr("transformers.cache_utils.DynamicCache", lambda config: cache)
         past._new_cache(skeleton.config)
+
+
+def test_states_are_kept_in_float32(folders):
+    """They are rounded at every token otherwise. Products of other sizes round otherwise too, so log-probs differ."""
+    sampler = Sampler(folders["qwen3_5_text"], slots=3, dtype="bfloat16")
+    backend = Local(folders["qwen3_5_text"], sgd(0.0), dtype="bfloat16")
+    sampler.publish(0, backend.weights(backend.load_pretrained().params))
+    list(sampler.generate(requests_for(PROMPTS, Sampling(max_tokens=6), Key.from_seed(3)), version=0))
+    layers = sampler.decoder._past._cache.layers
+    assert {layer.recurrent_states.dtype for layer in layers if hasattr(layer, "conv_states")} == {torch.float32}
+
+
+def test_rows_beyond_what_transformers_computes_right_are_refused(tmp_path):
+    folder = tiny_folder("nemotron_h", tmp_path)
+    sampler, backend = Sampler(folder, slots=2), Local(folder, sgd(0.0))
+    assert type(sampler.decoder) is PastDecoder
+    sampler.publish(0, backend.weights(backend.load_pretrained().params))
+    for prompt, answer in ((40, 2), (10, 30)):
+        requests = requests_for([[5] * prompt], Sampling(max_tokens=answer), Key.from_seed(3))
+        with pytest.raises(ValueError, match="right only up to chunk_size, 16 tokens"):
+            list(sampler.generate(requests, version=0))
+
+
+def test_each_call_begins_without_the_rows_of_the_last_one(folders):
+    sampler, backend = Sampler(folders["bloom"], slots=8), Local(folders["bloom"], sgd(0.0))
+    sampler.publish(0, backend.weights(backend.load_pretrained().params))
+    for prompts in ([[7] * 50], [[8, 9]] * 8):
+        list(sampler.generate(requests_for(prompts, Sampling(max_tokens=2), Key.from_seed(3)), version=0))
+    assert sampler.decoder._past._cache.layers[0].keys.shape[2] < 10
+
+
+def test_the_experts_of_padded_rows_are_not_recorded(tmp_path):
+    with pytest.raises(past.ModelError, match=r"experts are recorded for packed rows only"):
+        Sampler(tiny_folder("qwen3_5_moe_text", tmp_path), routed_experts=True)
