@@ -221,7 +221,7 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
 def _parts_lines(plan: Plan) -> Iterator[str]:
     """Yields lines about the algorithm's options, the reward and the environment."""
     options = plan.options
-    default = {f.name: f.default for f in attrs.fields(type(options))}
+    default = {f.name: _default(f.default) for f in attrs.fields(type(options))}
     values = {f.name: getattr(options, f.name) for f in attrs.fields(type(options))}
     unused = without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})
     parts = [
@@ -240,6 +240,10 @@ def _parts_lines(plan: Plan) -> Iterator[str]:
     if env.name:
         limit = env.max_turn_length or plan.data.max_response_length
         yield f"environment {env.name}: up to {env.max_turns} replies of at most {limit} tokens each"
+
+
+def _default(default: Any) -> Any:
+    return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
 def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
