@@ -272,7 +272,7 @@ def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
 
     try:
         past = Past(skeleton)
-        # The last row begins later, in place of the first one, which is moved behind the others and goes on there.
+        # After a step, the first row moves to a new slot and goes on there; the last row begins in its old slot.
         held, ends = order[:-1], begun[:-1]
         prompts = Batch.from_rows([rows[i][:end] for i, end in zip(held, ends, strict=True)])
         if not right(past.read(skeleton, prompts, torch.arange(len(held))), held, ends):

@@ -126,7 +126,7 @@ class Past:
             t[slots] = _resized(new[layer, name], len(slots), _columns(self._cache, layer, name, self._columns))
 
     def _resize(self, rows: int, columns: int) -> Content:
-        """Gives the cache so many rows and columns, and returns its tensors; rows still end at the last column."""
+        """Sets the numbers of rows and columns, and returns the tensors; rows still end at the last column."""
         for layer, name in _content(self._cache):
             held = self._cache.layers[layer]
             # One at a time, so that a single tensor is there twice.

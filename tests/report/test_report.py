@@ -338,9 +338,13 @@ def test_runs_with_several_seeds_have_their_mean(tmp_path):
         more = [f"trainer.seed={seed}", *(["actor.optim.lr=0.5"] if name == "d" else [])]
         runs.append(write(tmp_path / name, [{"step": 1, "val-core/x/acc/mean@1": value}], overrides=more))
     text, _ = page(report(runs, tmp_path / "page.html"))
-    said = "a, b, c differ in their seeds only: held-out acc at the end 0.500 on average, from 0.250 to 0.750, "
+    said = "a, b, c differ in their seeds only: last held-out acc 0.500 on average, from 0.250 to 0.750, "
     assert f"{said}standard deviation 0.250" in text and text.count("seeds only") == 1
     assert "seeds only" not in page(report(runs[2:], tmp_path / "page.html"))[0]
+    again = write(tmp_path / "e", [{"step": 1, "val-core/x/acc/mean@1": 0.5}], overrides=["trainer.seed=1"])
+    assert "seeds only" not in page(report([runs[0], again], tmp_path / "page.html"))[0]
+    unknown = write(tmp_path / "f", [{"step": 1}], overrides=["trainer.seed=9"])
+    assert "a, b differ in" in page(report([*runs[:2], unknown], tmp_path / "page.html"))[0]
 
 
 def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):

@@ -278,14 +278,14 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
         settings = {key: value for key, value in run.config.items() if key not in OF_ONE_RUN}
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     for group in groups.values():
-        last = [(metric, values[-1][0]) for metric, values in map(_held_out, group) if values]
-        if len(last) < 2:
+        last = {run.label: (metric, values[-1][0]) for run in group for metric, values in [_held_out(run)] if values}
+        metrics, values = {metric for metric, _ in last.values()}, [value for _, value in last.values()]
+        if len(values) < 2 or len(metrics) > 1 or len({run.config["trainer.seed"] for run in group}) < len(group):
             continue
-        values = [value for _, value in last]
-        names = ", ".join(run.label for run in group)
+        mean, spread = statistics.mean(values), statistics.stdev(values)
         yield (
-            f"{names} differ in their seeds only: held-out {last[0][0]} at the end {statistics.mean(values):.3f} on "
-            f"average, from {min(values):.3f} to {max(values):.3f}, standard deviation {statistics.stdev(values):.3f}"
+            f"{', '.join(last)} differ in their seeds only: last held-out {metrics.pop()} {mean:.3f} on average, "
+            f"from {min(values):.3f} to {max(values):.3f}, standard deviation {spread:.3f}"
         )
 
 

@@ -388,7 +388,7 @@ def rehearse(plan: Plan, source: Source) -> str | None:
         source: its problems.
 
     Returns:
-        A sentence about what went wrong, or nothing; None if no step was taken.
+        A sentence about what went wrong, empty if the step went well; None if no step was taken.
     """
     if not is_reference(plan.algorithm) or plan.env.name or plan.copies or plan.rollout.exact != "off":
         return None
