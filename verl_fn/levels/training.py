@@ -76,17 +76,18 @@ KL, TRAINED = "the policy stays near the one that sampled", "what is trained cha
 SIGNAL, BASELINE = "the held-out score gains the margin", "the gain is at least half of the baseline's"
 LEARNING = (FINITE, GRADIENTS, ENTROPY, KL, TRAINED, SIGNAL, BASELINE)
 MOST_KL = 0.5  # nats a token between the policy that sampled and the one that learned
-# Pretrained weights learn with the settings of recipes/grpo_smollm2.toml, random ones at a rate for tiny models.
+# Pretrained weights learn with the settings of recipes/grpo_smollm2.toml.
 PRETRAINED = (
     "algorithm.name=grpo", "rollout.n=16", "data.train_batch_size=64", "algorithm.ppo_mini_batch_size=32",
     "data.max_prompt_length=512", "actor.optim.weight_decay=0.0", "algorithm.clip_ratio_high=0.28",
-    "algorithm.entropy_coeff=0.005",
     "actor.optim.lr=2e-5", "rollout.slots=1024",
 )  # fmt: skip
 RANDOM = (
     "algorithm.name=grpo", "rollout.n=8", "data.train_batch_size=16", "algorithm.ppo_mini_batch_size=8",
-    "actor.optim.lr=3e-3", "actor.optim.weight_decay=0.0",
+    "actor.optim.weight_decay=0.0",
 )  # fmt: skip
+# Random weights learn at a rate that moves a logit as far in an update whatever the width of the model.
+RATE, WIDTH = 3e-3, 64
 STATE = "the resumed run equals the uninterrupted one in every bit"
 METRICS = "so do the metrics of its last step"
 MERGED, ADAPTER = "transformers loads the merged model", "PEFT loads the adapter"
@@ -326,6 +327,9 @@ def plan_of_learning(request: Request, folder: Path, strategy: str) -> Plan:
         f"rollout.name={request.engine}", f"actor.strategy={strategy}", *data_settings(request),
         *(RANDOM if request.dummy else PRETRAINED),
     ]  # fmt: skip
+    if request.dummy:
+        width = read_config(request.folder).get_text_config().hidden_size
+        settings.append(f"actor.optim.lr={RATE * min(1.0, WIDTH / width):g}")
     if not request.data:
         settings += ['reward.functions=["verl_fn.scores:even_share"]', "data.val_size=32"]
     if request.device == "cpu":
