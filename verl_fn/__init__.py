@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         check_backend,
         check_environment,
         check_loss,
+        check_reward,
         check_rollout,
         compare_backends,
         compare_loss,
@@ -87,6 +88,7 @@ __all__ = [
     "check_backend",
     "check_environment",
     "check_loss",
+    "check_reward",
     "check_rollout",
     "clip_by_global_norm",
     "compare_backends",
@@ -133,8 +135,8 @@ _HOMES = {
     "state": "Batch Grads Key Node Params Sampling TrainState node tree",
     "steps": "adamw aggregate chain clip_by_global_norm cosine cross_entropy entropy gae kl_to_reference linear loss "
     "minibatches ppo_clip sgd token_mean value_clip",
-    "testing": "Mock MockRollout check_advantage check_backend check_environment check_loss check_rollout "
-    "compare_backends compare_loss tiny_batch",
+    "testing": "Mock MockRollout check_advantage check_backend check_environment check_loss check_reward "
+    "check_rollout compare_backends compare_loss tiny_batch",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

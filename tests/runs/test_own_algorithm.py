@@ -410,13 +410,16 @@ def test_a_run_that_fails_says_how_until_it_continues(tiny, tmp_path):
     assert not failure.exists()
 
 
-def test_a_check_lets_reward_functions_judge_ground_truths_and_empty_answers(tiny, tmp_path):
+def test_a_check_lets_reward_functions_judge_ground_truths_and_odd_answers(tiny, tmp_path):
     file = tmp_path / "rewards.py"
     parts = []
-    for name, line in (("fine", "1.0"), ("misspelled", "extra_info['slaa']"), ("empty", "1.0 / len(solution_str)")):
+    digits = "sum(int(c) for c in solution_str if c.isdigit())"
+    lines = {"fine": "1.0", "misspelled": "extra_info['slaa']", "empty": "1.0 / len(solution_str)", "digits": digits}
+    for name, line in lines.items():
         parts.append(f"def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    return {line}")
     file.write_text("\n".join(parts))
-    for name, said in (("fine", ""), ("misspelled", "raised KeyError: 'slaa'"), ("empty", "ZeroDivisionError")):
+    failures = {"misspelled": "raised KeyError: 'slaa'", "empty": "ZeroDivisionError", "digits": "invalid literal"}
+    for name, said in ({"fine": ""} | failures).items():
         reward = f"reward.functions=['{file}:{name}']"
         plan = make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), reward]))
         with pytest.raises(RewardError, match=f"{file}:{name} .*{said}") if said else contextlib.nullcontext():

@@ -23,6 +23,7 @@ BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 EXPECTED = f'it must return a number between -{LARGEST:g} and {LARGEST:g}, or a dict with "score"'
 CONCURRENT_ROWS = 256
 NO_METRICS = (str, list, tuple, Mapping, type(None))
+NOTHING = type(None).__name__
 
 Keywords = Mapping[str, Any]
 Scored = tuple[float, float | None, str | None, dict[str, float | str]]
@@ -100,7 +101,7 @@ def outcome_of(value: Any) -> Scored:
     metrics: dict[str, float | str] = {
         key: numbers.get(key, type(entry).__name__)
         for key, entry in value.items()
-        if key not in ("score", "acc", "pred") and entry is not None
+        if key not in ("score", "acc", "pred")
     }
     return numbers["score"], numbers.get("acc"), pred, metrics
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.pool.pool import Pool, Work
-from verl_fn.pool.scoring import Keywords, Scored, late
+from verl_fn.pool.scoring import NOTHING, Keywords, Scored, late
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
 
 GRACE_SECONDS = 1.0
@@ -81,6 +81,17 @@ class RewardFunctions:
                 ``score``, or a number and something else under one key; the message names the function and the
                 answer.
         """
+        results = self.judged(answers)
+        for name, judged in zip(self._functions, results, strict=True):
+            _check_kinds(name, judged, answers)
+        return [self._combined(a, [by_function[i] for by_function in results]) for i, a in enumerate(answers)]
+
+    def judged(self, answers: Sequence[Answer]) -> list[list[Scored]]:
+        """Returns what each function returned for each answer.
+
+        Raises:
+            RewardError: as for a call, except for a number and something else under one key.
+        """
         rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
         sent = list(zip(rows, seeds, strict=True))
@@ -94,9 +105,7 @@ class RewardFunctions:
                 work = self._work(function, sent[part], answers[part], results[function], part)
                 queues.setdefault(process, deque()).append(work)
         self._pool.run(queues)
-        for name, judged in zip(self._functions, results, strict=True):
-            _check_kinds(name, judged, answers)
-        return [self._combined(a, [by_function[i] for by_function in results]) for i, a in enumerate(answers)]
+        return results
 
     def _work(
         self,
@@ -155,6 +164,8 @@ def _check_kinds(function: str, judged: Sequence[Scored], answers: Sequence[Answ
     first: dict[str, tuple[bool, str, Answer]] = {}
     for answer, (_, _, _, metrics) in zip(answers, judged, strict=True):
         for key, value in metrics.items():
+            if value == NOTHING:
+                continue
             kind = value if isinstance(value, str) else "number"
             is_number, other, where = first.setdefault(key, (kind == "number", kind, answer))
             if is_number != (kind == "number"):

@@ -183,6 +183,22 @@ def _warn_of_scale(answers: Sequence[Answer], scores: torch.Tensor) -> None:
         )
 
 
+def odd_answers(problem: Problem, right: str) -> list[Answer]:
+    """Returns answers that a model may give to any problem, for trying a reward before a run.
+
+    Args:
+        problem: the problem.
+        right: an answer; one of the odd answers ends in its middle.
+
+    Example:
+        >>> [answer.text for answer in odd_answers(Problem("2+3?", "5"), "It is 5")]
+        ['', 'It ', 'é世\\x00²']
+    """
+    cut = right[: len(right) // 2]
+    # A digit that int() does not read, and a character that ends strings of C.
+    return [Answer(problem, ""), Answer(problem, cut, finished=False), Answer(problem, "\u00e9\u4e16\u0000\u00b2")]
+
+
 def describe(answer: Answer) -> str:
     """Returns a description of an answer for error messages.
 

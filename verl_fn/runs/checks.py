@@ -44,7 +44,7 @@ from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
-from verl_fn.rewards.reward import Answer, by_rules, has_rule
+from verl_fn.rewards.reward import Answer, by_rules, has_rule, odd_answers
 from verl_fn.state import Key
 
 # Frozen models of other folders that algorithm.NAME names.
@@ -597,7 +597,7 @@ def _has_weights(folder: Path) -> bool:
 def check_rewards(plan: Plan, source: Source | None) -> None:
     """Starts what runs the user's reward functions, as a run does, and lets them judge a few answers.
 
-    These are the ground truths of some problems, and empty answers. A judge at an address is asked nothing.
+    These are the ground truths of some problems, and odd answers. A judge at an address is asked nothing.
 
     Args:
         plan: the plan.
@@ -614,7 +614,8 @@ def check_rewards(plan: Plan, source: Source | None) -> None:
         return
     sampled = source.train(Key.from_seed(0), 0, JUDGED) if plan.learns_from == "samples" and plan.needs_reward else ()
     problems = (*sampled, *source.held_out(JUDGED))
-    reward.judge([Answer(problem, text) for problem in problems for text in (problem.answer, "")])
+    tried = [(Answer(problem, problem.answer), *odd_answers(problem, problem.answer)) for problem in problems]
+    reward.judge([answer for answers in tried for answer in answers])
 
 
 def check_conversations(plan: Plan, source: Source) -> Iterator[str]:

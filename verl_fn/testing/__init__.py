@@ -1,4 +1,4 @@
-"""Checks for losses, advantage estimators, environments, training backends and rollout engines that users write.
+"""Checks for what users write: losses, advantage estimators, rewards, environments, training backends and engines.
 
     from verl_fn.testing import check_loss
 
@@ -16,7 +16,7 @@ usually causes the difference. The laws:
 * Restore: a restored state equals the saved one, and training continues identically.
 * Layout: a backend restores what another one saved.
 * Signature: names, shapes and dtypes are as in the protocol.
-* Environments obey laws of their own; see ``check_environment``.
+* Environments and reward functions obey laws of their own; see ``check_environment`` and ``check_reward``.
 * Backends also obey Outputs, Derivative and Update, losses Finite and Precision, estimators Rows and Precision, and
   rollout engines Version, Log-probs and Capabilities; each check describes its laws.
 * Exactness: a trainer and an engine that promise it compute log-probs that are equal in every bit; ``check_exact``.
@@ -36,6 +36,7 @@ from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
 from .environments import check_environment
 from .losses import check_loss
+from .rewards import check_reward
 from .rollouts import check_exact, check_rollout
 from .violation import LawViolation
 
@@ -51,6 +52,7 @@ __all__ = [
     "check_environment",
     "check_exact",
     "check_loss",
+    "check_reward",
     "check_rollout",
     "compare_advantage",
     "compare_backends",
