@@ -47,11 +47,12 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
+from verl_fn.testing.first_step import BARS, compare_numbers, missed_bars
 
 from . import first_step_chart as chart
 from . import measure
 from .first_step_batch import MARGIN, ragged_batch, with_old
-from .first_step_errors import compare_numbers, compare_tensors, worst_gradient
+from .first_step_errors import compare_tensors, worst_gradient
 from .first_step_layout import Layout
 from .together import RanksFailed, run_together
 
@@ -69,10 +70,6 @@ HELP = (
     f"{', '.join(LOSSES)}, or yours: a Loss as FILE.py:NAME, or a function that makes one, 'FILE.py:NAME(bound=2)'; "
     "the batch has the fields of a run with a reference; by default %(default)s"
 )
-BARS = {
-    "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
-    "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
-}
 # Of the loss and the gradient norm of a layout in bf16 against ``local:bf16``.
 BESIDE_BF16 = {"fsdp": 1e-3, "megatron": 2e-3}
 REFERENCE, COMPARED = "reference", "compared"
@@ -379,7 +376,7 @@ def _row(
 ) -> dict[str, Any]:
     """Returns a result, and prints it; ``bf16`` is the result of ``local:bf16``, if it came before."""
     errors = compare_numbers(result, wanted) | result.pop("errors")
-    missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
+    missed = missed_bars(errors, BARS[layout.dtype])
     if bf16 is not None and layout.dtype == "bfloat16":
         beside = compare_numbers(result, bf16)
         errors |= {f"{name}_beside_local_bf16": beside[name] for name in ("loss", "grad_norm")}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def draw(results: list[dict[str, Any]], bars: dict[str, dict[str, float]], dtypes: dict[str, str], out: Path) -> None:
+def draw(
+    results: list[dict[str, Any]], bars: Mapping[str, Mapping[str, float]], dtypes: dict[str, str], out: Path
+) -> None:
     """Draws the errors of every layout and loss on a log axis, with the bars.
 
     Args:

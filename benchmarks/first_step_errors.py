@@ -10,25 +10,6 @@ from torch import Tensor
 LAST_BIT = 2**-23  # of a parameter in fp32
 
 
-def compare_numbers(result: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
-    """Errors of losses and of the gradient norm.
-
-    Args:
-        result: ``loss``, ``second_loss`` and ``grad_norm`` of the layout.
-        wanted: these of the reference, and the ``scale`` of its loss.
-
-    Example:
-        >>> result, wanted = {"loss": 1.5, "second_loss": 1.0, "grad_norm": 3.0}, {"loss": 1.0, "second_loss": 1.0}
-        >>> compare_numbers(result, {**wanted, "grad_norm": 2.0, "scale": 4.0})
-        {'loss': 0.125, 'grad_norm': 0.5, 'second_loss': 0.0}
-    """
-    return {
-        "loss": abs(result["loss"] - wanted["loss"]) / wanted["scale"],
-        "grad_norm": abs(result["grad_norm"] / wanted["grad_norm"] - 1),
-        "second_loss": abs(result["second_loss"] - wanted["second_loss"]) / wanted["scale"],
-    }
-
-
 def compare_tensors(
     tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], before: Mapping[str, Tensor], device: str
 ) -> dict[str, float]:

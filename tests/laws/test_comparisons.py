@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from verl_fn.testing import (
     tiny_batch,
     tiny_pairs,
 )
+from verl_fn.testing.first_step import BARS
 
 
 def clipped(outputs, row):
@@ -168,18 +170,39 @@ def test_backends_differ_by_what_was_put_in_between_them():
     assert first.grad_norm[0] == pytest.approx(float(grads.global_norm()))
     assert first.grad_norm[1] > first.grad_norm[0]
     assert first.gradients == pytest.approx({"logits": 1.0, "values": 0.0}) and first.worst == "logits"
-    assert "worst gradient: logits, differs by 1 of its norm" in str(first)
+    assert first.missed == ["loss", "grad_norm", "gradient"] and not first.ok
+    assert "logits differs most" in str(first) and "error 1, MISSES its bar of 1e-05" in str(first)
 
 
 def test_splits_of_a_model_differ_by_rounding(tiny):
     backends = [Local(tiny, sgd(0.1), max_tokens=tokens) for tokens in (1000, 20)]
     first = compare_backends(*backends, tiny_batch(), cross_entropy())
-    assert first.loss[0] == pytest.approx(first.loss[1], rel=1e-5) and first.loss[0] > 0
-    assert 0 < first.gradients[first.worst] < 1e-3
+    assert first.ok and first.bars == BARS["float32"], first
+    assert first.gradients[first.worst] > 0 and first.loss[0] == pytest.approx(first.scale)
+    assert str(first).count("holds its bar") == 3
+
+
+def test_the_lower_dtype_decides_the_bars_and_only_rounding_holds_them(tiny):
+    whole, half = Local(tiny, sgd(0.1)), Local(tiny, sgd(0.1), dtype="bfloat16")
+    for pair in ((whole, half), (half, whole)):
+        first = compare_backends(*pair, tiny_batch(), cross_entropy())
+        assert first.ok and first.bars == BARS["bfloat16"], first
+        assert "no bar" in str(first)
+    assert attrs.evolve(first, bars=BARS["float32"]).missed == ["loss", "grad_norm", "gradient"]
+
+
+def test_the_error_of_a_loss_is_relative_to_the_sum_of_the_sizes_of_its_values():
+    right, batch = Mock(8, sgd(0.1)), tiny_batch()
+    state = right.init(Key.from_seed(3))
+    first = compare_backends(right, Tilted(8, sgd(0.1)), batch, value_clip(), state=state)
+    values, _ = value_clip()(right.forward(state.params, batch, ["values"]), batch)
+    assert first.scale == pytest.approx(float((batch["loss_weight"] * values).abs().sum()))
+    assert first.errors["loss"] == pytest.approx(first.loss[0] / 3 / first.scale)
 
 
 def test_a_gradient_that_is_not_a_number_is_the_worst():
-    assert FirstStep((1.0, 1.0), (1.0, math.nan), {"a": 5.0, "b": math.nan, "c": 7.0}).worst == "b"
+    first = FirstStep((1.0, 1.0), (1.0, math.nan), {"a": 5.0, "b": math.nan, "c": 7.0}, 1.0)
+    assert first.worst == "b" and first.missed == ["grad_norm", "gradient"]
 
 
 def test_backends_of_other_models_are_refused():

@@ -30,9 +30,9 @@ from verl_fn.benchmarks.families import (
     reference,
 )
 from verl_fn.benchmarks.first_step_batch import ragged_batch
-from verl_fn.benchmarks.first_step_errors import compare_numbers
 from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import RanksFailed
+from verl_fn.testing.first_step import bars_of, compare_numbers, missed_bars
 
 from .subject import Request
 from .verdict import Check, trap_in
@@ -185,15 +185,13 @@ def name_of(text: str) -> str:
 def check_of(text: str, found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], layers: int) -> Check:
     """Returns the check of a layout, from its numbers and the reference's, for each loss.
 
-    The bars of ``bench first-step`` are for models of two layers. Each layer adds its rounding, so the bars grow with
-    the layers.
+    The bars are the ones of ``bench first-step``, for models of two layers; they grow with the layers.
     """
     lines, missed = [], []
-    deeper = max(1.0, layers / 2)
-    bars = {kind: deeper * bar for kind, bar in first_step.BARS[Layout.parse(text).dtype].items()}
+    bars = bars_of(Layout.parse(text).dtype, layers)
     for loss, ours, theirs in zip(LOSSES, found, wanted, strict=True):
         errors = compare_numbers(ours, theirs) | ours["errors"]
-        missed += [f"{loss} {kind}" for kind, bar in bars.items() if not errors[kind] <= bar]
+        missed += [f"{loss} {kind}" for kind in missed_bars(errors, bars)]
         lines.append(f"{loss}: " + ", ".join(f"{kind} {errors[kind]:.1e}" for kind in bars) + f" ({ours['worst']})")
     bounds = ", ".join(f"{kind} {bar:.0e}" for kind, bar in bars.items())
     above = f"above its bar: {', '.join(missed)}; " if missed else ""

@@ -22,7 +22,8 @@ usually causes the difference. The laws:
 * Exactness: a trainer and an engine that promise it compute log-probs that are equal in every bit; ``check_exact``.
 
 A formula that is wrong everywhere in the same way obeys the laws. ``compare_loss`` and ``compare_advantage`` compare
-with a formula that you write. ``compare_backends`` says how far the first steps of two backends differ.
+with a formula that you write. ``compare_backends`` says how far the first steps of two backends differ, and whether
+this is rounding.
 
 ``Mock``, a training backend, and ``MockRollout``, an engine whose responses come from a script, test an algorithm
 without a model. The script ``sample_table`` draws responses from the weights of a ``Mock``.
@@ -33,8 +34,9 @@ from verl_fn.backends.mock import Mock, MockRollout, Response, Turn, sample_tabl
 from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
-from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
+from .compare import compare_advantage, compare_loss
 from .environments import check_environment
+from .first_step import FirstStep, compare_backends
 from .losses import check_loss
 from .rewards import check_reward
 from .rollouts import check_exact, check_rollout

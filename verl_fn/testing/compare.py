@@ -1,26 +1,19 @@
-"""Comparisons with a formula that a user writes, since the laws do not notice a wrong one, and of two backends."""
+"""Comparisons with a formula that a user writes, since the laws do not notice a wrong one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.algorithms.workers import get_here
-from verl_fn.backends.protocol import Handle, TrainBackend
-from verl_fn.state import Batch, Key, Split, TokenOutputs, TrainState, groups_of
+from verl_fn.state import Batch, Key, Split, TokenOutputs, groups_of
 from verl_fn.steps import Loss
 from verl_fn.steps.losses.contract import WEIGHTS
 
-from .backend_case import BackendCase
 from .builders import in_float64, tiny_batch, tiny_outputs
 from .losses import apart, carrying
-from .violation import require_close, save_once, shared_folder
+from .violation import require_close
 
 LAW = "Reference"
 DRAWS = 8
@@ -165,99 +158,3 @@ def compare_advantage(
         )
         cause = "another sign, a baseline of other rows, a sum over later or earlier tokens, or a wrong formula"
         require_close(LAW, f"on batch {number} the estimator", expected, actual, cause, tolerance=tolerance)
-
-
-@attrs.frozen
-class FirstStep:
-    """What two backends make of one state and one batch: a pair holds the value of each backend.
-
-    Attributes:
-        loss: the loss.
-        grad_norm: the norm of all gradients.
-        gradients: by parameter, the norm of the difference of both gradients over the norm of the first one.
-    """
-
-    loss: tuple[float, float]
-    grad_norm: tuple[float, float]
-    gradients: Mapping[str, float]
-
-    @property
-    def worst(self) -> str:
-        """The name of the parameter whose gradients differ most; NaN is more than any number."""
-        return max(self.gradients, key=lambda name: (math.isnan(self.gradients[name]), self.gradients[name]))
-
-    def __str__(self) -> str:
-        """Returns a table of three lines.
-
-        Example:
-            >>> print(FirstStep((1.0, 1.5), (2.0, 2.0), {"a": 0.25, "b": 0.0}))
-            loss                   1             1.5   differ by 0.5
-            grad norm              2               2   differ by 0
-            worst gradient: a, differs by 0.25 of its norm
-        """
-        lines = [
-            f"{name:<10}{pair[0]:>14.6g}{pair[1]:>16.6g}   differ by {abs(pair[0] - pair[1]):.3g}"
-            for name, pair in (("loss", self.loss), ("grad norm", self.grad_norm))
-        ]
-        most = self.gradients[self.worst]
-        worst = f"worst gradient: {self.worst}, differs by {most:.3g} of its norm"
-        return "\n".join([*lines, worst if most else "all gradients are equal"])
-
-
-def compare_backends(
-    a: TrainBackend,
-    b: TrainBackend,
-    batch: Batch,
-    loss: Loss,
-    *,
-    state: Handle[TrainState] | None = None,
-    key: Key | None = None,
-    get: Callable[[Any], Any] = get_here,
-) -> FirstStep:
-    """Computes the first step of two backends from one state: loss, norm of the gradient and each gradient.
-
-    The second backend restores the state that the first one saves. So both have the same model and the same kind of
-    optimizer; their layouts, dtypes and budgets of tokens may differ. ``check_backend`` asks whether differences are
-    rounding; this function says how large they are. Under torchrun all ranks call it, with the same batch; one
-    backend may be a ``Local`` of each rank.
-
-    Args:
-        a: the backend to compare with.
-        b: the other backend.
-        batch: a batch with the weights of the loss, as ``aggregate`` writes them.
-        loss: the loss that is differentiated.
-        state: a state of ``a``, not donated; by default a new one.
-        key: a new state is drawn from it.
-        get: returns the value behind a reference, for a backend whose states are handles: ``workers.get``.
-
-    Raises:
-        ValueError: the gradients have other names; the backends hold different models.
-
-    Example:
-        >>> from verl_fn.backends.mock import Mock
-        >>> from verl_fn.steps import cross_entropy, sgd
-        >>> whole, split = Mock(8, sgd(0.1)), Mock(8, sgd(0.1), max_tokens=24)
-        >>> first = compare_backends(whole, split, tiny_batch(), cross_entropy())
-        >>> round(first.loss[0], 3) == round(first.loss[1], 3), first.gradients[first.worst] < 1e-6
-        (True, True)
-    """
-    first, second = (BackendCase(backend, loss, batch, 0.0, key or Key.from_seed(0), get) for backend in (a, b))
-    start = a.init(first.key) if state is None else state
-    with shared_folder() as folder:
-        save_once(a, start, Path(folder) / "state")
-        moved = b.restore(Path(folder) / "state")
-    (ours, metrics), (theirs, more) = first.gradients(start), second.gradients(moved)
-    wanted, given = (
-        {name: t.double().cpu() for name, t in case.read(grads).items()}
-        for case, grads in ((first, ours), (second, theirs))
-    )
-    if wanted.keys() != given.keys():
-        raise ValueError(f"only one of the backends has gradients named {sorted(wanted.keys() ^ given.keys())[:5]}")
-    norms = [math.hypot(*(float(t.norm()) for t in grads.values())) for grads in (wanted, given)]
-    # A gradient that is rounding error has no relative error of its own.
-    floor = 1e-6 * norms[0]
-    return FirstStep(
-        loss=(metrics["loss"].value, more["loss"].value),
-        grad_norm=(norms[0], norms[1]),
-        gradients={name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in wanted.items()},
-    )
