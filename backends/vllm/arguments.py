@@ -9,6 +9,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -143,8 +144,14 @@ def prepare_environment(device: str) -> None:
     }
     if device == "cpu":
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # vLLM imports what builds extensions, and torch then warns of a CUDA compiler without a GPU.
+        logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_the_run)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def _is_about_the_run(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
 
 
 def engine_arguments(

@@ -1,6 +1,7 @@
 """``verl-fn train --check``: what a run would do and need, without doing it."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import WIDTHS, new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.vllm.arguments import check_heads
+from verl_fn.backends.vllm.arguments import check_heads, prepare_environment
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.environments.processes import EnvError
@@ -383,6 +384,30 @@ def test_a_check_of_heads_keeps_vllm_quiet(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     check_heads(new_model(tmp_path / "model", chars="ab", head_dim=32), "cpu")
     assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+
+
+def test_torch_does_not_warn_of_a_compiler_without_a_gpu_where_vllm_computes_on_the_cpu(caplog, monkeypatch):
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "filters", [])
+    logger.addHandler(caplog.handler)
+    prepare_environment("cpu")
+    logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+    logger.warning("the compiler is too old")
+    logger.removeHandler(caplog.handler)
+    assert set(caplog.messages) == {"the compiler is too old"}
+
+
+def test_many_shards_are_named_by_the_first_one_and_their_number(tiny, tmp_path):
+    row = {"data_source": "count", "prompt": "ab>", "reward_model": {"ground_truth": "c"}}
+    for i in range(5):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def named(count):
+        files = [str(tmp_path / f"{i}.jsonl") for i in range(count)]
+        plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={files}", "reward.functions=verl_fn.scores:exact")
+        return check_run(plan).text.splitlines()[0].partition(" on ")[2].partition(": ")[0]
+
+    assert [named(3), named(5)] == ["0.jsonl, 1.jsonl, 2.jsonl", "0.jsonl and 4 more"]
 
 
 def test_trainer_and_engine_are_made_in_the_dtype_of_the_device(tiny, tmp_path, monkeypatch):

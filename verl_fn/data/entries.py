@@ -22,6 +22,9 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 """Makes a row of other columns into one of verl's; None for a row that is not its own."""
 
 
+MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
+
+
 @attrs.frozen
 class Kind:
     """A kind of rows: their columns, and the problem that a row becomes.
@@ -211,3 +214,15 @@ def entry_name(entry: str) -> str:
     """
     address, number_sign, part = entry.partition("#")
     return Path(address).name + number_sign + part
+
+
+def entry_names(entries: Sequence[str]) -> str:
+    """Returns the names of files and data sets, or of the first one and the number of the others if there are many.
+
+    Example:
+        >>> entry_names(["a.jsonl", "/data/b.jsonl"]), entry_names([f"/data/{i}-of-64.parquet" for i in range(64)])
+        ('a.jsonl, b.jsonl', '0-of-64.parquet and 63 more')
+    """
+    if len(entries) > MOST_NAMED:
+        return f"{entry_name(entries[0])} and {len(entries) - 1:,} more"
+    return ", ".join(map(entry_name, entries))

@@ -23,7 +23,7 @@ import attrs
 from verl_fn import __version__
 from verl_fn.config import ConfigError, flat
 from verl_fn.config.load import default_table
-from verl_fn.data.entries import entry_name
+from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError
 from verl_fn.report import plots
@@ -250,7 +250,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         config = run.config
         name = config["algorithm.name"]
         estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
-        data = ", ".join(entry_name(file) for file in config["data.train_files"]) or config["data.task"]
+        data = entry_names(config["data.train_files"]) or config["data.task"]
         metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [

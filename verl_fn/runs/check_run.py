@@ -25,7 +25,7 @@ from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
 from verl_fn.config import ConfigError, Plan, RolePlan, structure
 from verl_fn.config.describe import without_effect
 from verl_fn.config.names import is_reference
-from verl_fn.data.entries import entry_name
+from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import Source
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError
@@ -198,7 +198,7 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
     """Yields lines about the run and its models; ``longest`` is the number of tokens of its longest row."""
     d, r, t, size = plan.data, plan.rollout, plan.trainer, ranks.training_ranks(plan)
     rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
-    data = ", ".join(map(entry_name, d.train_files)) or f"the task {d.task}"
+    data = entry_names(d.train_files) or f"the task {d.task}"
     yield f"algorithm   {plan.algorithm} on {data}: {t.total_training_steps} steps, seed {t.seed}"
     yield from _parts_lines(plan)
     yield f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens"
