@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,24 +187,26 @@ def compare_backends(
         save_once(a, start, Path(folder) / "state")
         moved = b.restore(Path(folder) / "state")
     (ours, metrics), (theirs, more) = first.gradients(start), second.gradients(moved)
-    wanted, given = (
-        {name: t.double().cpu() for name, t in case.read(grads).items()}
-        for case, grads in ((first, ours), (second, theirs))
-    )
+    whole = first.read(ours), second.read(theirs)
+    wanted, given = ({name: t.double().cpu() for name, t in grads.items()} for grads in whole)
     if wanted.keys() != given.keys():
         raise ValueError(f"only one of the backends has gradients named {sorted(wanted.keys() ^ given.keys())[:5]}")
     norms = [math.hypot(*(float(t.norm()) for t in grads.values())) for grads in (wanted, given)]
-    # A gradient that is rounding error has no relative error of its own.
-    floor = 1e-6 * norms[0]
-    layers = len({found[1] for name in wanted if (found := re.search(r"\.(\d+)\.", name))})
-    low = {getattr(backend, "dtype", torch.float32) for backend in (a, b)} - {torch.float32, torch.float64}
+    floor = 1e-6 * norms[0]  # A gradient that is rounding error has no relative error of its own.
     return FirstStep(
         loss=(metrics["loss"].value, more["loss"].value),
         grad_norm=(norms[0], norms[1]),
-        scale=_scale(loss, first.outputs(start.params), batch),
-        bars=bars_of("bfloat16" if low else "float32", layers),
         gradients={name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in wanted.items()},
+        scale=_scale(loss, first.outputs(start.params), batch),
+        bars=_bars((a, b), wanted),
     )
+
+
+def _bars(backends: Iterable[TrainBackend], parameters: Iterable[str]) -> dict[str, float]:
+    """Returns the bars for the lowest dtype of the backends, and for the layers that the parameters' names count."""
+    layers = len({found[1] for name in parameters if (found := re.search(r"\.(\d+)\.", name))})
+    low = {getattr(backend, "dtype", torch.float32) for backend in backends} - {torch.float32, torch.float64}
+    return bars_of("bfloat16" if low else "float32", layers)
 
 
 def _scale(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
