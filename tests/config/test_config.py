@@ -178,6 +178,8 @@ def test_a_part_of_a_table_keeps_the_other_defaults():
 
 
 def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="the first argument is a TOML file, and key=value follows it"):
+        load(tmp_path / "model.path=runs")
     with pytest.raises(ConfigError, match=r"nothing\.toml cannot be read"):
         load(tmp_path / "nothing.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
