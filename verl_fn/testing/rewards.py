@@ -45,6 +45,7 @@ def check_reward(
     Raises:
         LawViolation: a law is broken; the message names it and the answer.
         ValueError: there is no case, or one has no ground truth or another key.
+        RuntimeError: a process of this check calls it while it imports the function's file.
 
     Example:
         >>> from verl_fn.scores import tagged
