@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -56,17 +56,17 @@ class Samples:
 
 @attrs.frozen(eq=False)
 class Leaf:
-    """A tensor in the object store, by the reference to a value and its number among the leaves that travel."""
+    """A tensor of ``size`` rows in the object store: the reference to a value, and its number among the leaves."""
 
     ref: Any
     number: int
+    size: int
 
     def tensor(self) -> Tensor:
         """Returns the tensor in the memory of the object store."""
         value = ray.get(self.ref)
         leaves = pytree.tree_leaves(value.batch if isinstance(value, Samples) else value)
-        tensor: Tensor = leaves[self.number].tensor()
-        return tensor
+        return cast(Tensor, leaves[self.number].tensor())
 
 
 class Distant(Tensor):
@@ -74,32 +74,25 @@ class Distant(Tensor):
 
     Attributes:
         stored: the tensors that have the rows.
-        sizes: how many rows each of them has.
         numbers: of the rows, counted through all of these tensors, ``[T]``.
     """
 
     stored: tuple[Leaf, ...]
-    sizes: tuple[int, ...]
     numbers: Tensor
 
     def __new__(
-        cls,
-        stored: tuple[Leaf, ...],
-        sizes: tuple[int, ...],
-        numbers: Tensor,
-        dtype: torch.dtype,
-        width: tuple[int, ...],
+        cls, stored: tuple[Leaf, ...], numbers: Tensor, dtype: torch.dtype, width: tuple[int, ...]
     ) -> Distant:
         """Makes rows of tensors with this dtype, of which each row has the shape ``width``."""
         one: Distant = Tensor._make_wrapper_subclass(cls, (len(numbers), *width), dtype=dtype)
-        one.stored, one.sizes, one.numbers = stored, sizes, numbers
+        one.stored, one.numbers = stored, numbers
         return one
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's shows the numbers, which are elsewhere
         return f"Distant(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Distant, (self.stored, self.sizes, self.numbers, self.dtype, tuple(self.shape[1:]))
+        return Distant, (self.stored, self.numbers, self.dtype, tuple(self.shape[1:]))
 
     # Results of torch's functions are what ``__torch_dispatch__`` returns.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stubs lack it
@@ -108,15 +101,15 @@ class Distant(Tensor):
         """Fetches the rows, and returns them as a tensor of their own."""
         rows = torch.empty(self.shape, dtype=self.dtype)
         start = 0
-        for stored, size in zip(self.stored, self.sizes, strict=True):
-            own = (self.numbers >= start) & (self.numbers < start + size)
+        for leaf in self.stored:
+            own = (self.numbers >= start) & (self.numbers < start + leaf.size)
             if bool(own.any()):
-                rows[own] = stored.tensor()[self.numbers[own] - start]
-            start += size
+                rows[own] = leaf.tensor()[self.numbers[own] - start]
+            start += leaf.size
         return rows
 
     def _at(self, numbers: Tensor) -> Distant:
-        return Distant(self.stored, self.sizes, numbers, self.dtype, tuple(self.shape[1:]))
+        return Distant(self.stored, numbers, self.dtype, tuple(self.shape[1:]))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stubs lack it
@@ -138,14 +131,13 @@ class Distant(Tensor):
 def _joined(parts: Sequence[Distant]) -> Distant:
     """Returns the rows of all parts; parts of the same tensors refer to them once."""
     starts: dict[tuple[Leaf, ...], int] = {}
-    sizes: tuple[int, ...] = ()
+    stored: tuple[Leaf, ...] = ()
     for part in parts:
         if part.stored not in starts:
-            starts[part.stored] = sum(sizes)
-            sizes += part.sizes
-    stored = tuple(one for several in starts for one in several)
+            starts[part.stored] = sum(leaf.size for leaf in stored)
+            stored += part.stored
     numbers = torch.cat([part.numbers + starts[part.stored] for part in parts])
-    return Distant(stored, sizes, numbers, parts[0].dtype, tuple(parts[0].shape[1:]))
+    return Distant(stored, numbers, parts[0].dtype, tuple(parts[0].shape[1:]))
 
 
 def packed(value: Any) -> Any:
@@ -164,7 +156,6 @@ def opened(value: Any, *, shared: bool = False, ref: Any = None) -> Any:
     """Returns a value that has travelled in its original form.
 
     Args:
-        value: the value as it travels.
         shared: leave tensors in the memory of the object store, for a call that does not write to them.
         ref: the reference to ``value``: leave ``routed_experts`` where they are, and return ``Distant`` ones.
     """
@@ -173,8 +164,8 @@ def opened(value: Any, *, shared: bool = False, ref: Any = None) -> Any:
 
     def tensor(number: int, path: Any, leaf: Any) -> Any:
         if isinstance(leaf, Array) and ref is not None and DISTANT in pytree.keystr(path):
-            size = leaf.shape[0]
-            return Distant((Leaf(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
+            size, *width = leaf.shape
+            return Distant((Leaf(ref, number, size),), torch.arange(size), leaf.dtype, tuple(width))
         if isinstance(leaf, Array):
             return leaf.tensor() if shared else leaf.tensor().clone()
         return leaf.whole() if isinstance(leaf, Distant) else leaf
