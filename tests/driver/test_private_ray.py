@@ -105,7 +105,7 @@ def members(two):
 
 
 def test_a_process_of_ray_that_ends_is_reported(two, monkeypatch):
-    monkeypatch.setattr(ray_private, "_ended", lambda: ["gcs_server (pid 1)"])
+    monkeypatch.setattr(ray_private, "ended", lambda: ["gcs_server (pid 1)"])
     with pytest.raises(ActorDied, match=r"^Ray itself has died: gcs_server \(pid 1\)"):
         two.get(two.group.run("map", remote_mutants.nap, None))
 
@@ -133,7 +133,7 @@ with ray_private.private_ray(num_cpus=1, log_to_driver=False, logging_level="cri
         os.kill(os.getpid(), signal.SIGKILL)
     names = {pid: open(f"/proc/{pid}/comm").read().strip() for pid in family}
     os.kill(next(pid for pid, name in names.items() if name == "gcs_server"), signal.SIGKILL)
-    while ray_private.alive():
+    while not ray_private.ended():
         pass
     try:
         ray_private.require_alive()

@@ -260,7 +260,7 @@ class Cluster:
     def stop(self) -> None:
         """Ends the actors and frees their room."""
         members, self._stopped = list(self.members.values()), True
-        if ray_private.alive():
+        if not ray_private.ended():
             for host in self._hosts:
                 ray.kill(host)
             if members:

@@ -51,37 +51,28 @@ os.register_at_fork(after_in_child=_leave_group)
 
 @contextlib.contextmanager
 def private_ray(**options: Any) -> Iterator[None]:
-    """Starts a Ray on this machine for the body, and ends all of its processes afterwards.
-
-    Args:
-        options: the arguments of ``ray.init``.
-    """
+    """Starts a Ray for the body by ``ray.init(**options)``, and ends all of its processes afterwards."""
+    global _starting
     # The mode of this folder is 0700; Ray opens its own folder to everybody. RAY_TMPDIR is Ray's variable.
     folder = Path(tempfile.mkdtemp(prefix="verl_fn_", dir=os.environ.get("RAY_TMPDIR")))
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     with _removed(folder), _settings(token):
         try:
-            _init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+            _starting = True
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+            _starting = False
             names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes.users_of(folder)}
             _core.update({pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")})
             yield
         finally:
-            if not alive():
+            _starting = False
+            if ended():
                 # The others would look for the missing process for a minute, and then Ray would end this process.
                 processes.end(lambda: processes.users_of(folder), patience=0.0)
             ray.shutdown(wait_for_processes=True)
             processes.end(lambda: processes.users_of(folder))
             _core.clear()
-
-
-def _init(**options: Any) -> None:
-    global _starting
-    _starting = True
-    try:
-        ray.init(**options)
-    finally:
-        _starting = False
 
 
 @contextlib.contextmanager
@@ -100,26 +91,21 @@ def _removed(folder: Path) -> Iterator[None]:
         watcher.communicate(b"over")
 
 
-def alive() -> bool:
-    """Returns whether all processes of the Ray that this process started are running."""
-    return not _ended()
+def ended() -> list[str]:
+    """Returns the processes that have ended of the Ray that this process started."""
+    return [f"{name} (pid {pid})" for pid, name in _core.items() if not processes.runs(pid)]
 
 
 def require_alive() -> None:
     """Raises an error if a process of the Ray that this process started has ended.
 
-    Raises:
-        ActorDied: one has ended; actors would go on for a minute, and then this process would end without a message.
+    Actors would go on for a minute, and then this process would end without a message.
     """
-    if ended := _ended():
+    if dead := ended():
         raise ActorDied(
-            f"Ray itself has died: {', '.join(ended)}. The machine may have run out of memory (see `dmesg`). The "
+            f"Ray itself has died: {', '.join(dead)}. The machine may have run out of memory (see `dmesg`). The "
             "same command continues from the last checkpoint"
         )
-
-
-def _ended() -> list[str]:
-    return [f"{name} (pid {pid})" for pid, name in _core.items() if not processes.runs(pid)]
 
 
 @contextlib.contextmanager
