@@ -12,7 +12,8 @@ import ray
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.driver.ray import check_address, check_room, placements, runtime_env
+from verl_fn.config.plan import check_room
+from verl_fn.driver.ray import check_address, placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
 
@@ -59,16 +60,16 @@ def test_more_than_the_cluster_has_is_refused():
     one = [{"CPU": 2.0}]
     cuda = ray_plan("driver.device=cuda", "ray.ranks=64", "ray.separate=critic")
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(cuda, "cuda", one)
+        check_room(cuda, placements(cuda, "cuda")[1], one)
     apart = ray_plan("driver.device=cuda", "rollout.engines=3", "rollout.placement=apart")
     with pytest.raises(ConfigError, match=r"engines = 3 apart ask for 4 GPUs.*lower ray.ranks or rollout.engines"):
-        check_room(apart, "cuda", one)
+        check_room(apart, placements(apart, "cuda")[1], one)
     spread = ray_plan("ray.ranks=2", "ray.placement=STRICT_SPREAD")
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(spread, "cpu", one)
+        check_room(spread, placements(spread, "cpu")[1], one)
     packed = ray_plan("driver.device=cuda", "ray.ranks=2", "ray.placement=STRICT_PACK")
     with pytest.raises(ConfigError, match="2 GPUs on one node, and the largest has 1; take PACK"):
-        check_room(packed, "cuda", [{"GPU": 1.0}] * 2)
+        check_room(packed, placements(packed, "cuda")[1], [{"GPU": 1.0}] * 2)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])

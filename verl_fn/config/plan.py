@@ -7,7 +7,7 @@ nothing else takes the whole config.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -504,6 +504,45 @@ def _check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
             f"{lag} lets engines sample while the trainer learns, and rollout.placement = colocated lets them share "
             "a GPU; set rollout.placement=apart, or driver.max_lag=0"
         )
+
+
+def check_room(
+    plan: Plan, bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]], *, planned: bool = False
+) -> None:
+    """Raises an error for a plan for which a cluster can never have room.
+
+    Args:
+        plan: the plan.
+        bundles: the resources that the plan's processes reserve.
+        nodes: the resources of each node.
+        planned: whether they are of a machine that is only planned for.
+
+    Raises:
+        ConfigError: it has too few GPUs, or too few nodes for the placement.
+    """
+    table, rollout = plan.ray, plan.rollout
+    gpus, asked = sum(node.get("GPU", 0) for node in nodes), sum(bundle.get("GPU", 0) for bundle in bundles)
+    if asked > gpus:
+        separate = f" and ray.separate = {list(table.separate)}" if table.separate else ""
+        engines, lower = "", "ray.ranks"
+        if rollout.placement == "apart":
+            engines, lower = f" and rollout.engines = {rollout.engines} apart", "ray.ranks or rollout.engines"
+        one = lower == "ray.ranks" and not separate and asked == table.ranks
+        engines_too = f" and rollout.engines={gpus:g}" * (rollout.engines > gpus)
+        fewer = f"set ray.ranks={gpus:g}{engines_too}" if one and gpus else f"lower {lower}"
+        has, other = ("--gpus is", "give --gpus more") if planned else ("the cluster has", "set driver.device=cpu")
+        raise ConfigError(
+            f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and {has} {gpus:g}; "
+            f"{fewer}, or {other}"
+        )
+    largest, lacks = max(node.get("GPU", 0) for node in nodes), ""
+    if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
+        lacks = f"a node for each of {len(bundles)} processes, and the cluster has {len(nodes)}"
+    if table.placement == "STRICT_PACK" and asked > largest:
+        lacks = f"{asked:g} GPUs on one node, and the largest has {largest:g}"
+    if lacks:
+        weaker = table.placement.removeprefix("STRICT_")
+        raise ConfigError(f"ray.placement = {table.placement} wants {lacks}; take {weaker}, or lower ray.ranks")
 
 
 def with_absolute_paths(cfg: Config, folder: Path) -> Config:

@@ -23,7 +23,7 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
-from verl_fn.config.plan import Plan, RolePlan
+from verl_fn.config.plan import Plan, RolePlan, check_room
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
@@ -53,11 +53,11 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
         # The driver's machine may have another device than the cluster.
+            check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
         device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
-            check_room(plan, device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             places, bundles = placements(plan, device)
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
@@ -287,42 +287,4 @@ def check_before_start(plan: Plan) -> None:
         check_address(plan.ray.address, reach=False)
     # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
     elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
-        check_room(plan, "cuda", [{"GPU": gpus}])
-
-
-def check_room(plan: Plan, device: str, nodes: Sequence[Mapping[str, float]], *, planned: bool = False) -> None:
-    """Raises an error for a plan for which a cluster with the resources of these nodes can never have room.
-
-    Args:
-        plan: the plan.
-        device: the device of the processes.
-        nodes: the resources of each node.
-        planned: whether they are of a machine that is only planned for.
-
-    Raises:
-        ConfigError: it has too few GPUs, or too few nodes for the placement.
-    """
-    table, rollout = plan.ray, plan.rollout
-    _, bundles = placements(plan, device)
-    gpus, asked = sum(node.get("GPU", 0) for node in nodes), sum(bundle.get("GPU", 0) for bundle in bundles)
-    if asked > gpus:
-        separate = f" and ray.separate = {list(table.separate)}" if table.separate else ""
-        engines, lower = "", "ray.ranks"
-        if rollout.placement == "apart":
-            engines, lower = f" and rollout.engines = {rollout.engines} apart", "ray.ranks or rollout.engines"
-        one = lower == "ray.ranks" and not separate and asked == table.ranks
-        engines_too = f" and rollout.engines={gpus:g}" * (rollout.engines > gpus)
-        fewer = f"set ray.ranks={gpus:g}{engines_too}" if one and gpus else f"lower {lower}"
-        has, other = ("--gpus is", "give --gpus more") if planned else ("the cluster has", "set driver.device=cpu")
-        raise ConfigError(
-            f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and {has} {gpus:g}; "
-            f"{fewer}, or {other}"
-        )
-    largest, lacks = max(node.get("GPU", 0) for node in nodes), ""
-    if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
-        lacks = f"a node for each of {len(bundles)} processes, and the cluster has {len(nodes)}"
-    if table.placement == "STRICT_PACK" and asked > largest:
-        lacks = f"{asked:g} GPUs on one node, and the largest has {largest:g}"
-    if lacks:
-        weaker = table.placement.removeprefix("STRICT_")
-        raise ConfigError(f"ray.placement = {table.placement} wants {lacks}; take {weaker}, or lower ray.ranks")
+        check_room(plan, placements(plan, "cuda")[1], [{"GPU": gpus}])

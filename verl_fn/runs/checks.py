@@ -33,6 +33,7 @@ from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.config.algorithms import PolicyOptimization
+from verl_fn.config.plan import check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData
@@ -495,10 +496,10 @@ def check_gpus(plan: Plan, gpus: int) -> None:
     Raises:
         ConfigError: it has fewer.
     """
-    from verl_fn.driver.ray import check_room
+    from verl_fn.driver.ray import placements
 
     if plan.driver.kind == "ray":
-        check_room(plan, "cuda", [{"GPU": gpus}], planned=True)
+        check_room(plan, placements(plan, "cuda")[1], [{"GPU": gpus}], planned=True)
 
 
 def check_code(plan: Plan, *, here: bool = True) -> None:
