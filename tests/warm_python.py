@@ -47,25 +47,27 @@ MOST_FILES = 250
 
 
 @contextlib.contextmanager
-def warm_python(also=None, python=None):
+def warm_python(also=None, python=None, other=None, environment=os.environ):
     """Starts a server for the body; yields the path of the executable, which waits until the imports are done.
 
     ``also`` is a script that the server runs when it is first asked for a process, and ``python`` starts the server:
-    another warm Python, or if it is None this process's own.
+    another warm Python, or if it is None this process's own. ``other`` is another interpreter, whose processes have
+    this environment, and only the imports of ``also`` if it has no torch.
     """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
-        command = [sys.executable, "-I", "-S", __file__, str(place), sys.executable, json.dumps(settings())]
+        expected = json.dumps(settings(environment))
+        command = [sys.executable, "-I", "-S", __file__, str(place), other or sys.executable, expected]
         quoted = " ".join(f"'{word}'" for word in command)
         executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         executable.chmod(0o700)
         server = subprocess.Popen(
-            [python or sys.executable, __file__, str(place), *([str(also)] if also else [])],
+            [other or python or sys.executable, __file__, str(place), *([str(also)] if also else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
             # Arrow's allocator would start a thread.
-            env=os.environ | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
+            env=environment | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
         )
         try:
             assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"
@@ -75,13 +77,13 @@ def warm_python(also=None, python=None):
             server.wait()
 
 
-def settings():
-    return [os.environ.get(name) for name in SETTINGS]
+def settings(environment=os.environ):
+    return [environment.get(name) for name in SETTINGS]
 
 
 def options(argv):
     """Returns the options that forked processes obey, and the arguments after them."""
-    count = next((i for i, word in enumerate(argv) if word not in ("-u", "-B")), len(argv))
+    count = next((i for i, word in enumerate(argv) if word not in ("-u", "-B", "-P")), len(argv))
     return argv[:count], argv[count:]
 
 
@@ -139,7 +141,7 @@ def serve(place, also=None):
 
 def _warm_up(listener, place, also):
     """Imports what the processes are to have; returns False where none will be asked for."""
-    for name in PRELOADED:
+    for name in PRELOADED if importlib.util.find_spec("torch") else ():
         importlib.import_module(name)
     if importlib.util.find_spec("ray"):
         for name in FOR_RAY:
@@ -228,11 +230,12 @@ def _take_over(request, files):
 
 def run(argv):
     """Does what Python does with these arguments."""
-    _, argv = options(argv)
+    given, argv = options(argv)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if argv[0] == "-m":
         sys.argv = argv[1:]
-        sys.path.insert(0, os.getcwd())
+        if "-P" not in given:
+            sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(argv[1])
         return
     if argv[0] == "-c":
@@ -242,7 +245,8 @@ def run(argv):
         assert fresh, "the server has imported Ray with its own settings; a worker of Ray has others"
         sys.argv, source, file = argv, Path(argv[0]).read_bytes(), argv[0]
         main.__file__, first = file, str(Path(file).resolve().parent)
-    sys.path.insert(0, first)
+    if "-P" not in given:
+        sys.path.insert(0, first)
     exec(compile(source, file, "exec"), main.__dict__)
 
 

@@ -17,6 +17,7 @@ import attrs
 import pytest
 import torch
 from run_configs import TINY
+from warm_python import warm_python
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
@@ -27,6 +28,7 @@ from verl_fn.environments.engine import environment_data
 from verl_fn.environments.processes import EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
 from verl_fn.environments.verifiers import plain, said
+from verl_fn.pool.pool import environment
 from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
 from verl_fn.runs.history import fingerprints
@@ -42,6 +44,14 @@ TASK = "data.task=verifiers:adder"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 1}}</tool_call>'
 PYTHON = os.environ.get("VERIFIERS_PYTHON") or (sys.executable if importlib.util.find_spec("verifiers") else "")
 needs_package = pytest.mark.skipif(not PYTHON, reason="verifiers is not installed, and VERIFIERS_PYTHON is not set")
+
+
+@pytest.fixture(scope="module")
+def package_python():
+    """A warm Python that has imported the package: each run starts three processes that import it."""
+    own = environment(same_interpreter=False)
+    with warm_python(Path(__file__).with_name("verifiers_imports.py"), other=PYTHON, environment=own) as python:
+        yield python
 
 
 def silent(line):
@@ -266,7 +276,7 @@ def test_settings_that_cannot_be_used_are_errors():
 
 
 @needs_package
-def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, monkeypatch):
+def test_a_tool_environment_of_the_package_trains_resumes_and_replays(package_python, tmp_path, monkeypatch):
     """The tool's answers are in the rows with mask 0, and the rubric scores."""
     monkeypatch.chdir(ROOT)
     spec = importlib.util.spec_from_file_location("products", ROOT / "examples/products.py")
@@ -283,8 +293,8 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
     )  # fmt: skip
     settings += [
         "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=2", "trainer.journal=samples",
-        "data.train_batch_size=4", "data.val_size=4", f"env.python={PYTHON}", f"model.path={tmp_path}/sft/model",
-        "env.arguments={train=64, held_out=8}", "trainer.stop_at=",
+        "data.train_batch_size=4", "data.val_size=4", f"model.path={tmp_path}/sft/model", "trainer.stop_at=",
+        f"env.python={package_python}", "env.arguments={train=64, held_out=8}",
     ]  # fmt: skip
 
     def run(folder, *more):
@@ -315,10 +325,11 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
 
 @needs_package
 @pytest.mark.filterwarnings("ignore:.* conversations have failed")
-def test_a_rubric_of_the_package_scores_groups_in_a_run_that_replays(chatty, tmp_path):
+def test_a_rubric_of_the_package_scores_groups_in_a_run_that_replays(package_python, chatty, tmp_path):
     """The longest replies of a group have the reward of the rubric's function of groups."""
     settings = [
-        *TINY, f"data.task=verifiers:{Path(__file__).parent}/longest", f"env.python={PYTHON}", f"model.path={chatty}",
+        *TINY, f"data.task=verifiers:{Path(__file__).parent}/longest", f"model.path={chatty}",
+        f"env.python={package_python}",
         "algorithm.name=grpo", "rollout.n=4", "data.max_prompt_length=16", "data.max_response_length=12",
         "trainer.journal=samples", "trainer.total_training_steps=2", "trainer.save_freq=1", "data.val_size=4",
         f"trainer.dir={tmp_path}/run",
