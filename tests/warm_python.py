@@ -276,8 +276,13 @@ def ask(place, python, expected, argv):
     connection.connect(place)
     text = json.dumps(request).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+
+    def forward(number, frame):
+        with contextlib.suppress(OSError):  # the process has ended
+            connection.sendall(bytes([number]))
+
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
+        signal.signal(number, forward)
     connection.sendmsg([struct.pack("q", len(text))], rights)
     connection.sendall(text)
     for number in files:
