@@ -1,19 +1,25 @@
-"""Construction of a plan's parts (backends, engine, reward) in the process that uses them.
+"""Construction of a plan's parts (backends, engine, reward) in the process that uses them, and the code of a process.
 
 Each function imports what it makes, so that a process does not load the libraries of the others.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import importlib.metadata
 import os
+import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
+import verl_fn
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
+from verl_fn.config.names import source_file
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import (
@@ -197,6 +203,58 @@ def log_libraries(roles: Sequence[RolePlan]) -> None:
     """Writes ``libraries`` to the log of this process."""
     for line in libraries(roles):
         print(line, flush=True)
+
+
+def code_identity(code: Sequence[str] = ()) -> dict[str, str]:
+    """Returns what the results of this process depend on: versions, and digests of sources, by name.
+
+    Args:
+        code: references to the user's own objects, ``FILE.py:NAME`` or ``package.module:NAME``; their digests are
+            empty if there is no file.
+
+    Example:
+        >>> code_identity() == code_identity(), sorted(code_identity())
+        (True, ['python', 'ray', 'sources', 'torch', 'transformers', 'verl_fn'])
+    """
+    versions = {"verl_fn": verl_fn.__version__, "python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in ("torch", "ray", "transformers")}
+    folder = Path(verl_fn.__file__).resolve().parent
+    h = hashlib.blake2b(digest_size=4)
+    # Unlike Path.rglob, glob enters the folders that verl_fn links to.
+    for name in sorted(glob.glob("**/*.py", root_dir=folder, recursive=True)):
+        h.update(name.encode() + (folder / name).read_bytes())
+    return versions | {"sources": f"{h.hexdigest()} from {folder}"} | {one: _digest(one) for one in code}
+
+
+def _digest(reference: str) -> str:
+    try:
+        file = source_file(reference)
+        return "" if file is None else hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest()
+    except (ImportError, OSError, ValueError):
+        return ""
+
+
+def code_difference(driver: Mapping[str, str], other: Mapping[str, str], whose: str) -> str | None:
+    """Describes how the code of another process, named by ``whose``, differs from the driver's; None if it does not.
+
+    The same sources may lie in another folder.
+
+    Example:
+        >>> driver = code_identity()
+        >>> code_difference(driver, driver, "rank 1") is None
+        True
+        >>> print(code_difference(driver, {**driver, "torch": "1.0"}, "rank 1"))
+        rank 1 does not run the driver's code, but torch 1.0 instead of ...
+        Install the same versions and files on all nodes, or ...
+    """
+    differing = [name for name in driver if driver[name].split(" from ")[0] != other[name].split(" from ")[0]]
+    if not differing:
+        return None
+    described = ", ".join(f"{name} {other[name]} instead of {driver[name]}" for name in differing)
+    return (
+        f"{whose} does not run the driver's code, but {described}\nInstall the same versions and files on all nodes, "
+        "or send the driver's with the run: py_modules or working_dir in the file of ray.runtime_env"
+    )
 
 
 def megatron_sizes(megatron: MegatronConfig) -> Sizes:

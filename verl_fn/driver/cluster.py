@@ -44,7 +44,7 @@ from .group import (
     of_others,
     unwrapped_error,
 )
-from .host import Heartbeat, Host, code_difference, code_identity
+from .host import Heartbeat, Host
 from .ranks import ActorDied, ActorHangs
 from .serialization import opened, packed
 
@@ -110,6 +110,7 @@ class Cluster:
             groups: the placement of each actor, by the name of its group.
             driver: the config's settings of processes.
             ranks: how many training processes share the cores of their machine.
+        self.code = build.code_identity(code)
             code: references to the user's own objects; every actor must have them.
 
         Raises:
@@ -292,8 +293,7 @@ class Cluster:
                 "folder to PYTHONPATH, or send it with the run: py_modules or working_dir in the file of "
                 "ray.runtime_env"
             ) from None
-        self.code = self.code or code_identity(self._code)
-        if (difference := code_difference(self.code, about["identity"], name)) is not None:
+        if (difference := build.code_difference(self.code, about["identity"], name)) is not None:
             raise ConfigError(difference)
         sentinel = host.watch.options(concurrency_group="watch").remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]), placement)
