@@ -66,6 +66,12 @@ def experts(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def shallow_experts(tmp_path_factory):
+    """For laws, which run a model a hundred times."""
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1, **EXPERTS)
+
+
+@pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Makes a small model of these settings once; its 9 tokens are padded for two ranks."""
     made = {}

@@ -60,8 +60,8 @@ def test_the_first_steps_of_four_ranks(four, experts, options):
 
 
 @pytest.mark.parametrize("options", [BOTH, {"ep": 2, "lora": LORA}], ids=str)
-def test_laws_on_four_ranks(four, experts, options):
-    call(four, "laws", experts, options, FP32)
+def test_laws_on_four_ranks(four, shallow_experts, options):
+    call(four, "laws", shallow_experts, options, FP32)
 
 
 @pytest.mark.parametrize("options", [{}, BOTH, {"pp": 2, "ep": 2}, {"tp": 2, "sp": True}], ids=str)
