@@ -145,7 +145,7 @@ def deal(
         ([[[0]], [[1, 2]]], [[[0, 2]], [[1]]])
     """
     units = _units(batch, max_tokens, together, padded, beside)
-    shared = [sorted(share) for share in _balance(units.sizes, shares)]
+    shared = [sorted(share) for share in balance(units.sizes, shares)]
     return [[units.rows_of(part) for part in parts] for parts in units.under_budget(shared, max_tokens)]
 
 
@@ -264,7 +264,7 @@ def _under_budget(shares: list[list[int]], sizes: list[int], limit: int) -> list
     of_shares = [[sizes[unit] for unit in share] for share in shares]
     parts = max(1, *(-(-sum(of_share) // limit) for of_share in of_shares))
     while True:
-        dealt = [_balance(of_share, parts) for of_share in of_shares]
+        dealt = [balance(of_share, parts) for of_share in of_shares]
         if all(
             sum(of_share[i] for i in part) <= limit
             for of_share, bins in zip(of_shares, dealt, strict=True)
@@ -311,8 +311,13 @@ def _by_length(share: list[int], rows: list[int], longest: list[int], limit: int
     return parts[::-1]
 
 
-def _balance(sizes: list[int], parts: int) -> list[list[int]]:
-    """Assigns items to parts, the largest first, each to the part with the smallest sum so far."""
+def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Assigns items to parts, the largest first, each to the part with the smallest sum so far.
+
+    Example:
+        >>> balance([10, 5, 6, 3], 2)
+        [[0, 3], [2, 1]]
+    """
     bins: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -35,7 +35,7 @@ USED = {
         "state/guards.py": {"_C", "_are_functorch_transforms_active", "_current_level", "_functorch", "_version"},
         "state/ownership.py": {"_C", "_cdata", "_storage_Use_Count", "_version"},
         "verl_fn/driver/serialization.py": {"_C", "_disabled_torch_function_impl", "_make_wrapper_subclass"},
-        "verl_fn/driver/ranks.py": {"_get_sequence_number_for_group", "_world"},
+        "verl_fn/driver/host.py": {"_get_sequence_number_for_group", "_world"},
         "verl_fn/testing/violation.py": {"_python_dispatch"},
     },
     "transformers": {

@@ -1,5 +1,6 @@
 """Backends for ranks and ways to speak to ranks, right ones and broken ones with the laws that they break."""
 
+import operator
 import time
 
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.mock import Mock, MockRollout, sample_table
 from verl_fn.backends.protocol import Capabilities
-from verl_fn.driver.remote import Remote, RemoteTrain
+from verl_fn.driver.remote import RemoteTrain
 from verl_fn.state import Grads
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant
 
@@ -84,7 +85,7 @@ class NotMarked(RemoteTrain):
 
     def apply_update(self, state, grads, *, donate=True):
         new, found = super().apply_update(state, grads, donate=donate)
-        state.value.fate = grads.value.fate = None
+        state.fate = grads.fate = None
         return new, found
 
 
@@ -96,8 +97,8 @@ class OneNumber(RemoteTrain):
     def forward_backward(self, state, batch, loss):
         grads, found = super().forward_backward(state, batch, loss)
         self.number = self.number or grads
-        self.group.run("map", lambda value: value, self.number.value.id, grads.open())
-        return Remote(self.number.value), found
+        self.group.run("map", lambda value: value, self.number.id, grads.open())
+        return self.number, found
 
 
 class OldResults(RemoteTrain):
@@ -114,9 +115,10 @@ class OldResults(RemoteTrain):
 class FreesWhatLives(RemoteTrain):
     """Drops a state when its parameters have been looked at."""
 
-    def forward(self, params, batch, needs=("logprobs",)):
-        found = super().forward(params, batch, needs)
-        self.group.dropped.append(params.open().id)
+    def map(self, fn, *values, keep=False):
+        found = super().map(fn, *values, keep=keep)
+        if isinstance(fn, operator.attrgetter):
+            self.group.dropped.append(values[0].id)
         return found
 
 

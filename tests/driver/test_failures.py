@@ -145,10 +145,10 @@ def test_a_collective_that_failed_is_no_hang(ray_cluster, monkeypatch):
         os.kill(second.pid, signal.SIGKILL)
         ray.wait([second.sentinel], timeout=30)
         watch = ranks.cluster._watch = Watch(600.0)
-        watch._asked[second] = (ref := ask(second, "heartbeat"), time.monotonic())
+        watch._asked[second] = (ref := ask(second), time.monotonic())
         ray.wait([ref], timeout=30)
         watch.look([ranks.group])
-        assert second not in watch._heartbeats and watch._hanging(ranks.group) is None
+        assert second not in watch._heartbeats and watch._hanging("trainer", ranks.group.members) is None
         with pytest.raises(ActorDied, match="trainer rank 1"):
             ranks.cluster.finish(ranks.group)
     finally:

@@ -1,5 +1,6 @@
 """Two ranks behind one handle: the laws, what is alive, and what calls that fail leave behind."""
 
+import contextlib
 import operator
 from types import SimpleNamespace
 
@@ -76,6 +77,8 @@ def test_broken_handles_are_caught(two, cls, laws):
     with pytest.raises(LawViolation) as caught:
         check_backend(backend, get=two.get)
     assert caught.value.law in laws, caught.value
+    with contextlib.suppress(DonatedError, Freed):
+        two.cluster.finish(two.group)  # what a broken handle still asked for is no error of the next test
 
 
 def test_a_rank_whose_gradient_is_dropped_is_caught(two, shallow):
@@ -158,11 +161,10 @@ def test_parameters_in_hand_outlive_the_donation(two, fsdp):
         copies.append(two.get(found)["perf/residency_copies"].value)
     assert copies == [len(read(two, fsdp, params)), 0]
     assert tree.equal(two.get(fsdp.forward(params, batch)), told)
-    assert params.open() == same.open()
-    number = params.open().id
+    gone = {params.id, same.id}
     del params, same
     two.get(fsdp.forward(state.params, batch))
-    assert all(number not in numbers for numbers in held(two.group))
+    assert not any(gone & numbers for numbers in held(two.group))
 
 
 def test_a_handle_of_other_ranks_is_told(two, fsdp):
@@ -203,13 +205,13 @@ def test_a_refused_update_says_that_its_inputs_went_with_it(two, fsdp):
 
 
 def held(group):
-    return [set(one) for one in ray.get([m.host.alive.remote() for m in group.members])]
+    return [set(ray.get(m.host.__ray_call__.remote(lambda actor: list(actor.values)))) for m in group.members]
 
 
 def test_what_nobody_holds_goes_from_every_rank(two, fsdp):
     """Also where the next call never reaches the ranks, since its arguments failed."""
     states = [fsdp.init(Key.from_seed(i)) for i in range(3)]
-    kept, gone = states.pop(), {state.value.id for state in states}
+    kept, gone = states.pop(), {state.id for state in states}
     del states
 
     @ray.remote(num_cpus=0)
@@ -219,7 +221,7 @@ def test_what_nobody_holds_goes_from_every_rank(two, fsdp):
     with pytest.raises(ValueError, match="no batch today"):
         two.get(fsdp.forward(kept.params, failing.remote(), ["logprobs"]))
     for numbers in held(two.group):
-        assert kept.value.id in numbers
+        assert kept.id in numbers
         assert not numbers & gone
 
 

@@ -17,8 +17,8 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import cluster, serialization
-from verl_fn.driver.ranks import local_workers
-from verl_fn.driver.ray import ActorDied, ray_workers
+from verl_fn.driver.ranks import ActorDied, local_workers
+from verl_fn.driver.ray import ray_workers
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare
@@ -190,11 +190,11 @@ def test_values_go_when_their_handles_go(remote, model):
     w = remote
     host = w.trainers["actor"].group.members[0].host
     states = [w.trainers["actor"].load_pretrained(model, Key.from_seed(i)) for i in range(3)]
-    numbers = [s.value.id for s in states]
+    numbers = [s.id for s in states]
     del states
     keep = w.trainers["actor"].load_pretrained(model, Key.from_seed(9))
-    alive = set(ray.get(host.alive.remote()))
-    assert keep.value.id in alive
+    alive = set(ray.get(host.__ray_call__.remote(lambda actor: list(actor.values))))
+    assert keep.id in alive
     assert not alive & set(numbers)
 
 

@@ -112,6 +112,7 @@ def test_calls_are_repeated_on_values_of_their_own(actor):
     gc.collect()
     own = backend.map(lambda own, state: state if isinstance(own, Local) else None, backend, after)
     assert backend.forward(after.params.base, BATCH).logprobs.shape == (3,)
+    backend.map(len, "")
     states = [value for value in other.values.values() if isinstance(value, TrainState)]
     assert len(states) == 1 and states[0] is not own and tree.equal(states[0], own)
     assert len(other.values) == 1, "dropped values stay"

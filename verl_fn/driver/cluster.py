@@ -89,11 +89,7 @@ class Cluster:
         return {member.name: member for group in self.groups.values() for member in group.members}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
-        """Reserves bundles of resources for the actors in the Ray cluster, by a placement strategy of Ray.
-
-        Raises:
-            ActorDied: others use the room.
-        """
+        """Reserves bundles of resources for the actors in the Ray cluster, by a placement strategy of Ray."""
         self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._place.wait(START_SECONDS):
             raise ActorDied(
@@ -104,21 +100,17 @@ class Cluster:
     def start(
         self, groups: Mapping[str, Sequence[Placement]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
     ) -> None:
-        """Starts the actors of all groups together.
+        """Starts the actors of all groups together, and checks that they run the driver's code.
 
         Args:
             groups: the placement of each actor, by the name of its group.
-            driver: the config's settings of processes.
+            driver: the config's ``[driver]`` table.
             ranks: how many training processes share the cores of their machine.
-        self.code = build.code_identity(code)
             code: references to the user's own objects; every actor must have them.
-
-        Raises:
-            ActorDied: an actor did not start.
-            ConfigError: an actor runs other code than the driver.
         """
         self._code = code
         started = {name: [self._spawn(placement) for placement in each] for name, each in groups.items()}
+        self.code = build.code_identity(code)
         for name, actors in started.items():
             names = [name] if len(actors) == 1 else [f"{name} rank {i}" for i in range(len(actors))]
             self.groups[name] = Group(name, tuple(map(self._member, names, groups[name], actors)))
@@ -127,10 +119,8 @@ class Cluster:
 
     def join(self, group: Group, device: str) -> None:
         """Makes a group's members the ranks of one process group."""
-        address = self.address(group.members[0])
-        size = len(group.members)
-        alone = Group(group.name, group.members[:1])
-        place = self.get(alone.run("open_store", address, size, self._timeout))
+        size, alone = len(group.members), Group(group.name, group.members[:1])
+        place = self.get(alone.run("open_store", self.address(group.members[0]), size, self._timeout))
         group.scatter("join", [(place, rank, size, self._timeout, device) for rank in range(size)])
         self.finish(group)
 
@@ -237,22 +227,18 @@ class Cluster:
         while not finished():
             self.wait_for(lambda: bool(ready()) or finished(), [call])
             for number, stream in ready():
-                # The end of a stream may be ready before Ray reports the stream as finished.
-                with contextlib.suppress(StopIteration):
-                    sample = self._sample(call, number, stream)
-                    if sample is not None and (name := (sample.request, sample.number)) not in given:
-                        given.add(name)
-                        yield sample
-
-    def _sample(self, call: Call, number: int, stream: Any) -> Any:
-        """Returns the next sample of a stream; None if its engine has failed and was restarted."""
-        try:
-            return ray.get(next(stream))
-        except ray.exceptions.RayError as error:
-            if call.group.restart is None or not curable(error):
-                raise unwrapped_error(error) from None
-            self.wait_for(lambda: call.done() or call.results[number] is not stream, [call])
-            return None
+                try:
+                    sample = ray.get(next(stream))
+                except StopIteration:
+                    continue  # the end of a stream may be ready before Ray reports the stream as finished
+                except ray.exceptions.RayError as error:
+                    if call.group.restart is None or not curable(error):
+                        raise unwrapped_error(error) from None
+                    self.wait_for(lambda: call.done() or call.results[number] is not stream, [call])  # noqa: B023
+                    continue
+                if (name := (sample.request, sample.number)) not in given:
+                    given.add(name)
+                    yield sample
 
     def finish(self, *groups: Group) -> None:
         """Waits until every member has ended every call."""
@@ -338,15 +324,9 @@ class Cluster:
             self.lost(error.member, error)
 
     def lost(self, member: Member, error: Exception | None = None) -> None:
-        """Restarts a member that has died, failed or hangs.
-
-        Raises:
-            Exception: it cannot be restarted; the error is its own, or says why it died.
-        """
+        """Restarts a member that has died, failed or hangs, or raises its own error, or one that says why it died."""
         if self.members.get(member.name) is not member:
             return  # another one was started in its place
-        if error is not None:
-            error = error.with_traceback(None)  # as in ``error_of``
         if error is None or isinstance(error, ray.exceptions.RayActorError):
             error = death_of(member)
         elif isinstance(error, ray.exceptions.RayTaskError):
@@ -354,7 +334,7 @@ class Cluster:
         restart = next(group.restart for group in self.groups.values() if member in group.members)
         if restart is None:
             raise error
-        restart(member, error)
+        restart(member, error.with_traceback(None))  # as in ``Group.settle``
 
     def _deal_with_errors(self) -> bool:
         """Raises the error that came first, if any call has failed; returns whether an engine was restarted."""
@@ -383,8 +363,8 @@ class Cluster:
             time.sleep(0.1)
         for group in self.groups.values() if not own else ():
             failed = {member: cause_of(errors[member]) for member in group.members if member in errors}
-            if failed and (absent := self._watch.absent(group, failed)) is not None:
-                raise absent from next(iter(failed.values()))
+            if failed and (missing := absent(group, failed)) is not None:
+                raise missing from next(iter(failed.values()))
         # The same error may come later from other ranks, and calls that use what the failed one made fail.
         for call in (call for group in self.groups.values() for call in group.calls):
             call.quiet = True
@@ -404,25 +384,21 @@ class Watch:
         self._since: dict[tuple[Member, ...], tuple[list[Heartbeat], float]] = {}
 
     def look(self, groups: Iterable[Group]) -> None:
-        """Reads the answers that came and asks again, if it is time.
-
-        Raises:
-            ActorHangs: a member does not answer, or a group makes no progress.
-        """
+        """Reads the answers that came and asks again, if it is time; raises ``ActorHangs`` if a group hangs."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + self.interval
         for group in groups:
             # Engines don't wait for each other, so each may hang by itself.
-            units = [group.members] if group.restart is None else [(m,) for m in group.members]
-            for members in units:
+            engine = group.restart is not None
+            for members in [(m,) for m in group.members] if engine else [group.members]:
                 silent = any(self._waited(member, now) > self._timeout for member in members)
                 for member in members:
                     if member not in self._asked:
-                        self._asked[member] = (ask(member, "heartbeat"), now)
-                still = self._stands_still(members, now, engine=group.restart is not None)
-                if (silent or still) and (error := self._hanging(group, members)) is not None:
+                        self._asked[member] = (ask(member), now)
+                still = self._stands_still(members, now, engine=engine)
+                if (silent or still) and (error := self._hanging(group.name, members)) is not None:
                     raise error
 
     def _waited(self, member: Member, now: float) -> float:
@@ -443,7 +419,7 @@ class Watch:
         heartbeats = [self._heartbeats[member] for member in members if member in self._heartbeats]
         if engine:
             # The line where a step waits for its GPU is nearly always the same.
-            heartbeats = [attrs.evolve(heartbeat, place=0) for heartbeat in heartbeats]
+            heartbeats = [attrs.evolve(heartbeat, stack=traceback.StackSummary()) for heartbeat in heartbeats]
         elif len(members) == 1:
             return False
         before, since = self._since.get(members, ([], now))
@@ -453,48 +429,47 @@ class Watch:
         self._since[members] = (heartbeats, since)
         return now - since > self._timeout
 
-    def _hanging(self, group: Group, members: tuple[Member, ...] = ()) -> ActorHangs | None:
+    def _hanging(self, name: str, members: tuple[Member, ...]) -> ActorHangs | None:
         """Returns an error with every rank's stack and the name of a suspect; None if a rank has died.
 
         The suspect is, in this order: a rank that does not answer, a rank outside any collective, the rank that has
         started the fewest collectives.
         """
-        stacks = stacks_of(members or group.members)
-        if stacks is None:
+        progress = progress_of(members)
+        if progress is None:
             return None
-        answering = [member for member, stack in stacks.items() if stack is not None]
-        acting = [m for m in answering if self._heartbeats[m].busy and not waits(stacks[m])] or answering
-        differing = [member for member in stacks if member not in answering] or sorted(
-            acting, key=lambda member: self._heartbeats[member].collectives
-        )
+        answers = {member: heartbeat for member, heartbeat in progress.items() if heartbeat is not None}
+        acting = [member for member, heartbeat in answers.items() if heartbeat.busy and not waits(heartbeat.stack)]
+        silent = [member for member in progress if member not in answers]
+        suspect = silent[0] if silent else min(acting or answers, key=lambda member: answers[member].collectives)
         return ActorHangs(
-            f"{differing[0].name} (pid {differing[0].pid}) hangs: {group.name} made no progress for ray.timeout = "
-            f"{self._timeout:g} s\n{described(stacks)}\nThe same command continues from the last checkpoint. If this "
-            "was only slow, raise ray.timeout",
-            differing[0],
-        )
-
-    def absent(self, group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:
-        """Returns an error for a rank that was missing in a collective that failed; None where none was.
-
-        Such a rank runs the same call and is in no collective.
-        """
-        running = {group.members[number] for call in group.calls for number in call.open}
-        stacks = stacks_of([member for member in group.members if member in running and member not in failed])
-        missing = [m for m, stack in (stacks or {}).items() if stack is None or (stack and not waits(stack))]
-        if stacks is None or not missing:
-            return None
-        first, error = next(iter(failed.items()))
-        return ActorHangs(
-            f"{first.name} (pid {first.pid}) failed in a collective: {error}\n{missing[0].name} (pid "
-            f"{missing[0].pid}) was not in it\n{described(stacks)}\nThe same command continues from the last "
-            "checkpoint"
+            f"{suspect.name} (pid {suspect.pid}) hangs: {name} made no progress for ray.timeout = "
+            f"{self._timeout:g} s\n{described(progress)}\nThe same command continues from the last checkpoint. If "
+            "this was only slow, raise ray.timeout",
+            suspect,
         )
 
 
-def stacks_of(members: Iterable[Member]) -> dict[Member, traceback.StackSummary | None] | None:
-    """Returns the stack of each member's call, and None for one that does not answer; None where one has died."""
-    asked = {member: ask(member, "stack") for member in members}
+def absent(group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:
+    """Returns an error for a rank that was missing in a collective that failed; None where none was.
+
+    Such a rank runs the same call and is in no collective.
+    """
+    running = {group.members[number] for call in group.calls for number in call.open}
+    progress = progress_of(member for member in group.members if member in running and member not in failed) or {}
+    missing = [m for m, beat in progress.items() if beat is None or (beat.stack and not waits(beat.stack))]
+    if not missing:
+        return None
+    first, error = next(iter(failed.items()))
+    return ActorHangs(
+        f"{first.name} (pid {first.pid}) failed in a collective: {error}\n{missing[0].name} (pid {missing[0].pid}) "
+        f"was not in it\n{described(progress)}\nThe same command continues from the last checkpoint"
+    )
+
+
+def progress_of(members: Iterable[Member]) -> dict[Member, Heartbeat | None] | None:
+    """Returns the progress of each member, and None for one that does not answer; None where one has died."""
+    asked = {member: ask(member) for member in members}
     ready = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)[0] if asked else []
     try:
         return {member: ray.get(ref) if ref in ready else None for member, ref in asked.items()}
@@ -502,33 +477,27 @@ def stacks_of(members: Iterable[Member]) -> dict[Member, traceback.StackSummary 
         return None
 
 
-def described(stacks: Mapping[Member, traceback.StackSummary | None]) -> str:
+def described(progress: Mapping[Member, Heartbeat | None]) -> str:
     """Describes where ranks are; those with the same stack share a paragraph."""
     alike: dict[str, list[str]] = {}
-    for member, stack in stacks.items():
+    for member, heartbeat in progress.items():
         where = "does not answer"
-        if stack is not None:
-            state = "waits in a collective" if waits(stack) else "is here"
-            where = f"{state}:\n{''.join(stack.format()).rstrip()}" if stack else "runs no call"
+        if heartbeat is not None:
+            state = "waits in a collective" if waits(heartbeat.stack) else "is here"
+            lines = "".join(heartbeat.stack.format()).rstrip()
+            where = f"{state}:\n{lines}" if lines else "runs no call"
         alike.setdefault(where, []).append(member.name)
     return "\n".join(f"{', '.join(names)} {where}" for where, names in alike.items())
 
 
-def ask(member: Member, method: str) -> Any:
-    """Calls a method of a member beside its current call, and returns a reference to the result."""
-    return getattr(member.host, method).options(concurrency_group="ask").remote()
+def ask(member: Member) -> Any:
+    """Asks a member for its progress beside its current call, and returns a reference to the answer."""
+    return member.host.heartbeat.options(concurrency_group="ask").remote()
 
 
-def waits(stack: traceback.StackSummary | None) -> bool:
-    """Returns whether a thread is in a collective: its innermost line outside torch's other code is in
-    ``torch.distributed``.
-
-    Example:
-        >>> here = traceback.extract_stack()
-        >>> waits(here)
-        False
-    """
-    for line in reversed(stack or ()):
+def waits(stack: traceback.StackSummary) -> bool:
+    """Returns whether a thread is in a collective: in torch.distributed, and in nothing of torch that it calls."""
+    for line in reversed(stack):
         if line.filename.startswith(f"{TORCH}/distributed"):
             return True
         if not line.filename.startswith(TORCH):

@@ -38,13 +38,10 @@ class Member:
     """One actor of the run.
 
     Attributes:
-        name: as errors name it.
         host: Ray's handle of the actor.
         sentinel: a reference that is ready when the actor has ended.
-        pid: of its process.
         node: the id of its machine.
         logs: the files that hold its output.
-        placement: where it runs.
     """
 
     name: str
@@ -61,9 +58,6 @@ class Call(Reference[Any]):
     """A call to the first members of a group, which are known by their numbers; ``Cluster.get`` returns its result.
 
     Attributes:
-        group: the group.
-        method: of ``Host``.
-        arguments: of each member.
         result: makes the result of the members' results.
         wanted: the numbers of the members whose results it takes.
         draws: whether engines answer requests with it.
@@ -198,17 +192,21 @@ class Group:
             for call in self.calls if ready else ():
                 for number, end in list(call.open.items()):
                     if end in ready:
-                        self._ended(call, number, error_of(end))
+                        self._ended(call, number, end)
             self.calls = [call for call in self.calls if call.open or call.again]
 
-    def _ended(self, call: Call, number: int, error: Exception | None) -> None:
-        if error is not None:
+    def _ended(self, call: Call, number: int, end: Any) -> None:
+        try:
+            ray.get(end)
+        except ray.exceptions.RayError as error:
             curably = self.restart is not None and curable(error)
             (call.again if curably else call.failed).add(number)
             if curably or not call.quiet:
-                self.errors.setdefault(self.members[number], error)
-        elif call.draws:
-            self.restarts[number] = 0
+                # Its traceback would keep values of the callers alive, such as weights, which an update would copy.
+                self.errors.setdefault(self.members[number], error.with_traceback(None))
+        else:
+            if call.draws:
+                self.restarts[number] = 0
         # Last, since another thread that sees the call in neither place would take it for ended.
         del call.open[number]
 
@@ -230,16 +228,6 @@ class Group:
                 if number in call.again:
                     self._send(call, number)
                     call.again.remove(number)
-
-
-def error_of(end: Any) -> Exception | None:
-    """Returns the error of a call that has ended; None if it has none."""
-    try:
-        ray.get(end)
-    except ray.exceptions.RayError as error:
-        # Its traceback would keep the callers' values alive, such as weights, which an update would then copy.
-        return error.with_traceback(None)
-    return None
 
 
 def cause_of(error: Exception) -> Exception:
@@ -276,7 +264,12 @@ def death_of(member: Member) -> ActorDied:
         reason = "its process ended"
     except ray.exceptions.RayError as error:
         reason = str(error)
-    tail = on_node(member.node, tails_of, member.logs) or ["(its log cannot be read)"]
+    tail = ["(its log cannot be read)"]
+    with contextlib.suppress(ray.exceptions.RayError):
+        if member.node == ray.get_runtime_context().get_node_id():
+            tail = tails_of(member.logs)
+        else:
+            tail = ray.get(on_node(member.node, tails_of, member.logs), timeout=NODE_SECONDS)
     end = "\n  ".join(tail)
     return ActorDied(
         f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}\n"
@@ -306,14 +299,9 @@ def unwrapped_error(error: Exception, name: str = "") -> Exception:
 
 
 def on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``fn(*args)``, applied on a node of the cluster; None where that node does not answer."""
-    if node == ray.get_runtime_context().get_node_id():
-        return fn(*args)
+    """Calls a function in a worker on a node of the cluster, and returns a reference to its result."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    with contextlib.suppress(ray.exceptions.RayError):
-        task = ray.remote(num_cpus=0, max_retries=0)(fn).options(scheduling_strategy=there)
-        return ray.get(task.remote(*args), timeout=NODE_SECONDS)
-    return None
+    return ray.remote(num_cpus=0, max_retries=0)(fn).options(scheduling_strategy=there).remote(*args)
 
 
 def tails_of(logs: Sequence[str]) -> list[str]:

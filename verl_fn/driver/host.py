@@ -1,18 +1,15 @@
-"""The class of all Ray actors: components by name, the values that stay with them, and the code that they run."""
+"""The class of all Ray actors: components by name, and the values that stay with them."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import os
-import platform
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import attrs
@@ -33,11 +30,9 @@ PATIENCE = 2.0
 
 @attrs.frozen
 class Stored:
-    """Refers to a value that stays on the ranks of a group, by its number, or to the field at a path of it."""
+    """Refers to a value that stays on the ranks of a group, by its number."""
 
     id: int
-    group: str
-    path: str = ""
 
 
 @attrs.frozen
@@ -55,22 +50,19 @@ class Heartbeat:
         busy: whether it runs a call of the driver.
         calls: how many calls it has started and ended.
         collectives: how many collectives it has started, in all process groups.
-        place: a hash of the lines of code that it is at.
+        stack: of the running call without Ray's lines, outermost first; empty if none runs.
         steps: how many decoding steps its engine has made; None while it draws nothing.
     """
 
     busy: bool
     calls: int
     collectives: int
-    place: int
+    stack: traceback.StackSummary
     steps: int | None = None
 
 
 class Host:
-    """Holds components and values; the driver calls every method through Ray.
-
-    The driver numbers the values and decides when they are dropped.
-    """
+    """Holds components, and values that the driver numbers and drops; it calls every method through Ray."""
 
     def __init__(self) -> None:
         faulthandler.enable()
@@ -81,6 +73,7 @@ class Host:
         # Of the running calls, the oldest first: a publication may run beside a call that draws.
         self._threads: list[int] = []
         self._calls = 0
+        self._store: Any = None  # opened here, where the ranks of a process group meet
         self._inlet: Inlet | None = None
         self._outlets: dict[tuple[str, int], Outlet] = {}
 
@@ -93,10 +86,9 @@ class Host:
         return {"pid": os.getpid(), "logs": logs, "node": node, "identity": build.code_identity(code)}
 
     def run(self, method: str, *args: Any) -> tuple[Any, None]:
-        """Calls a method of this class with arguments as they travel.
+        """Calls a method of this class with arguments as they travel, and returns its result on the first rank.
 
-        Returns:
-            The result, which is None on all ranks but the first, and another None to wait for the end of the call.
+        The second None is there to wait for the end of the call.
         """
         with self._busy():
             # These do not write to their batch, which lies in shared memory; each rank copies its own rows.
@@ -119,11 +111,19 @@ class Host:
         return address, self._store.port
 
     def join(self, place: tuple[str, int], rank: int, size: int, timeout: float, device: str) -> None:
-        """Joins the process group whose store is at ``place``."""
-        from . import ranks
+        """Joins the process group whose store is at ``place``, a host and a port."""
+        import torch.distributed as dist
+
+        from verl_fn.backends.agreement import use_loopback
+
+        from .ranks import backends
 
         self._first = rank == 0
-        ranks.join(place, rank, size, timeout, device, getattr(self, "_store", None))
+        use_loopback(place[0])
+        if self._store is None:
+            self._store = dist.TCPStore(*place, size, is_master=False, timeout=timedelta(seconds=timeout))
+        patience = timedelta(seconds=PATIENCE * timeout + 60)
+        dist.init_process_group(backends(device), store=self._store, rank=rank, world_size=size, timeout=patience)
 
     def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
         """Makes a component: ``factory(*args)``."""
@@ -188,29 +188,19 @@ class Host:
                 self._outlets[address] = Outlet(address, secret, _device_of(self.components[component]))
         send([self._outlets[address] for address in addresses], version, source)
 
-    def alive(self) -> list[int]:
-        """Returns the numbers of the values of this actor."""
-        return list(self.values)
-
     def watch(self) -> None:
         """Waits for ever, so that this call ends only with the process, and the driver notices that."""
         threading.Event().wait()
 
     def heartbeat(self) -> Heartbeat:
         """Returns the progress of this rank, also while a call runs."""
-        from . import ranks
-
-        frame = self._frame()
-        lines = traceback.walk_stack(frame) if frame else ()
-        at = hash(tuple((f.f_code.co_filename, line) for f, line in lines))
-        steps = getattr(self._drawing, "steps", None)
-        return Heartbeat(bool(self._threads), self._calls, ranks.collectives(), at, steps)
-
-    def stack(self) -> traceback.StackSummary:
-        """Returns the stack of the running call without Ray's lines, outermost first; empty where none runs."""
-        lines = traceback.extract_stack(frame) if (frame := self._frame()) else []
+        # The innermost frame of the oldest running call.
+        frame = sys._current_frames().get(next(iter(self._threads), 0))
+        lines = traceback.extract_stack(frame) if frame else []
         inside = max((i + 1 for i, line in enumerate(lines) if line.filename == __file__), default=0)
-        return traceback.StackSummary.from_list(lines[inside:])
+        stack = traceback.StackSummary.from_list(lines[inside:])
+        steps = getattr(self._drawing, "steps", None)
+        return Heartbeat(bool(self._threads), self._calls, collectives(), stack, steps)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -233,10 +223,6 @@ class Host:
         finally:
             self._drawing = None
 
-    def _frame(self) -> FrameType | None:
-        """Returns the innermost frame of the oldest running call."""
-        return sys._current_frames().get(next(iter(self._threads), 0))
-
     def _open(self, value: Any) -> Any:
         if isinstance(value, Component):
             return self.components[value.name]
@@ -244,8 +230,15 @@ class Host:
             return value
         if value.id not in self.values:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
-        whole = self.values[value.id]
-        return operator.attrgetter(value.path)(whole) if value.path else whole
+        return self.values[value.id]
+
+
+def collectives() -> int:
+    """Returns how many collectives this process has begun; a rank that others wait for has begun fewer."""
+    # A process that has not imported torch.distributed has begun none, and importing it here would take long.
+    dist = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = () if dist is None else tuple(dist._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _device_of(component: Any) -> torch.device:

@@ -21,12 +21,7 @@ END_SECONDS = 10.0
 
 
 def runs(pid: int) -> bool:
-    """Returns whether a process exists and has not ended.
-
-    Example:
-        >>> runs(os.getpid())
-        True
-    """
+    """Returns whether a process exists and has not ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -13,58 +13,22 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.config.plan import Plan
 from verl_fn.errors import UserError
 
-# The driver reports a hang after ray.timeout. Collectives must time out later than that, or the ranks that wait would
-# fail first and be reported in place of the one that hangs.
-PATIENCE = 2.0
-
 
 class ActorDied(UserError, RuntimeError):
     """A worker's process ended; the message has its error and the end of its log."""
 
 
 class ActorHangs(UserError, RuntimeError):
-    """A worker makes no progress while others wait for it; the message has its stack.
-
-    Args:
-        message: the error's text.
-        member: the worker.
-    """
+    """A worker, ``member``, makes no progress while others wait for it; the message has its stack."""
 
     def __init__(self, message: str, member: Any = None) -> None:
         super().__init__(message)
         self.member = member
 
 
-def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: str, store: Any = None) -> None:
-    """Makes this process a rank of the default process group, whose store is at ``place``, a host and a port.
-
-    The rank that has opened the store gives it; others connect to it.
-    """
-    import torch.distributed as dist
-
-    from verl_fn.backends.agreement import use_loopback
-
-    use_loopback(place[0])
-    if store is None:
-        store = dist.TCPStore(*place, size, is_master=False, timeout=timedelta(seconds=timeout))
-    dist.init_process_group(
-        backends(device), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE * timeout + 60)
-    )
-
-
 def backends(device: str) -> str:
     """Returns the backends of the process group: NCCL for tensors on GPUs, gloo for tensors on the CPU."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-
-
-def collectives() -> int:
-    """Returns how many collectives this process has begun; a rank that others wait for has begun fewer."""
-    import sys
-
-    # A process that has not imported torch.distributed has begun none, and importing it here would take long.
-    dist = sys.modules.get("torch.distributed.distributed_c10d")
-    groups = () if dist is None else tuple(dist._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def torchrun_size() -> int:

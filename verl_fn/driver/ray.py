@@ -7,16 +7,14 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import attrs
 import ray
 import ray.runtime_env
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_fn import build
 from verl_fn.algorithms.workers import Processes, Workers
@@ -27,14 +25,11 @@ from verl_fn.config.plan import Plan, RolePlan, check_room
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
-from .group import Placement
-from .ranks import ActorDied
+from .group import Placement, on_node
 from .ray_private import private_ray
 from .remote import RemoteRollout, RemoteTrain
 
 T = TypeVar("T")
-
-__all__ = ["ActorDied", "connected", "on_nodes", "ray_workers"]
 
 # The CPUs that each process reserves: few, since processes share cores and many of them wait for others.
 ROOM = 0.01
@@ -53,23 +48,21 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
         # The driver's machine may have another device than the cluster.
-            check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
         device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
             places, bundles = placements(plan, device)
+            check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
             driver = attrs.evolve(plan.driver, device=device)
             build.set_up_process(driver, plan.ray.ranks)
-            limit = plan.rollout.max_restarts
             cluster.start(places, driver, plan.ray.ranks, plan.code)
             # An actor may run in another folder than the driver, whose folder has the user's own code.
-            components: list[tuple[Any, ...]] = [
-                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
-            ]
+            engine = (build.conversing, plan.rollout, device, plan.env, os.getcwd())
+            components: list[tuple[Any, ...]] = [("rollout", "rollout", *engine)]
             training = {}
             for name, roles in groups.items():
                 group = cluster.groups[name]
@@ -81,14 +74,17 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # Before the components, since an error here comes sooner.
             at_driver = build.at_driver(plan)
             cluster.build(*components)
+            for name, roles in groups.items():
+                cluster.groups[name].run("map", build.log_libraries, None, roles)
+            code = [f"{name} {one}" for name, one in cluster.code.items()] + build.libraries(plan.roles.values())
             # A backend accepts values or handles, the kind that it returns; types cannot express that.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
-                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
+                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", plan.rollout.max_restarts),
                 **at_driver,
                 get=cluster.get,
                 processes=Processes(
-                    _about(cluster, plan, device),
+                    f"{len(cluster.members)} processes on {device} run {', '.join(code)}",
                     cluster.get(cluster.groups["trainer"].run("map", build.gpu_memory, None, device)),
                     cluster.submit,
                     cluster.restarts,
@@ -101,14 +97,6 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.stop()
 
 
-def _about(cluster: Cluster, plan: Plan, device: str) -> str:
-    """Returns a line about the processes; each one that trains writes the libraries of its backends to its log."""
-    for name, roles in training_groups(plan).items():
-        cluster.groups[name].run("map", build.log_libraries, None, roles)
-    code = ", ".join([f"{name} {one}" for name, one in cluster.code.items()] + build.libraries(plan.roles.values()))
-    return f"{len(cluster.members)} processes on {device} run {code}"
-
-
 def send_code(code: Sequence[str]) -> None:
     """Makes functions of the user's own files travel as source, since actors cannot import those files by name.
 
@@ -117,21 +105,12 @@ def send_code(code: Sequence[str]) -> None:
     for reference in code:
         if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
             module = module_of(reference, "algorithm")
-            package = sys.modules[module.__name__.partition(".")[0]]
-            for one in (package, *_beside(module)):
-                ray.cloudpickle.register_pickle_by_value(one)
-
-
-def _beside(module: ModuleType) -> list[ModuleType]:
-    """Returns the imported modules and packages that lie in the folder of a module."""
-    folder, found = Path(str(module.__file__)).parent, []
-    for name, one in list(sys.modules.items()):
-        file = Path(getattr(one, "__file__", None) or "/")
-        place = file.parent.parent if file.name == "__init__.py" else file.parent
-        top = "." not in name and name == getattr(one, "__name__", "") and name != __name__.partition(".")[0]
-        if place == folder and top and name != "__main__":
-            found.append(one)
-    return found
+            ray.cloudpickle.register_pickle_by_value(sys.modules[module.__name__.partition(".")[0]])
+            folder = Path(str(module.__file__)).parent
+            for name, one in list(sys.modules.items()):
+                files = (str(folder / f"{name}.py"), str(folder / name / "__init__.py"))
+                if getattr(one, "__file__", None) in files and name not in ("__main__", "verl_fn"):
+                    ray.cloudpickle.register_pickle_by_value(one)
 
 
 @contextlib.contextmanager
@@ -152,8 +131,7 @@ def connected(table: RayConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             if table.address:
-                ray.init(address=table.address, **options)
-                stack.callback(ray.shutdown)
+                stack.enter_context(ray.init(address=table.address, **options))
             else:
                 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
                 stack.enter_context(private_ray(num_cpus=os.cpu_count(), **options))
@@ -169,20 +147,11 @@ def connected(table: RayConfig) -> Iterator[None]:
 def on_nodes(table: RayConfig, fn: Callable[[], T]) -> dict[str, T]:
     """Calls a function in a worker on every node of a cluster, and returns the results by the nodes' addresses.
 
-    Args:
-        table: the config's ``[ray]`` table.
-        fn: the function; workers import its module.
-
-    Raises:
-        ConfigError: as ``connected``.
+    Workers import the function's module. Errors are those of ``connected``.
     """
     with connected(table):
-        task = ray.remote(fn)
         nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        calls = {}
-        for address, node in nodes.items():
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            calls[address] = task.options(num_cpus=0, scheduling_strategy=there).remote()
+        calls = {address: on_node(node, fn) for address, node in nodes.items()}
         return {address: ray.get(call) for address, call in calls.items()}
 
 
@@ -212,9 +181,6 @@ def check_address(address: str, *, reach: bool = True) -> None:
     """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
 
     Ray resolves ``auto`` and addresses with a scheme itself. Without ``reach``, only the form is checked.
-
-    Raises:
-        ConfigError: it is not an address, or no cluster answers.
 
     Example:
         >>> check_address("nowhere")

@@ -7,13 +7,12 @@ that the old process would have given.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import attrs
 import ray
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
 from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState, snapshot
+from verl_fn.state.split import balance
 from verl_fn.steps import Loss
 
 from .cluster import Cluster
@@ -33,70 +33,43 @@ T = TypeVar("T")
 PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
 
 
-@attrs.define(eq=False)
-class Value:
-    """A value on every rank of a group; the ranks drop it with the last handle to it.
-
-    Attributes:
-        id: its number.
-        group: the name of the group.
-        fate: why handles to it cannot be used any more.
-        fields: the handles to its fields that are in use.
-    """
-
-    id: int
-    group: str
-    fate: str | None = None
-    fields: weakref.WeakSet[Remote[Any]] = attrs.field(factory=weakref.WeakSet, repr=False)
-
-
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class Remote(protocol.Remote[T]):
-    """An immutable handle to a value, or to a field of one.
+    """An immutable handle to a value on every rank of a group; the ranks drop the value with its handle.
 
-    A donated handle raises ``DonatedError``, as the value itself would. A handle to a field stays valid, since the
-    field becomes a value of its own before.
+    A donated handle raises ``DonatedError``, as the value itself would. A field is a value of its own, so a handle to
+    it stays valid, and donation copies the tensors that both share.
 
     Attributes:
-        value: the value.
-        path: of the field; empty for all of the value.
+        backend: made the value.
+        fate: why the handle cannot be used any more.
     """
 
-    value: Value
-    path: str = ""
+    backend: RemoteTrain
+    id: int = attrs.field(factory=itertools.count().__next__)
+    fate: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, self.backend.group.dropped.append, self.id)
 
     @property
     def params(self) -> Remote[Params]:
         """The parameters of a training state."""
-        return self._field("params")
+        return cast(Remote[Params], self.backend.map(operator.attrgetter("params"), self, keep=True))
 
     @property
     def base(self) -> Remote[Params]:
         """The parameters that are not trained."""
-        return self._field("base")
-
-    def _field(self, name: str) -> Remote[Any]:
-        self.open()
-        handle: Remote[Any] = Remote(self.value, f"{self.path}.{name}".lstrip("."))
-        self.value.fields.add(handle)
-        return handle
+        return cast(Remote[Params], self.backend.map(operator.attrgetter("base"), self, keep=True))
 
     def open(self) -> Stored:
-        """Returns what the value is on its ranks.
-
-        Raises:
-            DonatedError: the value was donated.
-        """
-        if self.value.fate is not None:
-            raise DonatedError(self.value.fate)
-        return Stored(self.value.id, self.value.group, self.path)
+        """Returns what the value is on its ranks, unless it was donated."""
+        if self.fate is not None:
+            raise DonatedError(self.fate)
+        return Stored(self.id)
 
     def snapshot(self) -> Any:
-        """Raises an error that explains how to copy the value on its ranks.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raises an error that explains how to copy the value on its ranks."""
         raise TypeError(
             "this is a handle to a value on its ranks, and a snapshot is made there: backend.map(snapshot, value, "
             "keep=True)"
@@ -105,8 +78,6 @@ class Remote(protocol.Remote[T]):
 
 class RemoteTrain:
     """``TrainBackend`` over a component of a group's ranks, where states and gradients stay, each rank's part."""
-
-    _numbers = itertools.count()
 
     def __init__(self, cluster: Cluster, group: Group, component: str) -> None:
         self._cluster, self.group, self.component = cluster, group, component
@@ -137,8 +108,8 @@ class RemoteTrain:
         return self._invoke("forward", (), params, batch, tuple(needs))
 
     def forward_backward(self, state: Remote[TrainState], batch: Batch, loss: Loss) -> tuple[Remote[Grads], Any]:
-        grads = self._new()
-        return grads, self._invoke("forward_backward", (grads.value.id, None), state, batch, loss)
+        grads: Remote[Grads] = Remote(self)
+        return grads, self._invoke("forward_backward", (grads.id, None), state, batch, loss)
 
     def apply_update(
         self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True
@@ -146,26 +117,17 @@ class RemoteTrain:
         if donate:
             for prepare in self._cluster.before_update:
                 prepare(self.component)
-            self._keep_fields(state)
-        new = self._new()
-        metrics = self._invoke("apply_update", (new.value.id, None), state, grads, donate=donate)
+        new: Remote[TrainState] = Remote(self)
+        metrics = self._invoke("apply_update", (new.id, None), state, grads, donate=donate)
         if donate:
             # Before the call has ended, since only the ranks know whether it failed before it used the values.
             for value, name in ((state, "TrainState"), (grads, "Grads")):
-                value.value.fate = (
+                value.fate = (
                     f"this remote {name} was donated to apply_update, also if that has failed. Use the value that "
                     "apply_update returned, or restore a checkpoint if it failed; to keep the old one, pass "
                     "donate=False."
                 )
         return new, metrics
-
-    def _keep_fields(self, state: Remote[TrainState]) -> None:
-        """Makes values of their own of the fields in use, so that donation copies the tensors that they share."""
-        values: dict[str, Remote[Any]] = {}
-        for field in list(state.value.fields):
-            if field.path not in values:
-                values[field.path] = self.map(operator.attrgetter(field.path), state, keep=True)
-            field.value, field.path = values[field.path].value, ""
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Applies ``fn`` to every rank's part of ``values``.
@@ -181,14 +143,13 @@ class RemoteTrain:
         opened = [self._opened(value) for value in values]
         if not keep:
             return self.group.run("map", fn, None, *opened)
-        value = self._new()
-        self.group.run("map", fn, value.value.id, *opened)
+        value: Remote[Any] = Remote(self)
+        self.group.run("map", fn, value.id, *opened)
         return value
 
     def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[dict[str, Tensor]]:
         """Returns a reference to whole tensors by name, on the CPU: to compare or export them, not to publish."""
-        named: Ref[dict[str, Tensor]] = self.map(_named, self, value)
-        return named
+        return cast(Ref[dict[str, Tensor]], self.map(_named, self, value))
 
     def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
         """Returns a handle to the weights; ``RemoteRollout.publish`` sends them directly to the engine."""
@@ -201,15 +162,10 @@ class RemoteTrain:
         self.group.run("send", self.component, stored, version, list(addresses), self._cluster.secret)
 
     def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote[Any]:
-        value = self._new()
-        self._invoke(method, (value.value.id,), *args, **kwargs)
+        value: Remote[Any] = Remote(self)
+        self._invoke(method, (value.id,), *args, **kwargs)
         self._cluster.finish(self.group)
         return value
-
-    def _new(self) -> Remote[Any]:
-        value = Value(next(self._numbers), self.group.name)
-        weakref.finalize(value, self.group.dropped.append, value.id)
-        return Remote(value)
 
     def _invoke(self, method: str, keep: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
         return self.group.run("invoke", self.component, method, keep, kwargs, *map(self._opened, args))
@@ -221,13 +177,12 @@ class RemoteTrain:
             return self._cluster.stored(value)
         if not isinstance(value, Remote):
             return value
-        stored = value.open()
-        if stored.group != self.group.name:
+        if value.backend.group is not self.group:
             raise Freed(
-                f"this value lies on the ranks of {stored.group}, and {self.component} is on those of "
+                f"this value lies on the ranks of {value.backend.group.name}, and {self.component} is on those of "
                 f"{self.group.name}: save the state that it belongs to, and restore it there"
             )
-        return stored
+        return value.open()
 
 
 def _named(backend: Any, value: Any) -> dict[str, Tensor]:
@@ -238,20 +193,10 @@ def _named(backend: Any, value: Any) -> dict[str, Tensor]:
 
 @attrs.frozen(eq=False)
 class RemoteWeights(protocol.Remote[WeightSource]):
-    """A handle to weights on the ranks of a group.
-
-    Attributes:
-        backend: the training backend that has the weights.
-        params: the handle of the parameters, kept so that they stay alive.
-    """
+    """A handle to weights on the ranks of a group; with ``params``, the parameters stay alive."""
 
     backend: RemoteTrain
     params: protocol.Remote[Params]
-
-    def copied(self) -> RemoteWeights:
-        """Returns a handle to a copy of the weights; an update does not change it."""
-        copy: Remote[Params] = self.backend.map(snapshot, self.params, keep=True)
-        return RemoteWeights(self.backend, copy)
 
 
 @attrs.define(eq=False)
@@ -259,7 +204,6 @@ class _Past:
     """A call that has changed the state of engines, as long as an engine that is restarted needs it again.
 
     Attributes:
-        call: the call.
         version: of the weights that it publishes; None if it publishes none.
         weights: their handle, if ranks send them; None once the ranks have dropped them.
         copied: whether ``weights`` is a copy of weights that the trainer has replaced.
@@ -274,11 +218,7 @@ class _Past:
 class RemoteRollout:
     """``RolloutBackend`` over a component of one or several actors that share the requests of a call.
 
-    Args:
-        cluster: has the actors.
-        group: the engines.
-        component: the name of the engine in each of them.
-        max_restarts: how often an engine that fails is restarted without an answer in between.
+    An engine that fails is restarted at most ``max_restarts`` times without an answer in between.
     """
 
     def __init__(self, cluster: Cluster, group: Group, component: str, max_restarts: int = 0) -> None:
@@ -286,8 +226,7 @@ class RemoteRollout:
         self.capabilities: Capabilities = cluster.get(
             group.run("map", operator.attrgetter("capabilities"), None, Component(component))
         )
-        self._version: int | None = None
-        self._publishing: _Past | None = None
+        self._published: _Past | None = None
         # Where each engine waits for weights.
         listen = [self._listening(number) for number in range(len(group.members))]
         self._addresses: list[tuple[str, int]] = cluster.get(group.scatter("listen", listen))
@@ -302,9 +241,8 @@ class RemoteRollout:
     @property
     def version(self) -> int | None:
         """The version of the engines' weights; None while another is being published."""
-        if self._publishing is not None and self._publishing.call.succeeded:
-            self._version, self._publishing = self._publishing.version, None
-        return self._version
+        published = self._published
+        return published.version if published is not None and published.call.succeeded else None
 
     def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
         """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
@@ -312,8 +250,7 @@ class RemoteRollout:
         The ranks that send run no other call meanwhile, so no update can donate the weights that they send. Engines
         with ``versions_per_token`` receive beside their calls, others after them.
         """
-        self._version, remote = None, weights if isinstance(weights, RemoteWeights) else None
-        self._forget_older(also_held=self._group.idle)
+        remote = weights if isinstance(weights, RemoteWeights) else None
         beside = self.capabilities.versions_per_token
         # Another thread restarts an engine before or after this, and after it knows what to send again.
         with self._group.one_thread:
@@ -322,15 +259,20 @@ class RemoteRollout:
                 call = self._scatter("receive", version, publishes=beside)
             else:
                 call = self._scatter("invoke", "publish", (), {}, version, weights, publishes=beside)
-            self._publishing = _Past(call, version, remote if self._group.restart else None)
-            self._remember(self._publishing)
-        return call
+            self._published = _Past(call, version, remote if self._group.restart else None)
+            return self._remember(self._published)
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         """Returns a reference to the samples; each engine answers its share of the requests."""
         calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
-        order = functools.partial(in_order, [request.id for request in requests]) if len(calls) > 1 else _only
-        return self._group.scatter("invoke", calls, order, draws=True)
+        if len(calls) == 1:
+            return self._group.scatter("invoke", calls, operator.itemgetter(0), draws=True)
+        place = {request.id: place for place, request in enumerate(requests)}
+
+        def in_order(parts: Sequence[list[Sample]]) -> list[Sample]:
+            return sorted(itertools.chain.from_iterable(parts), key=lambda sample: place[sample.request])
+
+        return self._group.scatter("invoke", calls, in_order, draws=True)
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Returns an iterator over the samples, in the order in which they end on any engine."""
@@ -338,21 +280,24 @@ class RemoteRollout:
         return self._cluster.stream(self._group.scatter("stream", parts, draws=True))
 
     def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
-        """Returns the requests of each engine; without any, one engine reports what is wrong with that."""
-        if len(self._group.members) == 1 or not all(isinstance(request, Request) for request in requests):
+        """Divides requests so that all engines have about as many tokens to compute; without any, one tells of that.
+
+        A request counts its prompt once and the longest responses that it allows.
+        """
+        engines = len(self._group.members)
+        if engines == 1 or not all(isinstance(request, Request) for request in requests):
             return [requests]
-        return list(shares(requests, len(self._group.members))) or [requests]
+        lengths = [len(r.prompt) + r.sampling.n * r.sampling.max_tokens for r in requests]
+        return [[requests[i] for i in sorted(share)] for share in balance(lengths, engines) if share] or [requests]
 
     def sleep(self, level: int = 2) -> Any:
-        """See ``RolloutBackend``."""
         self._awake = set()
         if level > 1:
-            self._version = self._publishing = None
+            self._published = None
             self._past.clear()
         return self._remember(_Past(self._scatter("invoke", "sleep", (), {}, level)))
 
     def wake(self, tags: Sequence[str] = ()) -> Any:
-        """See ``RolloutBackend``."""
         call = self._remember(_Past(self._scatter("invoke", "wake", (), {}, tuple(tags))))
         self._awake |= set(tags) or PARTS
         if self._awake == PARTS:
@@ -365,64 +310,51 @@ class RemoteRollout:
         return one.call
 
     def _scatter(self, method: str, *args: Any, publishes: bool = False) -> Call:
-        """Calls a method of ``Host`` on every engine; see ``Group.scatter``."""
         return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), publishes=publishes)
 
     def _listening(self, number: int) -> tuple[Any, ...]:
-        """Returns the arguments of ``Host.listen`` for an engine."""
         return self._component, self._cluster.address(self._group.members[number]), self._cluster.secret
-
-    def _forget_older(self, *, also_held: bool = False) -> None:
-        """Drops publications that no engine needs again, since all hold a later one.
-
-        Args:
-            also_held: drop the last one too that all engines hold, since another one takes its place.
-        """
-        held = [one for one in self._past if one.version is not None and one.call.succeeded]
-        self._past = [one for one in self._past if one not in (held if also_held else held[:-1])]
 
     def _keep_weights(self, component: str) -> None:
         """Before an update replaces weights, copies those that an engine needs if it is restarted; drops others.
 
         While requests are open, an engine may need weights that are older than the trainer's.
         """
-        self._forget_older()
+        held = [one for one in self._past if one.version is not None and one.call.succeeded]
+        # No engine needs a publication again if all hold a later one.
+        self._past = [one for one in self._past if one not in held[:-1]]
         for one in self._past:
             if one.weights is None or one.weights.backend.component != component:
                 continue
             if self._group.idle:
                 one.weights = None
             elif not one.copied:
-                one.weights, one.copied = one.weights.copied(), True
+                copy = one.weights.backend.map(snapshot, one.weights.params, keep=True)
+                one.weights, one.copied = RemoteWeights(one.weights.backend, copy), True
 
     def restart(self, member: Member, error: Exception) -> None:
         """Restarts an engine that has failed, ended or hangs, and makes its open calls again.
 
-        If it fails during its restart, another restart within this one has replaced it when this one goes on.
-
-        Raises:
-            Exception: ``error``, if it was restarted as often as allowed.
+        If it fails during its restart, another restart within this one has replaced it when this one goes on. If it
+        was restarted as often as allowed, ``error`` is raised.
         """
         self._count(member, error)
         ray.kill(member.host)
         ray.wait([member.sentinel], timeout=START_SECONDS)
         # Calls of other threads wait, so that none comes to the new engine before its weights.
         with self._group.one_thread:
-            self._replace(member)
-
-    def _replace(self, member: Member) -> None:
-        number = self._group.lose(member)
-        new = self._cluster.replace(self._group, number)
-        results = self._made(new, [*self._group.made, ("listen", *self._listening(number))])
-        if results is None:
-            return
-        self._addresses[number] = results[-1]
-        if self._made(new, self._restored(number)) is None:
-            return
-        self._group.again(number)
-        for one in self._past:
-            if one.weights is not None and not one.call.succeeded_on(number):
-                self._send_again(one, number)
+            number = self._group.lose(member)
+            new = self._cluster.replace(self._group, number)
+            results = self._made(new, [*self._group.made, ("listen", *self._listening(number))])
+            if results is None:
+                return
+            self._addresses[number] = results[-1]
+            if self._made(new, self._restored(number)) is None:
+                return
+            self._group.again(number)
+            for one in self._past:
+                if one.weights is not None and not one.call.succeeded_on(number):
+                    self._send_again(one, number)
 
     def _restored(self, number: int) -> list[tuple[Any, ...]]:
         """Returns the calls by which a new engine gets back to where the old one was; ranks send it its weights."""
@@ -434,7 +366,7 @@ class RemoteRollout:
                 if one.weights is None:
                     # Nobody has them, so whoever draws next publishes others.
                     if held == last:
-                        self._version = self._publishing = None
+                        self._published = None
                     continue
                 self._send_again(one, number)
             if one.version is None or one in held:
@@ -446,7 +378,6 @@ class RemoteRollout:
         one.weights.backend.send(one.weights, one.version, [self._addresses[number]])
 
     def _count(self, member: Member, error: Exception) -> None:
-        """Raises the error if it does not allow another restart."""
         name, number = member.name, self._group.members.index(member)
         if self._group.restarts[number] >= self._limit:
             error.add_note(
@@ -473,39 +404,3 @@ class RemoteRollout:
                 raise unwrapped_error(error, member.name) from None
             self._cluster.lost(member, error)
             return None
-
-
-def _only(parts: Sequence[list[Sample]]) -> list[Sample]:
-    return parts[0]
-
-
-def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
-    """Divides requests among engines, so that all have about as many tokens to compute.
-
-    The rule depends only on the requests: the longest request first, each goes to the engine with the fewest tokens
-    so far. A request counts its prompt once and the longest responses that it allows. Engines without any request are
-    left out.
-
-    Example:
-        >>> from verl_fn.state import Key, Sampling, requests_for
-        >>> asked = requests_for([[1] * 9, [1] * 4, [1] * 5, [1] * 2], Sampling(1), Key.from_seed(0))
-        >>> [[r.id for r in share] for share in shares(asked, 2)]
-        [[0, 3], [1, 2]]
-    """
-    lengths = [len(r.prompt) + r.sampling.n * r.sampling.max_tokens for r in requests]
-    loads, engine_of = [0] * engines, [0] * len(requests)
-    for i in sorted(range(len(requests)), key=lambda i: -lengths[i]):
-        engine = loads.index(min(loads))
-        loads[engine] += lengths[i]
-        engine_of[i] = engine
-    divided = [[r for r, engine in zip(requests, engine_of, strict=True) if engine == e] for e in range(engines)]
-    return [share for share in divided if share]
-
-
-def in_order(ids: Sequence[int], parts: Iterable[Iterable[Sample]]) -> list[Sample]:
-    """Returns the samples of all engines in the order of the requests with these ids.
-
-    The samples of a request keep their order.
-    """
-    places = {request: place for place, request in enumerate(ids)}
-    return sorted((sample for part in parts for sample in part), key=lambda sample: places[sample.request])
