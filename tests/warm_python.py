@@ -51,8 +51,9 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
     """Starts a server for the body; yields the path of the executable, which waits until the imports are done.
 
     ``also`` is a script that the server runs when it is first asked for a process, and ``python`` starts the server:
-    another warm Python, or if it is None this process's own. ``other`` is another interpreter, whose processes have
-    this environment, and only the imports of ``also`` if it has no torch.
+    another warm Python, or if it is None this process's own. ``other`` is another interpreter, which has only the
+    imports of ``also`` if it has no torch. Processes have this environment, and so has the server of ``other``; in
+    another server ``also`` sets it.
     """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
@@ -67,7 +68,7 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
             stdout=subprocess.PIPE,
             process_group=0,
             # Arrow's allocator would start a thread.
-            env=environment | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
+            env=(environment if other else os.environ) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
         )
         try:
             assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"

@@ -1,6 +1,5 @@
 """``verl-fn levels``: tiny models pass, planted faults fail, and what is no fault of the model blocks."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -421,14 +420,14 @@ MISTAKE = {
 def bridge(warm, tmp_path_factory):
     """A checkout with a provider of its own, and a Python that has imported it."""
     folder = checkout(tmp_path_factory.mktemp("bridge"))
-    with contextlib.ExitStack() as started:
-        # The command adds to PYTHONPATH as well, so the tests run without this setting.
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("PYTHONPATH", importing.UNTESTED):
-                patch.setenv(name, provenance.environment(str(folder), "cpu")[name])
-            # What it has imported must not come from the warm Python of all tests.
-            patch.setattr(sys, "executable", os.environ.get("TESTS_PYTHON", sys.executable))
-            python = started.enter_context(warm_python(HELPERS / "megatron_imports.py"))
+    own = {name: provenance.environment(str(folder), "cpu")[name] for name in ("PYTHONPATH", importing.UNTESTED)}
+    imports = tmp_path_factory.mktemp("imports") / "imports.py"
+    # The warm Python of all tests has read its own PYTHONPATH, and has imported no Megatron.
+    imports.write_text(
+        f"import os, runpy, sys\nos.environ.update({own})\nsys.path[:0] = {own['PYTHONPATH'].split(os.pathsep)}\n"
+        f"runpy.run_path({str(HELPERS / 'megatron_imports.py')!r})\n"
+    )
+    with warm_python(imports, python=warm, environment=os.environ | own) as python:
         yield SimpleNamespace(folder=folder, python=python)
 
 
