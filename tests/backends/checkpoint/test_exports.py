@@ -1,6 +1,7 @@
 """Exports hold what the model holds, with its head, or are refused: compared by name and by bit, both ways."""
 
 import json
+import shutil
 
 import attrs
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from verl_fn.backends import checkpoint
 from verl_fn.backends.checkpoint import export_adapter, export_model
-from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.config import ModelError, compute_dtype
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -108,6 +109,18 @@ def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypat
     with pytest.raises(ModelError, match="lacks 1 weights" if harm == "lost" else "lost, added or changed"):
         export_model(models[False], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_names_the_dtype_that_its_model_computes_in(models, tmp_path):
+    """The weights of a checkpoint are fp32, and a run on a GPU that begins from it would compute in fp32."""
+    source, config = tmp_path / "source", models[True] / "config.json"
+    shutil.copytree(models[True], source)
+    (source / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+    saved = trained(source, tmp_path / "saved", "lm", 0)
+    assert compute_dtype(None, saved, "cuda") == compute_dtype(None, source, "cuda") == "bfloat16"
+    assert {t.dtype for t in load_file(saved / FILE).values()} == {torch.float32}
+    export_model(saved, tmp_path / "out")
+    assert compute_dtype(None, tmp_path / "out", "cuda") == "float32"
 
 
 def test_as_it_is_means_the_dtype_of_the_weights(models, tmp_path):
