@@ -198,6 +198,11 @@ TRAPS = (
         "give the processes the GPUs that the level needs, or take --device cpu",
     ),
     Trap(
+        "the memory of a GPU is full",
+        r"CUDA out of memory|OutOfMemoryError|Free memory on device|Error in memory profiling",
+        "end what else runs on the GPU, or test a smaller config of the family, as --tiny makes it",
+    ),
+    Trap(
         "no Ray cluster answers",
         r"no Ray cluster answers|Ray does not start with|Could not (?:find any running|connect to) Ray",
         "start one with `ray start --head`, or leave out --ray",

@@ -29,7 +29,7 @@ from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
 from verl_fn.levels.subject import Request, model_folder
-from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level
+from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level, trap_in
 from verl_fn.levels.worker import PARTS, read_outcome
 from verl_fn.state import Key
 from verl_fn.steps import sgd
@@ -327,6 +327,24 @@ def test_the_layouts_of_megatron_fsdp_that_need_more_gpus_run_on_cpus(megatron_r
 def test_random_weights_learn_nothing_from_the_answers_of_data(run, sums):
     found = run(5, data=sums, steps=3)
     assert found.verdict == Verdict.BLOCKED and "the rule of the data gave every response" in found.reason
+
+
+def test_random_weights_of_a_wider_model_learn_at_a_smaller_rate(models, tmp_path, monkeypatch):
+    request = Request((5,), "config.json", str(models("llama")), True, "cpu", str(tmp_path))
+    rates = []
+    for width in (training.WIDTH, 16):  # the model is 32 wide
+        monkeypatch.setattr(training, "WIDTH", width)
+        rates.append(training.plan_of_learning(request, tmp_path, "local").roles["actor"].optim.lr)
+    assert rates == [training.RATE, training.RATE / 2]
+
+
+@pytest.mark.parametrize("error", [
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 18.00 MiB.",
+    "ValueError: Free memory on device cuda:0 (60.1/139.8 GiB) on startup is less than desired",
+    "AssertionError: Error in memory profiling. Initial free memory 129.99 GiB, current free memory 138.44 GiB.",
+])  # fmt: skip
+def test_a_full_gpu_is_a_trap(error):
+    assert trap_in(error).startswith("the memory of a GPU is full; end what else runs")
 
 
 @pytest.mark.parametrize(
