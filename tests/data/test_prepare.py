@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_arithmetic_has_right_answers_and_no_question_twice(tmp_path):
-    assert prepare_arithmetic(tmp_path / "a") == SIZES
+    assert prepare_arithmetic(tmp_path / "a") == SIZES | {"worked": SIZES["train"]}
     rows = [row for split in SIZES for row in pq.read_table(tmp_path / "a" / f"{split}.parquet").to_pylist()]
     assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
     for row in rows:
@@ -169,6 +169,18 @@ def test_arithmetic_has_right_answers_and_no_question_twice(tmp_path):
     prepare_arithmetic(tmp_path / "c", seed=1)
     train = {name: pq.read_table(tmp_path / name / "train.parquet") for name in "abc"}
     assert train["a"].equals(train["b"]) and not train["a"].equals(train["c"])
+
+
+def test_worked_answers_are_right_and_of_the_training_questions(tmp_path):
+    prepare_arithmetic(tmp_path)
+    worked, train = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("worked", "train"))
+    for imitated, row in zip(worked, train, strict=True):
+        *asked, answer = imitated["messages"]
+        assert asked == row["prompt"] and answer["role"] == "assistant"
+        for equation in answer["content"].split(", "):
+            computation, result = equation.split(" = ")
+            assert eval(computation) == int(result), equation
+        assert result == row["reward_model"]["ground_truth"]
 
 
 @pytest.mark.parametrize(

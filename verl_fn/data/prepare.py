@@ -131,6 +131,7 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> dict[str, int]:
     """Writes ``train.parquet`` and ``test.parquet`` with questions that differ from each other, also across the two.
 
     A third of them are sums, a third differences, and a third stories of one sentence with a product.
+    ``worked.parquet`` has the training questions with their computation as an answer, for ``sft``.
 
     Args:
         out: the folder to write to.
@@ -146,13 +147,15 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> dict[str, int]:
     for split, count in SIZES.items():
         chosen = [next(questions) for _ in range(count)]
         rows[split] = pa.Table.from_pylist(
-            [_arithmetic_row(question, answer, split, i) for i, (question, answer) in enumerate(chosen)]
+            [_arithmetic_row(question, answer, split, i) for i, (question, _, answer) in enumerate(chosen)]
         )
+        if split == "train":
+            rows["worked"] = pa.Table.from_pylist([_worked_row(question, worked) for question, worked, _ in chosen])
     return write_splits(out, rows)
 
 
-def _questions(seed: int) -> Iterator[tuple[str, int]]:
-    """Yields questions and answers, each question once."""
+def _questions(seed: int) -> Iterator[tuple[str, str, int]]:
+    """Yields questions, computations and answers, each question once."""
     draws, seen = Key.from_seed(seed).fold_in(ARITHMETIC).generator(), set()
 
     def draw(low: int, high: int) -> int:
@@ -163,10 +166,12 @@ def _questions(seed: int) -> Iterator[tuple[str, int]]:
         if kind == 0:
             a, b = draw(1, LARGEST), draw(1, LARGEST)
             question, answer = f"What is {a} + {b}?", a + b
+            worked = f"{a} + {b} = {answer}"
         elif kind == 1:
             a = draw(2, LARGEST)
             b = draw(1, a - 1)
             question, answer = f"What is {a} - {b}?", a - b
+            worked = f"{a} - {b} = {answer}"
         else:
             a, bags, each = draw(1, 20), draw(2, 6), draw(2, 6)
             name, thing = NAMES[draw(0, len(NAMES) - 1)], THINGS[draw(0, len(THINGS) - 1)]
@@ -175,9 +180,15 @@ def _questions(seed: int) -> Iterator[tuple[str, int]]:
                 "have now?"
             )
             answer = a + bags * each
+            worked = f"{bags} * {each} = {bags * each}, {a} + {bags * each} = {answer}"
         if question not in seen:
             seen.add(question)
-            yield question, answer
+            yield question, worked, answer
+
+
+def _worked_row(question: str, worked: str) -> dict[str, Any]:
+    asked = {"role": "user", "content": f"{question} {INSTRUCTION}"}
+    return {"data_source": ARITHMETIC, "messages": [asked, {"role": "assistant", "content": worked}]}
 
 
 def _arithmetic_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
