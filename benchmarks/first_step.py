@@ -47,7 +47,7 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
-from verl_fn.testing.first_step import BARS, compare_numbers, missed_bars
+from verl_fn.testing.compare import BARS, compare_numbers, missed_bars
 
 from . import first_step_chart as chart
 from . import measure

@@ -21,7 +21,7 @@ from verl_fn.testing import (
     tiny_batch,
     tiny_pairs,
 )
-from verl_fn.testing.first_step import BARS
+from verl_fn.testing.compare import BARS
 
 
 def clipped(outputs, row):

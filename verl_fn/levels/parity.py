@@ -32,7 +32,7 @@ from verl_fn.benchmarks.families import (
 from verl_fn.benchmarks.first_step_batch import ragged_batch
 from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import RanksFailed
-from verl_fn.testing.first_step import bars_of, compare_numbers, missed_bars
+from verl_fn.testing.compare import bars_of, compare_numbers, missed_bars
 
 from .subject import Request
 from .verdict import Check, trap_in

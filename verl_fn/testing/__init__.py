@@ -34,12 +34,10 @@ from verl_fn.backends.mock import Mock, MockRollout, Response, Turn, sample_tabl
 from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
-from .compare import compare_advantage, compare_loss
-from .environments import check_environment
-from .first_step import FirstStep, compare_backends
+from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
 from .losses import check_loss
-from .rewards import check_reward
 from .rollouts import check_exact, check_rollout
+from .tasks import check_environment, check_reward
 from .violation import LawViolation
 
 __all__ = [
