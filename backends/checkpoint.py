@@ -367,7 +367,11 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     with refused(f"{source} cannot be copied to {out}"), replaced_folder(out) as aside, quiet():
         model = _loaded(source, config, dtype or "auto")
         # Where config.json names a narrower dtype than the weights have, "as it is" is the dtype of the weights.
-        if dtype is None and (held := _dtype_of(Path(source))) is not None and held.itemsize > model.dtype.itemsize:
+        if (
+            dtype is None
+            and (held := dtype_of_weights(Path(source))) is not None
+            and held.itemsize > model.dtype.itemsize
+        ):
             model = _loaded(source, config, held)
         # Checkpoints have the layout that models compute with (experts stacked), so reading one records no
         # conversion; None makes transformers write the layout that files of this architecture have.
@@ -403,7 +407,7 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
     return model
 
 
-def _dtype_of(folder: Path) -> Any:
+def dtype_of_weights(folder: Path) -> torch.dtype | None:
     """Returns the dtype of most numbers in the files of a model's weights; None for files that are no safetensors."""
     from safetensors import safe_open
 

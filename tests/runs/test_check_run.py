@@ -24,6 +24,7 @@ from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import model_sizes
+from verl_fn.runs.prepare import prepare
 from verl_fn.steps import adamw
 
 SILENT = lambda line: None  # noqa: E731
@@ -343,6 +344,24 @@ def test_a_folder_with_only_a_config_is_planned_for_another_machine(tiny, tmp_pa
         check_run(tiny_run(folder, tmp_path / "run"))
     short = ["driver.device=auto", "data.max_prompt_length=64"]
     assert check_run(tiny_run(folder, tmp_path / "run", *short), 2**36, 1).fits
+
+
+def test_a_model_that_was_trained_in_bf16_and_computes_in_fp32_is_noted(tiny, tmp_path):
+    """Its fp32 weights have taken updates that bf16 has rounded away."""
+    trained, loaded = (shutil.copytree(tiny, tmp_path / name) for name in ("trained", "loaded"))
+    config = json.loads((tiny / "config.json").read_text()) | {"dtype": "bfloat16"}
+    for folder in (trained, loaded):
+        (folder / "config.json").write_text(json.dumps(config))
+    file = loaded / "model.safetensors"
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+    def noted(folder, *more):
+        said = []
+        prepare(tiny_run(folder, tmp_path / "run", "algorithm.name=grpo", "rollout.n=2", *more), said.append)
+        return [line for line in said if "was trained in bfloat16 and computes in float32 here" in line]
+
+    assert len(noted(trained)) == 1 and str(trained) in noted(trained)[0]
+    assert not noted(trained, "actor.dtype=bfloat16") and not noted(loaded) and not noted(tiny)
 
 
 def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path):

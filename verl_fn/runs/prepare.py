@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from verl_fn import atomic, build
 from verl_fn.algorithms import Workers
+from verl_fn.backends.checkpoint import dtype_of_weights
+from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
@@ -143,10 +146,19 @@ def _made_from(record: Path) -> Any:
 
 def _of_models(plan: Plan) -> Iterator[str]:
     """Yields sentences about how the models of roles are run."""
-    on_cpu = build.device(plan.driver) == "cpu"
+    device = build.device(plan.driver)
     for role in plan.roles.values():
-        if on_cpu and role.dtype == "bfloat16":
+        if device == "cpu" and role.dtype == "bfloat16":
             yield f"{role.table}.dtype is bfloat16 on a CPU: slower there than float32, and less exact"
+        computed, named = (
+            compute_dtype(dtype, role.folder, on) for dtype, on in ((role.dtype, device), (None, "cuda"))
+        )
+        # Weights that lie in bf16 are the same numbers in both.
+        if (computed, named, dtype_of_weights(Path(role.folder))) == ("float32", "bfloat16", torch.float32):
+            yield (
+                f"{role.folder} was trained in bfloat16 and computes in float32 here, in which it may answer otherwise; "
+                f"{role.table}.dtype and rollout.dtype=bfloat16 compute as the run that trained it"
+            )
         if role.strategy != "megatron":
             yield from model_notices(role.folder, role.head, role.row_layout, plan.driver.device)
 
