@@ -39,7 +39,7 @@ from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
 from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
-from verl_fn.backends.hf.folder import carried, write_carried
+from verl_fn.backends.hf.folder import carried, computed_in, write_carried
 from verl_fn.backends.hf.lora import ABOUT, ADAPTERS, PEFT_CONFIG, FrozenBase, Reference, load_base, write_peft_config
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
@@ -322,16 +322,20 @@ def about(folder: str | Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
 
-def describe_model(folder: Path, skeleton: Skeleton, made_from: Path, base: FrozenBase | None = None) -> None:
+def describe_model(
+    folder: Path, skeleton: Skeleton, made_from: Path, dtype: torch.dtype, base: FrozenBase | None = None
+) -> None:
     """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings.
 
     Args:
         folder: where to write.
         skeleton: the model.
         made_from: the model's own folder.
+        dtype: what the model computes in. A run that begins from the folder computes in it too, though the weights
+            are fp32: small updates can be lost in bf16, and then the model answers otherwise in fp32.
         base: the weights that the folder refers to; None if it holds all of them.
     """
-    write_carried(skeleton.files, folder)
+    write_carried(computed_in(dtype, skeleton.files), folder)
     if base is None:
         skeleton.adapters.write(folder, made_from)
     else:

@@ -136,7 +136,7 @@ class Local(Base):
         model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (weights, rest))
 
         def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder, base)
+            checkpoint.describe_model(folder, skeleton, self.folder, self.dtype, base)
 
         return checkpoint.begin_save(folder, model, others, scalars, describe, file=file, later=later)
 

@@ -398,8 +398,9 @@ def rank_main(arguments: Sequence[str]) -> None:
     """One rank of one layout."""
     name, shape, text, device, role, *losses = arguments
     folder, layout, rank = Path(name), Layout.parse(text), int(os.environ["RANK"])
-    # One thread on small machines, whose tests run side by side.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(4, int(os.environ["WORLD_SIZE"]))))
+    # A share of the cores; one thread on small machines, whose tests run side by side.
+    share = len(os.sched_getaffinity(0)) // max(4, int(os.environ["WORLD_SIZE"]))
+    torch.set_num_threads(max(1, share) if device == "cpu" else 1)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

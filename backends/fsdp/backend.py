@@ -179,7 +179,7 @@ class Fsdp(Base):
         model, others = ({name: self.layout.part(t) for name, t in tensors.items()} for tensors in (weights, rest))
 
         def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder, base)
+            checkpoint.describe_model(folder, skeleton, self.folder, self.dtype, base)
 
         rank = self.layout.rank
         return checkpoint.begin_save(

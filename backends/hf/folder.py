@@ -363,8 +363,7 @@ def _prepared(
                 module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
     skeleton = Skeleton(model, head, longest_row(config), fit)
-    # Checkpoints hold fp32 masters, and name the dtype to compute in for the runs that begin from them.
-    skeleton.files = carried(folder, model, read_config(folder).get_text_config().dtype)
+    skeleton.files = carried(folder, model)
     skeleton.freeze_tower(freeze_tower, folder)
     return skeleton, head == "value" and not has_value_head
 
@@ -509,13 +508,12 @@ def is_carried(name: str) -> bool:
     return Path(name).suffix in _SUFFIXES and name not in _LEFT and not name.endswith(".index.json")
 
 
-def carried(folder: str | Path, model: Any, dtype: torch.dtype | None = None) -> dict[str, bytes]:
+def carried(folder: str | Path, model: Any) -> dict[str, bytes]:
     """Returns the contents of the files, by path in the folder.
 
     Args:
         folder: the model folder.
         model: transformers' model that was made from it.
-        dtype: what ``config.json`` names as the dtype to compute in; by default the dtype of the model.
 
     Raises:
         ModelError: a file cannot be read.
@@ -525,22 +523,33 @@ def carried(folder: str | Path, model: Any, dtype: torch.dtype | None = None) ->
         files = [path for path in folder.iterdir() if is_carried(path.name) and path.is_file()]
         files += (folder / _TEMPLATES).glob("*.jinja")
         contents = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(files)}
-        config = saved_config(model, read_json(folder / CONFIG), dtype or model.dtype)
-    return contents | {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"}
+        config = saved_config(model, read_json(folder / CONFIG))
+    return contents | {CONFIG: _as_file(config)}
 
 
-def saved_config(model: Any, read: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def computed_in(dtype: torch.dtype, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns files of ``carried`` whose ``config.json`` names a dtype, also of a model inside another."""
+    config = json.loads(contents[CONFIG])
+    for part in (config, *(part for part in config.values() if isinstance(part, dict) and "dtype" in part)):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    return {**contents, CONFIG: _as_file(config)}
+
+
+def _as_file(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def saved_config(model: Any, read: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what ``config.json`` says of a model.
 
     Args:
         model: transformers' model.
         read: the content of the ``config.json`` that it was made from.
-        dtype: to compute in.
     """
-    named = {"dtype": str(dtype).removeprefix("torch.")}
-    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]} | named
-    if isinstance(text := config.get("text_config"), dict):
-        text.update(named)
+    config = json.loads(model.config.to_json_string()) | {
+        "architectures": [type(model).__name__],
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
     # Code is not copied and never run. An architecture's default end token may be another than the tokenizer's.
     config.pop("auto_map", None)
     inner = read.get("text_config")

@@ -146,7 +146,8 @@ class Megatron(Base):
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})
-        return saving.save(state, folder, model, self.folder, self._base_of(state.params, folder), later=later)
+        base = self._base_of(state.params, folder)
+        return saving.save(state, folder, model, self.folder, self.dtype, base, later=later)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:

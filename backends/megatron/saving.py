@@ -27,7 +27,14 @@ Rows = Callable[[str, int, int], Tensor]
 
 
 def save(
-    state: TrainState, folder: Path, model: Executor, made_from: Path, base: FrozenBase | None, *, later: bool
+    state: TrainState,
+    folder: Path,
+    model: Executor,
+    made_from: Path,
+    dtype: torch.dtype,
+    base: FrozenBase | None,
+    *,
+    later: bool,
 ) -> checkpoint.Writing:
     """Begins to write a state into ``folder``; all ranks call it together.
 
@@ -38,6 +45,7 @@ def save(
         folder: where to save.
         model: Megatron's model.
         made_from: the model's own folder.
+        dtype: what the model computes in.
         base: the frozen weights, if the checkpoint refers to them.
         later: see ``begin_save``.
     """
@@ -72,7 +80,7 @@ def save(
         file, weights = ADAPTERS, parts((in_peft(name), t) for name, t in model.named(trained))
 
     def describe(folder: Path) -> None:
-        checkpoint.describe_model(folder, skeleton, made_from, base)
+        checkpoint.describe_model(folder, skeleton, made_from, dtype, base)
 
     return checkpoint.begin_save(
         folder, weights, rest, scalars, describe, file=file, gather=gathered, rank=layout.rank, later=later

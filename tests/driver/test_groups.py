@@ -17,7 +17,7 @@ from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.driver.group import Group
-from verl_fn.driver.remote import RemoteTrain
+from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 from verl_fn.runs.journal import state_digests
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
 from verl_fn.steps import constant, entropy, ppo_clip, sgd
@@ -45,6 +45,23 @@ def check(backend, two, other=None):
 def test_laws_of_two_sharded_ranks(two, shallow):
     backend = two.backend("shallow", remote_mutants.fsdp, shallow)
     check(backend, two, Local(shallow, remote_mutants.optimizer(), max_tokens=24))
+
+
+def test_publications_that_a_later_one_replaces_free_their_weights(two, fsdp, model):
+    """Also if no update is donated, and though an engine that is restarted would need the last one."""
+    two.cluster.build(("engines", "restarted", Sampler, str(model)))
+    group = Group("engines", two.cluster.groups["engines"].members[:1])
+    engine = RemoteRollout(two.cluster, group, "restarted", max_restarts=1)
+    state, alive = fsdp.load_pretrained(model, Key.from_seed(0)), []
+    for version in range(1, 4):
+        grads, _ = fsdp.forward_backward(state, tiny_batch(), LOSS)
+        state, _ = fsdp.apply_update(state, grads, donate=False)
+        del grads
+        two.get(engine.publish(version, fsdp.weights(state.params)))
+        two.get(fsdp.map(len, ""))  # the ranks drop values with their next call
+        alive.append([len(values) for values in held(two.group)])
+    two.cluster.before_update.clear()
+    assert alive[0] == alive[1] == alive[2], alive
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -44,9 +44,6 @@ def reads_number(data_source, solution_str, ground_truth, extra_info=None):
 def reads_digits(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(int(c) for c in solution_str if c.isdigit()) == 5)
 
-def reads_truth(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str == str(int(ground_truth)))
-
 def divides(data_source, solution_str, ground_truth, extra_info=None):
     return (solution_str == ground_truth) / len(solution_str)
 
@@ -63,6 +60,16 @@ def some_accuracy(data_source, solution_str, ground_truth, extra_info=None):
 
 def other_kind(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": solution_str == ground_truth, "length": len(solution_str) or "none"}
+
+def late_kind(data_source, solution_str, ground_truth, extra_info=None):
+    length = {"5": None, "": "none"}.get(solution_str, len(solution_str))
+    return {"score": solution_str == ground_truth, "length": length}
+
+def notes(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": solution_str == ground_truth, "note": solution_str or [1, 2]}
+
+def reads_json(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == str(__import__("json").loads(ground_truth)))
 
 def upside_down(data_source, solution_str, ground_truth, extra_info=None):
     return -float(solution_str == ground_truth)
@@ -84,8 +91,8 @@ def makes():
 CASES = [{"ground_truth": "5", "right": "5", "wrong": "6"}, {"ground_truth": "7"}]
 BROKEN = {
     "Signature": ["text", "infinite", "of_two"],
-    "Answers": ["reads_digits", "reads_truth", "divides", "last"],
-    "Keys": ["early", "some_accuracy", "other_kind"],
+    "Answers": ["reads_digits", "divides", "last"],
+    "Keys": ["early", "other_kind", "late_kind"],
     "Repetition": ["counts", "of_process"],
     "Order": ["upside_down"],
 }
@@ -99,7 +106,7 @@ def mine(tmp_path_factory):
 
 
 def test_good_functions_pass(mine):
-    for name in ("good", "later", "batched", "reads_number"):
+    for name in ("good", "later", "batched", "reads_number", "some_accuracy", "notes", "reads_json"):
         check_reward(getattr(mine, name), CASES)
     check_reward(mine.source, [{"ground_truth": 5, "right": "5", "data_source": "sums", "extra_info": {"level": 2}}])
     check_reward(scores.exact, CASES)
@@ -130,6 +137,7 @@ def test_a_function_that_no_process_can_import_is_refused(mine):
         ([], "there is no case"),
         ([{"right": "5"}], "has no ground_truth"),
         ([{"answer": "5"}], "has the key 'answer'"),
+        ([{"ground_truth": 5, "right": 5}], "case 0 has 5 as right; an answer is a string"),
     ],
 )
 def test_cases_that_say_too_little_are_refused(mine, cases, said):

@@ -263,7 +263,7 @@ def read_table(path: str | Path | None) -> Table:
     except OSError as error:
         beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
         hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""
-        if "=" in str(path) and not hint:
+        if "=" in Path(path).name and Path(path).suffix != ".toml" and not hint:
             hint = "; the first argument is a TOML file, and key=value follows it"
         raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:

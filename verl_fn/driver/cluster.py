@@ -334,7 +334,7 @@ class Cluster:
         restart = next(group.restart for group in self.groups.values() if member in group.members)
         if restart is None:
             raise error
-        restart(member, error.with_traceback(None))  # as in ``Group.settle``
+        restart(member, error.with_traceback(None))  # as in ``Group._ended``
 
     def _deal_with_errors(self) -> bool:
         """Raises the error that came first, if any call has failed; returns whether an engine was restarted."""

@@ -150,8 +150,8 @@ def on_nodes(table: RayConfig, fn: Callable[[], T]) -> dict[str, T]:
     Workers import the function's module. Errors are those of ``connected``.
     """
     with connected(table):
-        nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        calls = {address: on_node(node, fn) for address, node in nodes.items()}
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        calls = {node["NodeManagerAddress"]: on_node(node["NodeID"], fn) for node in alive}
         return {address: ray.get(call) for address, call in calls.items()}
 
 

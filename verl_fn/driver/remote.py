@@ -251,6 +251,7 @@ class RemoteRollout:
         with ``versions_per_token`` receive beside their calls, others after them.
         """
         remote = weights if isinstance(weights, RemoteWeights) else None
+        self._forget_older(also_held=self._group.idle)
         beside = self.capabilities.versions_per_token
         # Another thread restarts an engine before or after this, and after it knows what to send again.
         with self._group.one_thread:
@@ -280,7 +281,7 @@ class RemoteRollout:
         return self._cluster.stream(self._group.scatter("stream", parts, draws=True))
 
     def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
-        """Divides requests so that all engines have about as many tokens to compute; without any, one tells of that.
+        """Divides requests so that engines have about as many tokens to compute; one engine gets a call without any.
 
         A request counts its prompt once and the longest responses that it allows.
         """
@@ -293,8 +294,7 @@ class RemoteRollout:
     def sleep(self, level: int = 2) -> Any:
         self._awake = set()
         if level > 1:
-            self._published = None
-            self._past.clear()
+            self._published, self._past = None, []
         return self._remember(_Past(self._scatter("invoke", "sleep", (), {}, level)))
 
     def wake(self, tags: Sequence[str] = ()) -> Any:
@@ -315,14 +315,17 @@ class RemoteRollout:
     def _listening(self, number: int) -> tuple[Any, ...]:
         return self._component, self._cluster.address(self._group.members[number]), self._cluster.secret
 
+    def _forget_older(self, *, also_held: bool = False) -> None:
+        """Drops publications that no engine needs again: all but the last that all engines hold, or that one too."""
+        held = [one for one in self._past if one.version is not None and one.call.succeeded]
+        self._past = [one for one in self._past if one not in (held if also_held else held[:-1])]
+
     def _keep_weights(self, component: str) -> None:
         """Before an update replaces weights, copies those that an engine needs if it is restarted; drops others.
 
         While requests are open, an engine may need weights that are older than the trainer's.
         """
-        held = [one for one in self._past if one.version is not None and one.call.succeeded]
-        # No engine needs a publication again if all hold a later one.
-        self._past = [one for one in self._past if one not in held[:-1]]
+        self._forget_older()
         for one in self._past:
             if one.weights is None or one.weights.backend.component != component:
                 continue

@@ -199,8 +199,9 @@ TRAPS = (
     ),
     Trap(
         "the memory of a GPU is full",
-        r"CUDA out of memory|OutOfMemoryError|Free memory on device|Error in memory profiling",
-        "end what else runs on the GPU, or test a smaller config of the family, as --tiny makes it",
+        # Named only with what others hold: a model that is too large by itself may be the provider's mistake.
+        r"CUDA out of memory[^\n]*Process \d+ has|Free memory on device|Error in memory profiling",
+        "end what else runs on the GPU",
     ),
     Trap(
         "no Ray cluster answers",

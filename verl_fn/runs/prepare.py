@@ -156,7 +156,7 @@ def _of_models(plan: Plan) -> Iterator[str]:
         # Weights that lie in bf16 are the same numbers in both.
         if (computed, named, dtype_of_weights(Path(role.folder))) == ("float32", "bfloat16", torch.float32):
             yield (
-                f"{role.folder} was trained in bfloat16 and computes in float32 here, in which it may answer otherwise; "
+                f"{role.folder} was trained in bfloat16 and computes in float32 here, and may answer otherwise; "
                 f"{role.table}.dtype and rollout.dtype=bfloat16 compute as the run that trained it"
             )
         if role.strategy != "megatron":

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import numpy as np
 
 from verl_fn.data.columns import truth
@@ -35,6 +34,7 @@ _OWN_ERROR = "a value of another kind, or an error of the environment"
 _SHARED = "a state that instances share, or randomness of another generator than random and numpy.random"
 ROW = {"prompt": "", "answer": "", "id": 0, "data_source": "", "extra_info": {}}
 CASE = ("ground_truth", "right", "wrong", "data_source", "extra_info")
+NUMBER = "a number"
 OWN_STATE = "a state that is kept between calls, the clock, or randomness other than random and numpy.random"
 
 
@@ -184,8 +184,7 @@ def check_reward(
 
     * Signature: the function stands at the top of a file, so that a process can import it. It takes the keywords of
       a run, and returns a finite number, or a dict with one as ``score``.
-    * Answers: it also scores an empty answer, one that ends in the middle, odd characters, and an answer to a problem
-      whose ground truth is empty.
+    * Answers: it also scores an empty answer, one that ends in the middle, and odd characters.
     * Keys: a dict has the same keys each time; an entry that an answer lacks is ``None``.
     * Repetition: the same answers get the same results again, and in another process, ``random`` and
       ``numpy.random`` being seeded before each call; so a run resumes and replays bitwise.
@@ -199,7 +198,7 @@ def check_reward(
 
     Raises:
         LawViolation: a law is broken; the message names it and the answer.
-        ValueError: there is no case, or one has no ground truth or another key.
+        ValueError: there is no case, or one has no ground truth, another key, or an answer that is no string.
         RuntimeError: a process of this check calls it while it imports the function's file.
 
     Example:
@@ -217,10 +216,10 @@ def check_reward(
     for problem, case in zip(problems, cases, strict=True):
         texts = [case[name] for name in ("right", "wrong") if name in case] or [problem.answer]
         usual += [Answer(problem, text) for text in texts]
-        odd += [*odd_answers(problem, texts[0]), Answer(attrs.evolve(problem, answer=""), texts[0])]
+        odd += odd_answers(problem, texts[0])
     functions = _started(reference, arguments)
     results = _judged(functions, usual, "Signature", "a value that is no score, or a misspelled key")
-    results += _judged(functions, odd, "Answers", "an answer or a ground truth that is taken for well-formed")
+    results += _judged(functions, odd, "Answers", "an answer that is taken for well-formed")
     _check_keys(usual + odd, results)
     for where, judging in (("again", functions), ("in another process", _started(reference, arguments))):
         repeated = [one for part in (usual, odd) for one in _judged(judging, part, "Repetition", OWN_STATE)]
@@ -241,12 +240,15 @@ def _problem(number: int, case: Mapping[str, Any]) -> Problem:
     """Returns the problem of a case; its ground truth is the string that a run makes of it.
 
     Raises:
-        ValueError: the case has no ground truth, or another key.
+        ValueError: the case has no ground truth, another key, or an answer that is no string.
     """
     if unknown := sorted(set(case) - set(CASE)):
         raise ValueError(f"case {number} has the key {unknown[0]!r}; the keys are {', '.join(CASE)}")
     if case.get("ground_truth") is None:
         raise ValueError(f"case {number} has no ground_truth")
+    for name in ("right", "wrong"):
+        if not isinstance(answer := case.get(name, ""), str):
+            raise ValueError(f"case {number} has {answer!r:.80} as {name}; an answer is a string")
     return Problem(
         "", truth(case["ground_truth"]), number, case.get("data_source", ""), dict(case.get("extra_info") or {})
     )
@@ -290,7 +292,7 @@ def _judged(functions: RewardFunctions, answers: Sequence[Answer], law: str, cau
     return [
         {
             "score": score,
-            **({} if acc is None else {"acc": acc}),
+            "acc": NOTHING if acc is None else acc,
             **({} if pred is None else {"pred": pred}),
             **metrics,
         }
@@ -299,17 +301,22 @@ def _judged(functions: RewardFunctions, answers: Sequence[Answer], law: str, cau
 
 
 def _check_keys(answers: Sequence[Answer], results: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that all results have the keys of the first one, and numbers where it has numbers, or nothing."""
+    """Checks that all results have the same keys, and under each key numbers only or none, as a run does."""
+    cause = "an early return; a metric would be the mean of fewer answers. Return None where there is no number"
+    kinds: dict[str, tuple[str, Answer]] = {}
     for answer, result in zip(answers, results, strict=True):
         for key in sorted({*results[0], *result} - {"pred"}):
-            first, own = ("no key" if key not in r else _kind(r[key]) for r in (results[0], result))
+            here = "no key" if key not in result else _kind(result[key])
+            if here != NOTHING and (key in result) == (key in results[0]):
+                first, where = kinds.setdefault(key, (here, answer))
+                same = (first == NUMBER) == (here == NUMBER)
+            else:
+                first, where = "no key" if key not in results[0] else _kind(results[0][key]), answers[0]
+                same = key in result and key in results[0]
             require(
-                first == own or ("no key" not in (first, own) and NOTHING in (first, own)),
-                "Keys",
-                f"{key!r} is {first} for {describe(answers[0])}, and {own} for {describe(answer)}",
-                "an early return; a metric would be the mean of fewer answers. Return None where there is no number",
+                same, "Keys", f"{key!r} is {first} for {describe(where)}, and {here} for {describe(answer)}", cause
             )
 
 
 def _kind(value: Any) -> str:
-    return value if isinstance(value, str) else "a number"
+    return value if isinstance(value, str) else NUMBER

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from verl_fn.backends import checkpoint
 from verl_fn.backends.checkpoint import export_adapter, export_model
 from verl_fn.backends.hf.config import ModelError, compute_dtype
+from verl_fn.backends.hf.folder import computed_in
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -30,9 +31,9 @@ def models(tmp_path_factory):
     }
 
 
-def trained(model, folder, head, rank):
+def trained(model, folder, head, rank, dtype="float32"):
     """A saved state of a model whose head and adapters are not zero."""
-    backend = Local(model, OPTIMIZER, head=head, lora=Lora(rank) if rank else None)
+    backend = Local(model, OPTIMIZER, head=head, lora=Lora(rank) if rank else None, dtype=dtype)
     state = backend.load_pretrained(key=Key.from_seed(0))
     moved = {n: p + 0.1 if n in state.params.trained() else p for n, p in state.params.items()}
     backend.save(attrs.evolve(state, params=attrs.evolve(state.params, leaves=moved)), folder)
@@ -111,16 +112,27 @@ def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_names_the_dtype_that_its_model_computes_in(models, tmp_path):
-    """The weights of a checkpoint are fp32, and a run on a GPU that begins from it would compute in fp32."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_names_the_dtype_that_its_model_computes_in(models, tmp_path, dtype):
+    """Whatever dtype the folder names. The weights are fp32, and a run that begins from them computes in it."""
     source, config = tmp_path / "source", models[True] / "config.json"
     shutil.copytree(models[True], source)
-    (source / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
-    saved = trained(source, tmp_path / "saved", "lm", 0)
-    assert compute_dtype(None, saved, "cuda") == compute_dtype(None, source, "cuda") == "bfloat16"
+    (source / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    saved = trained(source, tmp_path / "saved", "lm", 0, dtype)
+    assert json.loads((saved / "config.json").read_text())["dtype"] == compute_dtype(None, saved, "cuda") == dtype
     assert {t.dtype for t in load_file(saved / FILE).values()} == {torch.float32}
     export_model(saved, tmp_path / "out")
     assert compute_dtype(None, tmp_path / "out", "cuda") == "float32"
+
+
+def test_the_dtype_of_a_model_inside_another_is_named_too():
+    config = {"dtype": "float32", "text_config": {"dtype": "float32"}, "vision_config": {"dtype": "float32"}}
+    named = json.loads(computed_in(torch.bfloat16, {"config.json": json.dumps(config).encode()})["config.json"])
+    assert named == {
+        "dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16"},
+        "vision_config": {"dtype": "bfloat16"},
+    }
 
 
 def test_as_it_is_means_the_dtype_of_the_weights(models, tmp_path):

@@ -339,12 +339,18 @@ def test_random_weights_of_a_wider_model_learn_at_a_smaller_rate(models, tmp_pat
 
 
 @pytest.mark.parametrize("error", [
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 18.00 MiB.",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 18.00 MiB. GPU 1 has a total capacity of "
+    "139.80 GiB of which 10.31 MiB is free. Process 9605 has 36.24 GiB memory in use.",
     "ValueError: Free memory on device cuda:0 (60.1/139.8 GiB) on startup is less than desired",
     "AssertionError: Error in memory profiling. Initial free memory 129.99 GiB, current free memory 138.44 GiB.",
 ])  # fmt: skip
 def test_a_full_gpu_is_a_trap(error):
     assert trap_in(error).startswith("the memory of a GPU is full; end what else runs")
+
+
+def test_a_model_that_fills_a_gpu_by_itself_is_no_trap():
+    assert not trap_in("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total "
+                       "capacity of 79.10 GiB of which 78.50 GiB is free.")  # fmt: skip
 
 
 @pytest.mark.parametrize(
