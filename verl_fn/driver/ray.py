@@ -150,8 +150,7 @@ def on_nodes(table: RayConfig, fn: Callable[[], T]) -> dict[str, T]:
     Workers import the function's module. Errors are those of ``connected``.
     """
     with connected(table):
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        calls = {node["NodeManagerAddress"]: on_node(node["NodeID"], fn) for node in alive}
+        calls = {n["NodeManagerAddress"]: on_node(n["NodeID"], fn) for n in ray.nodes() if n["Alive"]}
         return {address: ray.get(call) for address, call in calls.items()}
 
 
