@@ -399,7 +399,7 @@ def rank_main(arguments: Sequence[str]) -> None:
     name, shape, text, device, role, *losses = arguments
     folder, layout, rank = Path(name), Layout.parse(text), int(os.environ["RANK"])
     # A share of the cores; one thread on small machines, whose tests run side by side.
-    share = len(os.sched_getaffinity(0)) // max(4, int(os.environ["WORLD_SIZE"]))
+    share = len(os.sched_getaffinity(0)) // max(4, layout.ranks)
     torch.set_num_threads(max(1, share) if device == "cpu" else 1)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device == "cuda":

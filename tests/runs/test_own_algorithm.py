@@ -126,9 +126,9 @@ def test_the_algorithm_with_a_reference_on_the_page_trains_and_its_state_must_be
     code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :].partition(
         "```"
     )[0]
-    options = "@attrs.frozen(kw_only=True)\nclass Options:\n    pass\n\n\ndef mine(options: Options):"
+    options = "@attrs.frozen(kw_only=True)\nclass Options:\n    pass\n\n\ndef mine(options: Options)"
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
-    good.write_text(code.replace("def mine(options):", options))
+    good.write_text(code.replace("def mine(options: Options)", options))
     bad.write_text(good.read_text().replace("@node\nclass State(Node)", "@attrs.frozen\nclass State"))
     lora = ["actor.lora_rank=2", "trainer.total_training_steps=2"]
     train(make_plan(load(overrides=overrides(tiny, tmp_path / "run", f"algorithm.name={good}:mine", *lora))), silent)
@@ -208,8 +208,8 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
 def test_the_algorithm_with_two_updates_on_the_page_trains_and_counts_them(tiny, tmp_path):
     page = (ROOT / "docs/your_own.md").read_text()
     code = page[page.index("import attrs\n\nfrom verl_fn import Algorithm, Outline, aggregate") :]
-    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef halving(options: Options):"
-    (tmp_path / "own.py").write_text(code.partition("```")[0].replace("def halving(options):", options))
+    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef halving(options: Options)"
+    (tmp_path / "own.py").write_text(code.partition("```")[0].replace("def halving(options: Options)", options))
     own = [f"algorithm.name={tmp_path}/own.py:halving", "actor.optim.lr_scheduler_type=linear"]
     said = []
     train(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), said.append)
@@ -497,8 +497,8 @@ def test_a_check_names_options_without_defaults(tiny, tmp_path):
 def test_a_check_takes_a_step_with_a_reference(lora, tiny, tmp_path, capsys):
     page = (ROOT / "docs/your_own.md").read_text()
     start = page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm")
-    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef mine(options: Options):"
-    (tmp_path / "own.py").write_text(page[start:].partition("```")[0].replace("def mine(options):", options))
+    options = "@attrs.frozen\nclass Options:\n    pass\n\n\ndef mine(options: Options)"
+    (tmp_path / "own.py").write_text(page[start:].partition("```")[0].replace("def mine(options: Options)", options))
     own = [f"algorithm.name={tmp_path}/own.py:mine", f"actor.lora_rank={lora}"]
     assert notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys) == []
 
