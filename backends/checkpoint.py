@@ -412,13 +412,13 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
 
 
 def dtype_of_weights(folder: Path) -> torch.dtype | None:
-    """Returns the dtype of most numbers in the files of a model's weights; None for files that are no safetensors."""
-    from safetensors import safe_open
+    """Returns the dtype of most numbers in the files of a model's weights; None if no safetensors can be read."""
+    from safetensors import SafetensorError, safe_open
 
     counts: Counter[Any] = Counter()
     for path in folder.glob("*.safetensors"):
         if path.name != TENSORS:
-            with safe_open(path, "pt") as file:
+            with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     rows = file.get_slice(name)
                     counts[rows.get_dtype()] += math.prod(rows.get_shape())
