@@ -187,18 +187,21 @@ def _questions(seed: int) -> Iterator[tuple[str, str, int]]:
 
 
 def _worked_row(question: str, worked: str) -> dict[str, Any]:
-    asked = {"role": "user", "content": f"{question} {INSTRUCTION}"}
-    return {"data_source": ARITHMETIC, "messages": [asked, {"role": "assistant", "content": worked}]}
+    return {"data_source": ARITHMETIC, "messages": [_asked(question), {"role": "assistant", "content": worked}]}
 
 
 def _arithmetic_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
     return {
         "data_source": ARITHMETIC,
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "prompt": [_asked(question)],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(answer)},
         "extra_info": {"split": split, "index": index, "answer": str(answer), "question": question},
     }
+
+
+def _asked(question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"{question} {INSTRUCTION}"}
 
 
 def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Path:

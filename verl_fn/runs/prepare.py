@@ -153,8 +153,8 @@ def _of_models(plan: Plan) -> Iterator[str]:
         computed, named = (
             compute_dtype(dtype, role.folder, on) for dtype, on in ((role.dtype, device), (None, "cuda"))
         )
-        # Weights that lie in bf16 are the same numbers in both.
-        if (computed, named, dtype_of_weights(Path(role.folder))) == ("float32", "bfloat16", torch.float32):
+        # Weights that lie in bf16 are the same numbers in both. The files are opened only if the dtypes differ.
+        if (computed, named) == ("float32", "bfloat16") and dtype_of_weights(Path(role.folder)) == torch.float32:
             yield (
                 f"{role.folder} was trained in bfloat16 and computes in float32 here, and may answer otherwise; "
                 f"{role.table}.dtype and rollout.dtype=bfloat16 compute as the run that trained it"
