@@ -9,17 +9,15 @@ compared with the backend's.
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
-import re
 import socket
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from verl_fn.backends.hf.config import only_transformers, quiet, read_config, re
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sampler.decoder import RowDecoder
+from verl_fn.backends.vllm.arguments import check_version, prepare_environment
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import aggregate, cross_entropy, sgd
 
@@ -112,18 +111,9 @@ FOR_MEGATRON: dict[str, dict[str, Any]] = {
     },
 }
 PATIENCE = 240  # seconds that a family may take
-RESULTS = {
-    "local": "families_cpu", "fsdp": "families_fsdp_cpu", "megatron bf16": "families_megatron_h100",
-    "megatron fp32": "families_megatron_h100_fp32",
-}  # fmt: skip
-# The first families by downloads, and those that tests on a GPU run with vLLM.
-POPULAR = {
-    "Qwen2.5": "qwen2", "Qwen3": "qwen3", "Qwen3-MoE": "qwen3_moe", "Qwen3.5": "qwen3_5_text", "Llama 3": "llama",
-    "Llama 4": "llama4_text", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text", "Gemma 4": "gemma4_text",
-    "Mistral": "mistral", "gpt-oss": "gpt_oss", "Phi-4": "phi3", "OLMo 3": "olmo3", "GLM-4.x": "glm4_moe",
-    "DeepSeek-V3": "deepseek_v3",
-}  # fmt: skip
-WITH_VLLM = ("qwen2", "qwen3_5_text", "gpt_oss", "gemma3_text")
+# What processes that serve one family each have imported when they begin.
+PRELOADED = ["verl_fn.benchmarks.families_vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"]
+VLLM = "vllm"
 
 
 def tiny_config(name: str, **sizes: Any) -> Any:
@@ -360,12 +350,13 @@ class Ranks:
     """The processes of a layout. They serve one family after the other until one of them fails or hangs.
 
     Args:
-        layout: the layout.
+        count: how many there are.
         device: ``cpu`` or ``cuda``.
+        once: each process serves one family, and makes the group of processes that it needs by itself.
     """
 
-    def __init__(self, layout: Layout, device: str) -> None:
-        self.layout, self.device = layout, device
+    def __init__(self, count: int, device: str, *, once: bool = False) -> None:
+        self.count, self.device, self.once = count, device, once
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -393,6 +384,8 @@ class Ranks:
             self.end()
             raise
         failed = [reply for fine, reply in replies if not fine]
+        if self.once:
+            self.end()
         if failed:
             if "CUDA" in failed[0] or len(replies) > 1:
                 # After an error of a kernel every later call fails, and a rank may still wait for another.
@@ -408,29 +401,33 @@ class Ranks:
         self._pipes, self._processes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if self.once else "spawn")
+        if self.once:
+            context.set_forkserver_preload(PRELOADED)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        for rank in range(self.layout.ranks):
+        for rank in range(self.count):
             ours, theirs = context.Pipe()
-            args = rank, self.layout.ranks, port, theirs, self.device
-            process = context.Process(target=_serve, args=args, daemon=True)
+            args = rank, self.count, port, theirs, self.device, not self.once
+            # What serves once may start processes, as engines do.
+            process = context.Process(target=_serve, args=args, daemon=not self.once)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, device: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+def _serve(rank: int, size: int, port: int, pipe: Connection, device: str, group: bool) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if group:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     while True:
         function, args = pipe.recv()
         try:
@@ -454,11 +451,11 @@ def architectures() -> list[str]:
     return names
 
 
-def compare_layout(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def compare_layout(ranks: Ranks, layout: Layout, folder: Path) -> dict[str, Any]:
     """Returns how a layout computes a folder's model, beside transformers, and in bf16 beside ``local:bf16``."""
-    half = ranks.layout.dtype == "bfloat16"
+    half = layout.dtype == "bfloat16"
     rows = many_rows() if half else [list(row) for row in ROWS]
-    found = ranks.call(of_layout, folder, ranks.layout.text, ranks.device, rows)
+    found = ranks.call(of_layout, folder, layout.text, ranks.device, rows)
     beside = ranks.call(of_layout, folder, "local:bf16", ranks.device, rows) if half else None
     batch = batch_of(rows)
     expected = reference(folder, batch)
@@ -504,126 +501,6 @@ def _why(error: BaseException | None) -> str:
     return " | from ".join(parts[:3])
 
 
-def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Returns the results of all backends as a page of the docs.
-
-    Args:
-        results: by the names of ``RESULTS``, and by family.
-    """
-    own = results["local"]
-    of = {kind: [name for name, r in own.items() if r["outcome"] == kind] for kind in (RIGHT, WRONG, REFUSED)}
-    packed = [name for name in of[RIGHT] if own[name]["layout"] == "packed"]
-    padded = [name for name in of[RIGHT] if own[name]["layout"] == "padded"]
-    slow = [name for name in of[RIGHT] if not own[name]["cached"]]
-    lines = [
-        "# Families of models",
-        "",
-        "`verl-fn bench families` gives each causal language model of transformers tiny sizes and random weights.",
-        "It compares log-probs and gradients of `local` in fp32 on a CPU with transformers' own forward of each row",
-        f"in float64. Of {len(own)} names, {len(of[RIGHT])} are right within {BAR:g} (a gradient within twice the",
-        f"error of transformers' own in fp32, if that is more), {len(of[WRONG])} are wrong, and {len(of[REFUSED])}",
-        "are refused. `--backend fsdp` does the same with two ranks, `--backend megatron:bf16` on a GPU with",
-        "[Megatron](megatron.md), and `--model FOLDER` with a model of yours. `--page docs/families.md` makes this",
-        "page of the results in `benchmarks/results/families_*.json`.",
-        "",
-        "## Families that most people use",
-        "",
-        "Below vLLM, *tested* means that a test on a GPU compares its log-probs with the trainer's.",
-        "",
-        "| family | local | fsdp, 2 ranks | Megatron, H100 | embedded engine beside trainer | vLLM |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += _of_popular(results)
-    lines += [
-        "",
-        "## local and the embedded engine",
-        "",
-        f"Rows are packed end to end for {len(packed)} families, and padded on the right for {len(padded)}, whose",
-        "layers do not keep packed rows apart or have attention that packed rows lack. `model.layout` chooses, and",
-        "`--check` says why rows are padded. The embedded engine goes on from a cache: its own for packed rows,",
-        f"transformers' own for padded ones. For {len(slow)} families (*rows* below) it computes whole rows for",
-        "every token, so use [vLLM](vllm.md) for them. In bf16 a state gathers rounding: on a CPU, these models with",
-        "linear attention or Mamba layers differ from the trainer by 0.005 to 0.04 nats a token on average, and by",
-        "less than 0.01 if whole rows are computed. Linear attention and state-space layers are fast with kernels",
-        "of the extra `verl_fn[linear-attention]`, and a run names the packages that are missing.",
-        "",
-        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats | "
-        "engine goes on from | fsdp |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in (*of[RIGHT], *of[WRONG]):
-        r = own[name]
-        errors = " | ".join(f"{r[key]:.1e}" for key in ("logprobs", "gradient", "sampled"))
-        fsdp = results["fsdp"].get(name, {}).get("outcome", "")
-        start = f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']}"
-        lines.append(f"{start} | {errors} | {'cache' if r['cached'] else 'rows'} | {fsdp} |")
-    lines += _refusals(own, of[REFUSED])
-    without_model = [name for name, r in own.items() if r["outcome"] == NO_MODEL]
-    lines += ["", f"transformers makes no tiny model of {', '.join(without_model)} with these sizes."]
-    return "\n".join([*lines, *_of_megatron(results["megatron bf16"], results["megatron fp32"])])
-
-
-def _of_popular(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns a line of a table for each family of ``POPULAR``."""
-    own, half, lines = results["local"], results["megatron bf16"], []
-    for title, name in POPULAR.items():
-        dtypes = [
-            dtype for dtype in ("fp32", "bf16") if results[f"megatron {dtype}"].get(name, {}).get("outcome") == RIGHT
-        ]
-        megatron = (
-            f"right in {' and '.join(dtypes)}" if dtypes else "refused" if name in half else "unknown to Bridge"
-        )
-        fsdp = results["fsdp"].get(name, {}).get("outcome", "not run")
-        cells = [f"{own[name]['outcome']}, {own[name]['layout']}", fsdp, megatron, f"{own[name]['sampled']:.1e} nats"]
-        lines.append(f"| {title} | {' | '.join(cells)} | {'tested' if name in WITH_VLLM else 'not tested'} |")
-    return lines
-
-
-def _of_megatron(half: Mapping[str, Any], full: Mapping[str, Any]) -> list[str]:
-    """Returns the lines about Megatron, in bf16 and in fp32."""
-    right = {name for results in (half, full) for name, r in results.items() if r["outcome"] == RIGHT}
-    lines = [
-        "",
-        "## Megatron",
-        "",
-        f"On one H100 with transformer-engine, {len(right)} of the {len(half)} families that both Megatron-Bridge",
-        "and transformers have are right. Weights come out bitwise as they went in. In fp32, log-probs and gradients",
-        f"equal transformers' within {BAR:g}; in bf16 they differ from `local` in bf16 by at most three times as",
-        "much as `local` in bf16 differs from transformers in float64. In fp32, layers are megatron-core's with",
-        "attention of our own, or transformer-engine's without TF32 (`NVIDIA_TF32_OVERRIDE=0`).",
-        "",
-        "| family | rows | fp32: log-probs | fp32: gradient | bf16: log-probs (`local`) | bf16: gradient (`local`) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in half:
-        if name not in right:
-            continue
-        a, b = full.get(name, {}), half[name]
-        exact = [f"{a[key]:.1e}" if a.get("outcome") == RIGHT else "" for key in ("logprobs", "gradient")]
-        rounded = [
-            f"{b[key]:.2f} ({b[f'{key}_of_local']:.2f})" if b["outcome"] == RIGHT else ""
-            for key in ("logprobs", "gradient")
-        ]
-        layout = (a if a.get("outcome") == RIGHT else b)["layout"]
-        lines.append(f"| {name} | {layout} | {' | '.join(exact)} | {' | '.join(rounded)} |")
-    return [*lines, *_refusals(half, [name for name in half if name not in right]), ""]
-
-
-def _refusals(results: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Returns a table of why families are refused."""
-    reasons: dict[str, list[str]] = {}
-    for name in names:
-        why = re.sub(r"^\w*Error: |\w+(?= is not causal)", "", results[name].get("why", WRONG)).strip()
-        reasons.setdefault(why.partition(";")[0].partition(" [")[0][:160].replace("|", "\\|"), []).append(name)
-    return ["", "| refused | reason |", "|---|---|", *(f"| {', '.join(of)} | {why} |" for why, of in reasons.items())]
-
-
-def results_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the results in a folder, by the names of ``RESULTS``; empty where there is no file yet."""
-    files = {name: folder / f"{file}.json" for name, file in RESULTS.items()}
-    return {name: json.loads(f.read_text())["results"] if f.exists() else {} for name, f in files.items()}
-
-
 def main(args: Sequence[str]) -> int:
     parser = measure.parser("families", (__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="families, such as qwen3; by default all that the backend can have")
@@ -631,46 +508,75 @@ def main(args: Sequence[str]) -> int:
         "--backend",
         default="local",
         metavar="LAYOUT",
-        help="local, fsdp:2, megatron, megatron:bf16 and so on, as for bench first-step (default: %(default)s)",
+        help="local, fsdp:2, megatron, megatron:bf16 and so on, as for bench first-step (default: %(default)s); or "
+        "vllm, whose draws are compared with the trainer",
     )
     parser.add_argument("--model", metavar="DIR", help="a model folder of yours instead")
     parser.add_argument("--page", metavar="F", help="write a page of all results in benchmarks/results")
     options = parser.parse_args(args)
     if options.page:
-        made = page(results_of(Path(__file__).parent / "results"))
+        from . import families_page
+
+        made = families_page.page(families_page.results_of(Path(__file__).parent / "results"))
         Path(options.page).write_text(made, encoding="utf-8")
         return 0
     try:
-        layout = Layout.parse({"fsdp": "fsdp:2"}.get(options.backend, options.backend))
+        how, own, known, end = _way(options.backend, options.device)
     except ValueError as error:
         parser.error(str(error))
-    ranks = None if options.backend == "local" else Ranks(layout, options.device)
-    how = compare if ranks is None else functools.partial(compare_layout, ranks)
-    own = FOR_MEGATRON if layout.name == "megatron" else {}
     results: dict[str, Any] = {}
-    for name in options.names or ([options.model] if options.model else _names(ranks)):
+    for name in options.names or ([options.model] if options.model else known()):
         began = time.monotonic()
-        results[name] = r = outcome(Path(name), how) if options.model else family(name, how, own.get(name))
-        about = f"{r['layout']:7} {r['logprobs']:.1e} {r['gradient']:.1e}" if "layout" in r else r["why"]
-        if "logprobs_of_local" in r:
-            about += f" (local: {r['logprobs_of_local']:.1e} {r['gradient_of_local']:.1e})"
-        if r["outcome"] == WRONG:
-            about += f" {r['parameter']}, weights {'as they were' if r['weights'] else 'changed'}"
-        print(f"{name:24} {r['outcome']:8} {about} [{time.monotonic() - began:.1f} s]", flush=True)
+        results[name] = r = outcome(Path(name), how) if options.model else family(name, how, own(name))
+        print(f"{name:24} {r['outcome']:8} {_about(r)} [{time.monotonic() - began:.1f} s]", flush=True)
         # After each: time on a GPU may be cut off.
-        measure.write(options.json, "families", options.device, {"backend": layout.text, "results": results})
+        measure.write(options.json, "families", options.device, {"backend": options.backend, "results": results})
     print(", ".join(f"{count} {kind}" for kind, count in Counter(r["outcome"] for r in results.values()).items()))
-    if ranks is not None:
-        ranks.end()
+    end()
     return int(any(r["outcome"] == WRONG for r in results.values()))
 
 
-def _names(ranks: Ranks | None) -> list[str]:
-    """Returns all families; of Megatron, those that Bridge knows."""
+def _way(backend: str, device: str) -> tuple[Callable[[Path], dict[str, Any]], Any, Callable[[], list[str]], Any]:
+    """Returns how a folder is compared, the fields of a family's config, its families, and what ends the processes.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if backend == VLLM:
+        from . import families_vllm
+
+        check_version()
+        prepare_environment(device)
+        ranks = Ranks(1, device, once=True)
+        return families_vllm.beside_trainer(ranks), families_vllm.sizes_for, _names, ranks.end
+    layout = Layout.parse({"fsdp": "fsdp:2"}.get(backend, backend))
+    if backend == "local":
+        return compare, lambda name: {}, _names, lambda: None
+    ranks = Ranks(layout.ranks, device)
+    how = functools.partial(compare_layout, ranks, layout)
+    if layout.name != "megatron":
+        return how, lambda name: {}, _names, ranks.end
+    return how, lambda name: FOR_MEGATRON.get(name, {}), lambda: _names(ranks.call(architectures)), ranks.end
+
+
+def _about(r: Mapping[str, Any]) -> str:
+    """Returns the errors of a family, or why it is refused."""
+    if "errors" in r:
+        pairs = ", ".join(f"{ours:.1e} (trainer: {trainers:.1e})" for ours, trainers in r["errors"])
+        return f"{r['dtype']} {pairs}, moved {r['moved']:.2f}"
+    if "layout" not in r:
+        return str(r["why"])
+    about = f"{r['layout']:7} {r['logprobs']:.1e} {r['gradient']:.1e}"
+    if "logprobs_of_local" in r:
+        about += f" (local: {r['logprobs_of_local']:.1e} {r['gradient_of_local']:.1e})"
+    if r["outcome"] == WRONG:
+        about += f" {r['parameter']}, weights {'as they were' if r['weights'] else 'changed'}"
+    return about
+
+
+def _names(architectures: Collection[str] | None = None) -> list[str]:
+    """Returns the names of all families, or of the ones with these classes."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if ranks is None or ranks.layout.name != "megatron":
-        return list(names)
-    known = ranks.call(architectures)
-    return [name for name, architecture in names.items() if architecture in known]
+    return [name for name, architecture in names.items() if architectures is None or architecture in architectures]

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from verl_fn.backends.draws import Answers, Drawn, last_draws
-from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
@@ -110,11 +110,6 @@ class Vllm(Growing):
     ) -> None:
         check_version()
         skeleton, self.shapes = model_of(folder, lora)
-        if skeleton.constants:
-            raise ModelError(
-                f"{folder} has buffers among its weights, and they are never published to vLLM: "
-                f"{', '.join(list(skeleton.constants)[:3])}; set rollout.name to sampler"
-            )
         self._lora = lora
         # Identifies the model that adapters are added to; None where the engine has none.
         self._base: str | None = None
@@ -149,7 +144,7 @@ class Vllm(Growing):
         check_heads(Path(folder), device)
         _claim_process(self)
         self._engine = started(arguments, device, type(skeleton.model).__name__)
-        self._call("set_up", self.vocab, lora)
+        self._call("set_up", self.vocab, lora, tuple(skeleton.constants))
         self._routes = Routes.of(folder, self._call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:

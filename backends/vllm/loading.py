@@ -7,7 +7,7 @@ parameters must be loaded. Where vLLM loads by layers, it counts elements, and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.backends.vllm.adapters import is_adapter, renaming
-from verl_fn.backends.weight_sync import IncompleteWeights, arriving
+from verl_fn.backends.weight_sync import IncompleteWeights, arriving, whole_of_parts
 
 # Methods of layers that compute with their weights as they are loaded.
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -36,6 +36,7 @@ def load(
     source: WeightSource,
     *,
     checked: bool,
+    buffers: Collection[str] = (),
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
     """Replaces all weights of vLLM's model.
@@ -45,6 +46,7 @@ def load(
         config: vLLM's model config.
         source: weights under Hugging Face names.
         checked: compare checksums.
+        buffers: the names of the tensors that are published in parts.
         adapters: receives the tensors of adapters, since these are no weights of the model; None without adapters.
 
     Raises:
@@ -56,6 +58,7 @@ def load(
     between = (lambda: _keep_pending(model)) if in_layers else lambda: None
     places = {} if in_layers else _embeddings(model)
     tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
+    tensors = ((name, whole_of_parts(t) if name in buffers else t) for name, t in tensors)
     if _stacked(model):
         # vLLM's loader of gpt-oss has the name that its experts had before they became a layer of their own.
         tensors = ((name.replace(".experts.", ".experts.routed_experts."), t) for name, t in tensors)

@@ -12,7 +12,7 @@ collected, so vLLM handles no log-probs at all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,14 +66,15 @@ class Extension:
     device: torch.device
     sleep: Callable[..., None]
 
-    def verl_fn_set_up(self, vocab: int, lora: Lora | None) -> None:
+    def verl_fn_set_up(self, vocab: int, lora: Lora | None, buffers: Sequence[str]) -> None:
         """Replaces vLLM's sampler, and lets the worker sleep on a GPU that it shares.
 
         Args:
             vocab: the size of the vocabulary.
             lora: the adapters that are published apart from the model; None for a model without them.
+            buffers: the names of the tensors that are published in parts.
         """
-        self._verl_fn_lora = lora
+        self._verl_fn_lora, self._verl_fn_buffers = lora, frozenset(buffers)
         use_kernel(_kernel)
         runner = self.model_runner
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
@@ -92,15 +93,15 @@ class Extension:
             torch.cuda.synchronize(self.device)
 
     def _verl_fn_load(self, source: WeightSource, checked: bool) -> None:
-        runner, lora = self.model_runner, self._verl_fn_lora
+        runner, lora, buffers = self.model_runner, self._verl_fn_lora, self._verl_fn_buffers
         if lora is None:
-            load(runner.get_model(), runner.model_config, source, checked=checked)
+            load(runner.get_model(), runner.model_config, source, checked=checked, buffers=buffers)
             return
         adapters: dict[str, Tensor] = {}
         if all(is_adapter(spec.name) for spec in source.specs):
             adapters.update((name, t.clone()) for name, t in whole(source, checked=checked))
         else:
-            load(runner.get_model(), runner.model_config, source, checked=checked, adapters=adapters)
+            load(runner.get_model(), runner.model_config, source, checked=checked, buffers=buffers, adapters=adapters)
         install(runner, lora, adapters)
 
     def verl_fn_listen(self, host: str, secret: bytes) -> tuple[str, int]:

@@ -18,7 +18,8 @@ from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.backends.vllm.arguments import EngineArgumentError
 from verl_fn.backends.vllm.routes import RoutesMissing
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
-from verl_fn.state import Key, Sampling, pack, requests_for
+from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.state import Buffers, Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
 from verl_fn.testing.rollout_case import RolloutCase
@@ -37,6 +38,10 @@ def folder():
     if arch == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         plain_activation()
+    if arch == "glm4_moe":
+        plain_activation()
+        sizes |= {"head_dim": 32, "vocab_size": 12, "moe_intermediate_size": 32, "n_shared_experts": 1}
+        return tiny_folder(arch, tempfile.mkdtemp(), **sizes)
     return new_model(tempfile.mkdtemp(), chars="abcdefgh>", arch=arch, initializer_range=0.2, **sizes)
 
 
@@ -89,7 +94,11 @@ def trainer():
 
 
 def params(seed):
-    return trainer().init(Key.from_seed(seed)).params
+    """Weights of a seed; also the biases of experts, if there are any: they decide, and bf16 rounds them to a few."""
+    made = trainer().init(Key.from_seed(seed)).params
+    generator = torch.Generator().manual_seed(seed)
+    biases = {name: 100 + 2 * torch.rand(b.shape, generator=generator) for name, b in made.buffers.items()}
+    return attrs.evolve(made, buffers=Buffers(biases))
 
 
 def laws():

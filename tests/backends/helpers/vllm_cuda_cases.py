@@ -11,7 +11,8 @@ from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.benchmarks import workload
-from verl_fn.benchmarks.families import tiny_config, tiny_folder
+from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.families_vllm import sampled, sizes_for
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 from verl_fn.testing.rollout_case import RolloutCase
@@ -67,58 +68,9 @@ def after_real_updates(folder_or_shape, updates=10):
     return gaps, moved
 
 
-# Sizes that the kernels of a GPU serve, beside the ones of the tiny models.
-FAMILY_SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128, "sliding_window": 32,
-                "max_position_embeddings": 512}  # fmt: skip
-FAMILIES = {
-    "qwen3_5_text": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    "gpt_oss": {},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64,
-        "mamba_chunk_size": 256, "shared_intermediate_size": 256,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 64,
-        "ssm_state_size": 64, "chunk_size": 256, "sliding_window": None,
-    },
-}  # fmt: skip
-
-
-def family_folder(name):
-    """A small model of a family, with random weights."""
-    known = tiny_config(name).to_dict()
-    sizes = {key: value for key, value in FAMILY_SIZES.items() if key in known}
-    return tiny_folder(name, tempfile.mkdtemp(), **sizes | FAMILIES[name])
-
-
 def family(name):
-    """For two versions: mean differences of log-probs to fp32 training, of the engine and of training in bf16."""
-    folder = family_folder(name)
-    exact, half = (
-        Local(folder, adamw(constant(1e-2)), device="cuda", dtype=dtype, max_tokens=4096)
-        for dtype in ("float32", "bfloat16")
-    )
-    state = exact.load_pretrained(folder, Key.from_seed(0))
-    memory = {"kv_cache_memory_bytes": 2**29}
-    engine = made(
-        folder, enforce_eager=True, slots=32, gpu_memory_utilization=0.1, max_length=256, engine_kwargs=memory
-    )
-    found = []
-    for version in range(2):
-        engine.publish(version, half.weights(state.params))
-        samples = engine.generate(requests_for(prompts(engine.vocab, 16), Sampling(64), KEY), version=version)
-        batch = pack(samples)
-        want, own = (t.forward(state.params, batch, ["logprobs"]).logprobs for t in (exact, half))
-        mask = batch["response_mask"].bool()
-        errors = [(t - want)[mask].abs().mean() for t in (batch["rollout_log_probs"], own)]
-        found.append([float(error) for error in errors])
-        advantages = torch.randn(len(want), generator=torch.Generator().manual_seed(version))
-        ready = aggregate(batch.with_tokens(old_log_probs=want, advantages=advantages))
-        grads, _ = exact.forward_backward(state, ready, ppo_clip())
-        state, _ = exact.apply_update(state, grads)
-    moved = float((exact.forward(state.params, batch, ["logprobs"]).logprobs - want)[mask].abs().mean())
-    return found, moved
+    """What differs between the engine's and the trainer's log-probs, before and after an update."""
+    return sampled(tiny_folder(name, tempfile.mkdtemp(), **sizes_for(name)), "cuda")
 
 
 def in_flight(shape, eager):

@@ -20,7 +20,7 @@ from verl_fn.backends.hf.folder import KERNELS, hollow, model_notices
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
-from verl_fn.benchmarks import families
+from verl_fn.benchmarks import families, families_page
 from verl_fn.benchmarks.families import BAR, compare, tiny_folder
 from verl_fn.state import Batch, Key, Sampling, requests_for, split_by_tokens, tree
 from verl_fn.state.split import FEE
@@ -385,8 +385,8 @@ def test_a_skeleton_finds_its_layers(folder):
 
 
 def test_the_page_of_families_is_made_from_its_results():
-    results = families.results_of(ROOT / "benchmarks/results")
-    assert (ROOT / "docs/families.md").read_text() == families.page(results)
+    results = families_page.results_of(ROOT / "benchmarks/results")
+    assert (ROOT / "docs/families.md").read_text() == families_page.page(results)
     assert sum(r["outcome"] == families.RIGHT for r in results["local"].values()) >= 110
     for name in ("local", "fsdp"):
         assert not any(r["outcome"] == families.WRONG for r in results[name].values())

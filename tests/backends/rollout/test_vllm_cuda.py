@@ -27,14 +27,13 @@ def test_log_probs_in_bf16_after_real_updates():
     assert max(gaps) < 0.015
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss", "gemma3_text", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", "gpt_oss", "gemma3_text", "granitemoehybrid", "nemotron_h", "glm4_moe", "deepseek_v3"]
+)
 def test_families(name):
-    """Before and after an update, beside the trainer in fp32; rounding to bf16 has its own error there."""
-    found, moved = _run("family", name)
-    print(name, "engine and trainer in bf16, of each version", found, "moved", moved)
-    assert moved > 0.1
-    for engine, trainer in found:
-        assert engine <= 3 * trainer + 1e-3
+    found = _run("family", name)
+    print(name, found)
+    assert found["outcome"] == "right"
 
 
 @pytest.mark.parametrize("eager", [False, True])
