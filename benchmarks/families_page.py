@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .families import BAR, NO_MODEL, REFUSED, RIGHT, WRONG
-
+RIGHT, WRONG, REFUSED, NO_MODEL = "right", "wrong", "refused", "no tiny model"
+# Log-probs in nats; gradients relative to the norm of each parameter's.
+BAR = 1e-4
 RESULTS = {
     "local": "families_cpu", "fsdp": "families_fsdp_cpu", "megatron bf16": "families_megatron_h100",
     "megatron fp32": "families_megatron_h100_fp32",

@@ -7,7 +7,6 @@ that training in bf16 has there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from verl_fn.backends.local import Local
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, ppo_clip
 
-from .families import BAR, RIGHT, WRONG, Ranks, tiny_config
+from .families_page import BAR, RIGHT, WRONG
+from .tiny_models import tiny_config
 
 # In nats, beside three times the trainer's own error.
 BARS = {"float32": BAR, "bfloat16": 1e-3}
@@ -41,8 +41,13 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "glm4_moe": {"head_dim": 64},
-    "minimax_m2": {"rotary_dim": 32},
-    "deepseek_v2": MLA, "deepseek_v3": MLA, "glm4_moe_lite": MLA, "longcat_flash": MLA,
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "deepseek_v2": MLA,
+    "deepseek_v3": {"topk_method": "noaux_tc", **MLA},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1, **MLA},
+    "longcat_flash": MLA,
+    # vLLM takes the width of MLPs from the hidden size.
+    "falcon": {"ffn_hidden_size": 1024},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 256, **MAMBA},
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 64,
@@ -62,16 +67,6 @@ def sizes_for(name: str) -> dict[str, Any]:
     return {key: value for key, value in SIZES.items() if key in known} | OWN.get(name, {})
 
 
-def beside_trainer(processes: Ranks) -> Callable[[Path], dict[str, Any]]:
-    """Returns what compares the model of a folder, in a process of its own."""
-
-    def compare(folder: Path) -> dict[str, Any]:
-        found: dict[str, Any] = processes.call(sampled, folder, processes.device)
-        return found
-
-    return compare
-
-
 def sampled(folder: Path, device: str) -> dict[str, Any]:
     """Returns how log-probs of vLLM's draws differ from the trainer's; this process has no other engine of vLLM.
 
@@ -85,7 +80,8 @@ def sampled(folder: Path, device: str) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     options: dict[str, Any] = {"device": device, "max_tokens": 4096}
     exact, own = (Local(folder, adamw(1e-2), dtype=each, **options) for each in ("float32", dtype))
-    state = exact.load_pretrained(folder)
+    # Both are built before the engine starts, since vLLM changes classes of transformers in its process.
+    state, _ = (one.load_pretrained(folder) for one in (exact, own))
     more = {} if device == "cpu" else {"engine_kwargs": {"kv_cache_memory_bytes": 2**29}}
     memory: dict[str, Any] = {"slots": 32, "max_length": 256, "gpu_memory_utilization": 0.05, **more}
     engine = Vllm(folder, device=device, dtype=dtype, enforce_eager=True, **memory)

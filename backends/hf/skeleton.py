@@ -242,6 +242,14 @@ class Skeleton(nn.Module):
         """The module that sees images, if the model has one."""
         return None if self.family is None else getattr(self.body, self.family.tower)
 
+    @functools.cached_property
+    def conversions(self) -> list[Any]:
+        """transformers' conversions of names and tensors in the model's files to the model's own."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions: list[Any] = get_model_conversion_mapping(self.model, add_legacy=False)
+        return conversions
+
     @property
     def constants(self) -> dict[str, Tensor]:
         """The folder's values of the buffers that a model's file contains."""

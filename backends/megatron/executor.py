@@ -25,7 +25,7 @@ from verl_fn.backends.megatron.fidelity import check_head, check_same_model, tak
 from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.model import Built, How, build
-from verl_fn.backends.megatron.names import Canonical, conversions_of, for_leaves
+from verl_fn.backends.megatron.names import Canonical, for_leaves
 from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of, sharded_pieces
 from verl_fn.state import Buffers, Key, Params
@@ -89,7 +89,9 @@ class Executor:
         padded = not all(gathered(built.keeps_rows_apart))
         if padded and layout.sizes.cp > 1:
             raise LayoutError(f"{folder}: some layers need padded rows, and ranks cannot share them; set cp to 1")
-        canonical = Canonical(empty.shapes, conversions_of(empty.skeleton), empty.skeleton.constants)
+        # The ones that only rename come first.
+        conversions = sorted(empty.skeleton.conversions, key=lambda one: hasattr(one, "operations"))
+        canonical = Canonical(empty.shapes, conversions, empty.skeleton.constants)
         with layout.active():
             tasks, of_buffers = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
             with agreed():

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.state import Named
 from verl_fn.steps import Chain
@@ -25,14 +24,6 @@ from verl_fn.steps import Chain
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # The tensor of one expert, where the hub's files have one for all experts of a layer.
 _OF_STACK = re.compile(r"(.*)\[(\d+)\]")
-
-
-def conversions_of(skeleton: Skeleton) -> list[Any]:
-    """Returns transformers' conversions of the names in a model's files; the ones that only rename come first."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    every = get_model_conversion_mapping(skeleton.model, add_legacy=False)
-    return sorted(every, key=lambda conversion: hasattr(conversion, "operations"))
 
 
 @attrs.frozen
@@ -62,7 +53,7 @@ class Canonical:
 
     Attributes:
         shapes: every parameter by canonical name, on the meta device.
-        conversions: transformers' conversions of the names in files, of its ``get_model_conversion_mapping``.
+        conversions: transformers' conversions of the names in files; see ``Skeleton.conversions``.
         constants: buffers that the model's files contain, such as the biases of routers.
 
     Example:

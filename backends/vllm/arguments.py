@@ -178,8 +178,8 @@ def engine_arguments(
     config = read_config(folder)
     check_images(config, folder)
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    if heads % tensor_parallel_size:
+    heads = getattr(text, "num_attention_heads", None)  # a model of states only has none
+    if heads and heads % tensor_parallel_size:
         raise ModelError(
             f"{folder} has {heads} attention heads, which "
             f"rollout.tensor_parallel_size={tensor_parallel_size} does not divide"

@@ -144,7 +144,7 @@ class Vllm(Growing):
         check_heads(Path(folder), device)
         _claim_process(self)
         self._engine = started(arguments, device, type(skeleton.model).__name__)
-        self._call("set_up", self.vocab, lora, tuple(skeleton.constants))
+        self._call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
         self._routes = Routes.of(folder, self._call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:

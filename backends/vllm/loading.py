@@ -7,11 +7,13 @@ parameters must be loaded. Where vLLM loads by layers, it counts elements, and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -37,6 +39,7 @@ def load(
     *,
     checked: bool,
     buffers: Collection[str] = (),
+    conversions: Sequence[Any] = (),
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
     """Replaces all weights of vLLM's model.
@@ -47,6 +50,7 @@ def load(
         source: weights under Hugging Face names.
         checked: compare checksums.
         buffers: the names of the tensors that are published in parts.
+        conversions: transformers' conversions of names in files, by which vLLM knows tensors.
         adapters: receives the tensors of adapters, since these are no weights of the model; None without adapters.
 
     Raises:
@@ -59,13 +63,17 @@ def load(
     places = {} if in_layers else _embeddings(model)
     tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
     tensors = ((name, whole_of_parts(t) if name in buffers else t) for name, t in tensors)
+    if adapters is not None:
+        tensors = _without_adapters(tensors, adapters)
     if _stacked(model):
         # vLLM's loader of gpt-oss has the name that its experts had before they became a layer of their own.
         tensors = ((name.replace(".experts.", ".experts.routed_experts."), t) for name, t in tensors)
     else:
-        tensors = (part for name, t in tensors for part in one_by_one(name, t))
+        hf_config = config.hf_config
+        tensors = (part for name, t in tensors for part in in_files(name, t, conversions, hf_config))
     if adapters is not None:
-        tensors = _without_adapters(model, tensors, adapters)
+        renamed = renaming(model)
+        tensors = ((renamed(name), t) for name, t in tensors)
     with torch.no_grad():
         names: set[str] = _load_by_layers(loader, config, tensors) if in_layers else loader.load_weights(tensors)
     if missing := [name for name, _ in model.named_parameters() if name not in names]:
@@ -103,15 +111,14 @@ def _embeddings(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _without_adapters(
-    model: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
+    tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of a model with LoRA layers, and copies the adapters into ``adapters``."""
-    renamed = renaming(model)
     for name, t in tensors:
         if is_adapter(name):
             adapters[name] = t.clone()
         else:
-            yield renamed(name), t
+            yield name, t
 
 
 def _load_by_layers(model: Any, config: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
@@ -223,23 +230,25 @@ def _holds(place: Tensor, spec: TensorSpec) -> bool:
     return place.dtype == spec.dtype and rows >= spec.rows and tuple(rest) == spec.shape[1:]
 
 
-def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Splits stacked experts, since most of vLLM's loaders take them one by one, as matrices.
+def in_files(name: str, tensor: Tensor, conversions: Sequence[Any], config: Any) -> Iterable[tuple[str, Tensor]]:
+    """Returns a tensor, or its parts, under the names that the files of a model have for them.
+
+    Args:
+        name: in transformers' model, whose experts are stacked.
+        tensor: its values.
+        conversions: transformers' conversions of names in files.
+        config: of the model.
 
     Example:
-        >>> [(name, tuple(t.shape)) for name, t in one_by_one("mlp.experts.gate_up_proj", torch.zeros(1, 6, 2))]
-        [('mlp.experts.0.gate_proj.weight', (3, 2)), ('mlp.experts.0.up_proj.weight', (3, 2))]
-        >>> [name for name, _ in one_by_one("norm.weight", torch.zeros(2))]
-        ['norm.weight']
+        >>> from transformers import MixtralConfig
+        >>> from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        >>> of_family = get_checkpoint_conversion_mapping("mixtral"), MixtralConfig()
+        >>> parts = in_files("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(1, 6, 2), *of_family)
+        >>> [(name.removeprefix("model.layers.0."), tuple(t.shape)) for name, t in parts]
+        [('block_sparse_moe.experts.0.w1.weight', (3, 2)), ('block_sparse_moe.experts.0.w3.weight', (3, 2))]
     """
-    experts, _, last = name.rpartition(".")
-    if not experts.endswith(".experts") or tensor.ndim != 3:
-        yield name, tensor
-        return
-    for number, matrix in enumerate(tensor):
-        if last == "gate_up_proj":
-            gate, up = matrix.chunk(2)
-            yield f"{experts}.{number}.gate_proj.weight", gate
-            yield f"{experts}.{number}.up_proj.weight", up
-        else:
-            yield f"{experts}.{number}.{last}.weight", matrix
+    # A prefix is not part of the names that vLLM knows, and a tensor that files join with others stays as it is.
+    kept = [one for one in conversions if not isinstance(one, PrefixChange) and len(one.target_patterns) == 1]
+    if not kept:
+        return [(name, tensor)]
+    return revert_weight_conversion(SimpleNamespace(_weight_conversions=kept, config=config), {name: tensor}).items()

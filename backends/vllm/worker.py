@@ -66,15 +66,19 @@ class Extension:
     device: torch.device
     sleep: Callable[..., None]
 
-    def verl_fn_set_up(self, vocab: int, lora: Lora | None, buffers: Sequence[str]) -> None:
+    def verl_fn_set_up(
+        self, vocab: int, lora: Lora | None, buffers: Sequence[str], conversions: Sequence[Any]
+    ) -> None:
         """Replaces vLLM's sampler, and lets the worker sleep on a GPU that it shares.
 
         Args:
             vocab: the size of the vocabulary.
             lora: the adapters that are published apart from the model; None for a model without them.
             buffers: the names of the tensors that are published in parts.
+            conversions: transformers' conversions of names in files, by which vLLM knows tensors.
         """
-        self._verl_fn_lora, self._verl_fn_buffers = lora, frozenset(buffers)
+        self._verl_fn_lora = lora
+        self._verl_fn_names: dict[str, Any] = {"buffers": frozenset(buffers), "conversions": conversions}
         use_kernel(_kernel)
         runner = self.model_runner
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
@@ -93,15 +97,15 @@ class Extension:
             torch.cuda.synchronize(self.device)
 
     def _verl_fn_load(self, source: WeightSource, checked: bool) -> None:
-        runner, lora, buffers = self.model_runner, self._verl_fn_lora, self._verl_fn_buffers
+        runner, lora, names = self.model_runner, self._verl_fn_lora, self._verl_fn_names
         if lora is None:
-            load(runner.get_model(), runner.model_config, source, checked=checked, buffers=buffers)
+            load(runner.get_model(), runner.model_config, source, checked=checked, **names)
             return
         adapters: dict[str, Tensor] = {}
         if all(is_adapter(spec.name) for spec in source.specs):
             adapters.update((name, t.clone()) for name, t in whole(source, checked=checked))
         else:
-            load(runner.get_model(), runner.model_config, source, checked=checked, buffers=buffers, adapters=adapters)
+            load(runner.get_model(), runner.model_config, source, checked=checked, adapters=adapters, **names)
         install(runner, lora, adapters)
 
     def verl_fn_listen(self, host: str, secret: bytes) -> tuple[str, int]:

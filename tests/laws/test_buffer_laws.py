@@ -9,7 +9,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.backends.weight_sync import in_parts, whole_of_parts
-from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Buffers
 from verl_fn.testing import tiny_batch
 

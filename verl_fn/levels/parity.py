@@ -21,7 +21,6 @@ import torch
 from verl_fn.backends.hf.config import read_config
 from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.families import (
-    BAR,
     ROWS,
     batch_of,
     compared,
@@ -29,6 +28,7 @@ from verl_fn.benchmarks.families import (
     of_layout,
     reference,
 )
+from verl_fn.benchmarks.families_page import BAR
 from verl_fn.benchmarks.first_step_batch import ragged_batch
 from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import RanksFailed

@@ -11,7 +11,7 @@ import attrs
 from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, SPECIALS, char_tokenizer
-from verl_fn.benchmarks.families import random_folder, tiny_like
+from verl_fn.benchmarks.tiny_models import random_folder, tiny_like
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import UsageError
 

@@ -10,7 +10,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import scaling
-from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02

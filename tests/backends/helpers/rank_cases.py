@@ -12,7 +12,7 @@ from verl_fn.backends.fsdp import Fsdp, sharding, torch_private
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE, local_of, sharded
 from verl_fn.backends.local import Local
-from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Grads, Key, Slots, snapshot, tree
 from verl_fn.steps import (
     adamw,

@@ -18,7 +18,7 @@ from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.backends.vllm.arguments import EngineArgumentError
 from verl_fn.backends.vllm.routes import RoutesMissing
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
-from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Buffers, Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
@@ -235,14 +235,14 @@ def ignored_weights():
     """A weight that vLLM does not take is an error, also where its layer has others."""
     from verl_fn.backends.vllm import loading
 
-    made, split = engine(), loading.one_by_one
+    made, split = engine(), loading.in_files
     for ignored, layer in (("model.norm.weight", "model.norm"), ("k_proj.weight", "qkv_proj")):
-        loading.one_by_one = lambda name, t, end=ignored: [] if name.endswith(end) else split(name, t)
+        loading.in_files = lambda name, *args, end=ignored: [] if name.endswith(end) else split(name, *args)
         try:
             with pytest.raises(IncompleteWeights, match=layer):
                 made.publish(3, trainer().weights(params(0)))
         finally:
-            loading.one_by_one = split
+            loading.in_files = split
         with pytest.raises(StaleWeightsError):
             made.generate(requests_for(PROMPTS, Sampling(2), KEY))
     made.publish(4, trainer().weights(params(0)))

@@ -11,8 +11,8 @@ from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.benchmarks import workload
-from verl_fn.benchmarks.families import tiny_folder
 from verl_fn.benchmarks.families_vllm import sampled, sizes_for
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 from verl_fn.testing.rollout_case import RolloutCase

@@ -21,7 +21,9 @@ from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, families_page
-from verl_fn.benchmarks.families import BAR, compare, tiny_folder
+from verl_fn.benchmarks.families import compare
+from verl_fn.benchmarks.families_page import BAR
+from verl_fn.benchmarks.tiny_models import tiny_config, tiny_folder
 from verl_fn.state import Batch, Key, Sampling, requests_for, split_by_tokens, tree
 from verl_fn.state.split import FEE
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
@@ -284,7 +286,7 @@ def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
 
     monkeypatch.setattr(checks.Packing, "of", one_row)
     checks._fits.clear()
-    config = families.tiny_config("qwen3")
+    config = tiny_config("qwen3")
     with pytest.raises(ModelError, match="rows are not computed as each one by itself"):
         fit_of(AutoModelForCausalLM, config, "lm", "folder", "packed")
 

@@ -4,7 +4,8 @@ import pytest
 from megatron_support import MARKS
 from ranks import Ranks
 
-from verl_fn.benchmarks.families import FOR_MEGATRON, ROWS, batch_of, compared, reference, tiny_folder
+from verl_fn.benchmarks.families import FOR_MEGATRON, ROWS, batch_of, compared, reference
+from verl_fn.benchmarks.tiny_models import tiny_folder
 
 pytestmark = MARKS
 # What each has that others have not.

@@ -9,7 +9,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sampler.decoder import PastDecoder, RowDecoder
 from verl_fn.backends.serving import model_of
-from verl_fn.benchmarks.families import tiny_folder
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import sgd
 
