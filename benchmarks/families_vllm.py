@@ -43,9 +43,18 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
     "deepseek_v2": MLA,
-    "deepseek_v3": {"topk_method": "noaux_tc", **MLA},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **MLA},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1, **MLA},
     "longcat_flash": MLA,
+    # Queries grow after so many positions.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    # vLLM has as many heads of keys as of queries here.
+    "phi": {"num_key_value_heads": 4}, "olmo": {"num_key_value_heads": 4},
     # vLLM takes the width of MLPs from the hidden size.
     "falcon": {"ffn_hidden_size": 1024},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 256, **MAMBA},

@@ -198,6 +198,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
+        "hf_overrides": rotary_fields(config),
         **image_arguments(config),
     }
     if device == "cpu":
@@ -210,6 +211,31 @@ def engine_arguments(
         if not enforce_eager and not any(name in engine_kwargs for name in RECORDING):
             arguments |= graph_arguments(slots)
     return arguments | dict(engine_kwargs)
+
+
+def rotary_fields(config: Any) -> dict[str, Any]:
+    """Returns fields of a text model's config that make vLLM scale attention as transformers does.
+
+    Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
+    their position, which Ministral 3 has, under another name. Its models with latent keys read all of it.
+
+    Example:
+        >>> from transformers import Ministral3Config
+        >>> fields = rotary_fields(Ministral3Config())
+        >>> fields["rope_parameters"]["attn_factor"], fields["llama_4_scaling"]
+        (1.0, {'original_max_position_embeddings': 16384, 'beta': 0.1})
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn" or getattr(config, "kv_lora_rank", None):
+        return {}
+    _, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    fields: dict[str, Any] = {"rope_parameters": rope | {"apply_yarn_scaling": False, "attn_factor": scale}}
+    if beta := rope.get("llama_4_scaling_beta"):
+        first = rope["original_max_position_embeddings"]
+        fields["llama_4_scaling"] = {"original_max_position_embeddings": first, "beta": beta}
+    return fields
 
 
 def graph_arguments(slots: int) -> dict[str, Any]:
@@ -309,7 +335,7 @@ def started(arguments: Mapping[str, Any], device: str, model: str) -> Any:
         from .models import register
 
         register()
-        arguments = {**arguments, "hf_overrides": {"architectures": [OWN_MODELS[model]]}}
+        arguments = {**arguments, "hf_overrides": arguments["hf_overrides"] | {"architectures": [OWN_MODELS[model]]}}
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:
