@@ -248,6 +248,44 @@ def ignored_weights():
     made.publish(4, trainer().weights(params(0)))
 
 
+def a_loader_without_a_name():
+    """The values of a weight whose loader is a partial function, as vLLM's MiniMax has them, after it was loaded."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    from verl_fn.backends.vllm import loading
+
+    class Model(torch.nn.Module):
+        def load_weights(self, tensors):
+            for _, t in tensors:
+                self.norm.weight.weight_loader(self.norm.weight, t)
+            return {"norm.weight"}
+
+    model = Model()
+    model.norm = torch.nn.LayerNorm(4, bias=False)
+    model.norm.weight.weight_loader = functools.partial(default_weight_loader)
+    record_metadata_for_reloading(model)
+    loading._load_by_layers(model, mock.Mock(dtype=torch.float32), iter([("norm.weight", torch.full((4,), 3.0))]))
+    return model.norm.weight.tolist()
+
+
+def rotations():
+    """The largest difference between vLLM's cosines and sines for Ministral 3 and transformers'."""
+    from transformers import Ministral3Config
+    from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from verl_fn.backends.vllm.arguments import rotary_fields
+
+    config = Ministral3Config(head_dim=32)
+    with set_current_vllm_config(VllmConfig()):
+        ours = get_rope(32, 64, rope_parameters=rotary_fields(config)["rope_parameters"])
+    cos, sin = Ministral3RotaryEmbedding(config)(torch.zeros(1), torch.arange(64)[None])
+    theirs = torch.cat([cos[0, :, :16], sin[0, :, :16]], -1)
+    return float((ours.cos_sin_cache[:64] - theirs).abs().max())
+
+
 def streams_and_interruptions():
     """A stream gives the same samples; another call ends it; one that is dropped leaves nothing behind."""
     made, asked = engine(), requests_for(PROMPTS, Sampling(20, n=4), KEY)

@@ -83,6 +83,14 @@ def test_case(alone, case):
     alone(case)
 
 
+def test_attention_is_scaled_as_transformers_does(alone):
+    assert alone("rotations") < 1e-5
+
+
+def test_a_weight_whose_loader_has_no_name_is_loaded(alone):
+    assert alone("a_loader_without_a_name") == [3.0] * 4
+
+
 def test_adapters_alone(vllm_python):
     process, call = _process(vllm_python)
     try:
