@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 import attrs
 
 from verl_fn.data.hub import Table, is_set, open_set
-from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, read_blocks
+from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, parsed, read_blocks
 from verl_fn.data.tasks import Problem
 
 Entry: TypeAlias = str | Path | Table
@@ -21,6 +21,9 @@ Entry: TypeAlias = str | Path | Table
 Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 """Makes a row of other columns into one of verl's; None for a row that is not its own."""
 
+
+OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
+"""Columns of objects, which may be strings of JSON."""
 
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
@@ -85,6 +88,7 @@ class Kind:
             rows = block_rows(block, self.columns, unused)
         for number, (place, row) in enumerate(rows, first):
             self.columns.check(place, row)
+            row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():
                 if name not in wanted and value is not None:
                     _check_other(place, name, value)

@@ -162,29 +162,24 @@ def pictures(problem: Problem) -> list[Any]:
     return [_in_rgb(name, opened(name, content)) for name, content in named]
 
 
-def with_marks(place: str, value: Any) -> Any:
-    """Returns messages whose content is text, with a mark for each part that is an image.
+def in_text(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content is text: parts of text one after the other, and a mark for each image.
 
     Args:
-        place: the file, the row and the column, for errors.
-        value: what the column holds; anything but a list of messages is returned as it is.
+        place: the file, the row, the column and the number of the message, for errors.
+        message: content that is no list of parts stays as it is.
 
     Raises:
         DataError: a part is neither text nor an image, or is an image that is not in the column ``images``.
 
     Example:
-        >>> with_marks("a.jsonl", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
-        [{'role': 'user', 'content': '<image>?'}]
+        >>> in_text("", {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]})
+        {'role': 'user', 'content': '<image>?'}
     """
-    if not isinstance(value, list):
-        return value
-    messages = []
-    for i, message in enumerate(value):
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-            texts = [_part(f"{place}: message {i}", part) for part in message["content"]]
-            message = {**message, "content": "".join(texts)}
-        messages.append(message)
-    return messages
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(_part(place, part) for part in content)}
 
 
 def _part(place: str, part: Any) -> str:
