@@ -93,6 +93,9 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
     [
         ("images", [{"bytes": "x", "path": None}], "image 1(: .*x cannot be read| is no image)"),
         ("video_path", "a.mp4", "the column video_path has images"),
+        ("screenshot", "a.png", "the column screenshot has images"),
+        ("system_message", "be brief", "the column system_message is not used, so the model would not see it"),
+        ("available_tools", TOOLS, "the column available_tools is not used.*write JSON schemas in the column tools"),
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
@@ -213,6 +216,12 @@ def test_roles_that_a_template_does_not_know_are_named(tmp_path):
     assert not list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer))
     with pytest.raises(DataError, match="no message of the assistant to learn from; its roles are user, gpt"):
         read_files([jsonl(tmp_path, {"messages": [USER, gpt]})], "answers")
+
+
+def test_a_turn_that_is_a_tool_call_is_not_said_to_be_empty(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    problems = read_files([jsonl(tmp_path, {"messages": [USER, call]})], "answers")
+    assert not list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=True))
 
 
 def test_prompts_that_end_with_the_assistant_are_noticed():

@@ -155,7 +155,8 @@ def strings(value: Any) -> list[str]:
 
 def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags = JSON if _is_json(problem.prompt) else 0
-    flags |= 0 if problem.answer else EMPTY
+    # The turn of a conversation may be a tool call; an empty one is refused.
+    flags |= 0 if problem.answer or getattr(problem, "messages", ()) else EMPTY
     flags |= TOOLS if problem.tools else 0
     flags |= IMAGES if problem.images else 0
     flags |= BEGUN if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant" else 0
