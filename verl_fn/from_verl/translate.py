@@ -198,7 +198,7 @@ def _moves(values: Mapping[str, Any], settings: Settings, count_rows: CountRows)
 def _no_values(
     given: Mapping[str, Any], defaults: Mapping[str, Any], written: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Returns a line for each key that lacks the number that it needs, or is empty as of a variable without a value."""
+    """Returns a line for each key that lacks its number, or is empty, as a variable without a value is."""
     lines = {}
     for key, value in given.items():
         number = key in NUMBERS or _is_number(defaults.get(key))
