@@ -230,6 +230,13 @@ def test_prompts_that_end_with_the_assistant_are_noticed():
     assert len(said) == 1 and said[0].startswith("data.train_files: 1 of 2 prompts end with a turn of the assistant")
 
 
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+def test_an_empty_name_of_a_file_is_named(key):
+    # As of a variable of the shell that is not set.
+    with pytest.raises(DataError, match=rf"data.{key} has an empty name of a file; 'data.{key}=\[\]' names none"):
+        file_data(DataConfig(**{key: ("",)}), char_tokenizer("a"))
+
+
 def test_prompts_of_json_are_noticed():
     problems = [Problem('{"a": 1}', "a", 0), Problem("[1", "a", 1), Problem("a", "a", 2)]
     said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))

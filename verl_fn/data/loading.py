@@ -170,6 +170,8 @@ def converters(table: DataConfig) -> tuple[Convert, ...]:
 def _check_files(table: DataConfig) -> None:
     for key in ("train_files", "val_files"):
         for entry in getattr(table, key):
+            if not str(entry).strip():
+                raise DataError(f"data.{key} has an empty name of a file; 'data.{key}=[]' names none")
             if Path(str(entry)).suffix in SUFFIXES and not Path(entry).expanduser().is_file():
                 raise DataError(f"data.{key}: {entry}: there is no such file")
 
