@@ -190,8 +190,7 @@ def new_model(
         The folder.
 
     Raises:
-        ModelError: there is no such architecture, it has no such field, its sizes do not fit together, or the folder
-            cannot be written.
+        ModelError: there is no such architecture or field, sizes do not fit together, or the folder cannot be written.
     """
     from safetensors import SafetensorError
 
