@@ -190,7 +190,7 @@ def new_model(
         The folder.
 
     Raises:
-        ModelError: there is no such architecture or field, sizes do not fit together, or the folder cannot be written.
+        ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
     """
     from safetensors import SafetensorError
 

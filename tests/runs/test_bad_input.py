@@ -52,7 +52,7 @@ def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
     assert "no tokenizer that can be read" in refused(*start(bare, tmp_path / "run"))
     odd = shutil.copytree(tiny, tmp_path / "odd")
     (odd / "config.json").write_text(json.dumps({"model_type": "abacus"}))
-    assert "config.json cannot be read" in refused(*start(odd, tmp_path / "run"))
+    assert "config.json has the model type 'abacus': transformers" in refused(*start(odd, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("check", [(), ("--check",)], ids=["run", "check"])
