@@ -107,8 +107,16 @@ def read_config(folder: str | Path) -> Any:
             f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
             "give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME --out FOLDER writes"
         )
-    _check_modules(read_json(Path(folder) / "config.json"), folder)
+    table = read_json(Path(folder) / "config.json")
+    _check_modules(table, folder)
     only_transformers()
+    kind = table.get("model_type")
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        own = " and Python code of a model's folder (auto_map) is never run," if "auto_map" in table else ""
+        raise ModelError(
+            f"{folder}/config.json has the model type {kind!r}: transformers {transformers.__version__} has no such "
+            f"family,{own} so the model cannot be built; take a model of a family in docs/families.md"
+        )
     with refused(f"{folder}/config.json cannot be read"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         _check(config, folder)

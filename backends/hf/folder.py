@@ -335,6 +335,14 @@ def _refusals(folder: str | Path) -> Iterator[None]:
             # The rest of the message refers to a report that is not shown.
             why = reason(error).partition(" For details")[0]
             raise ModelError(f"{folder}: its weights cannot be converted for this model: {why}") from error
+        except ImportError as error:
+            quantized = read_json(Path(folder) / "config.json").get("quantization_config")
+            if not quantized:
+                raise
+            raise ModelError(
+                f"{folder}: its weights are quantized ({quantized.get('quant_method')}), and transformers does not "
+                f"turn them back into whole ones here ({reason(error)}); take the checkpoint with whole weights"
+            ) from error
 
 
 def _prepared(

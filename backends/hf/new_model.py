@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
 from verl_fn.backends.hf.processor import image_processor_class
 from verl_fn.backends.hf.vision import FAMILIES, GRIDS, PIXEL_MASKS
-from verl_fn.errors import closest, install
+from verl_fn.errors import closest, did_you_mean, install
 
 # The tokens of images in real tokenizers, by the field of the config that has their ids.
 QWEN = {
@@ -155,6 +155,10 @@ def char_tokenizer(chars: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
 
 
+# transformers reads the first one and writes it otherwise; the other is given to all architectures.
+EVERYWHERE = ("rope_theta", "head_dim")
+
+
 def new_model(
     folder: str | Path,
     *,
@@ -186,7 +190,7 @@ def new_model(
         The folder.
 
     Raises:
-        ModelError: there is no such architecture, its sizes do not fit together, or the folder cannot be written.
+        ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
     """
     from safetensors import SafetensorError
 
@@ -204,7 +208,7 @@ def new_model(
         **overrides,
     }
     seen = (add_image_tokens(tokenizer, arch), image_size) if sees else None
-    model = _random_model(arch, fields, tokenizer, seed, seen)
+    model = _random_model(arch, fields, tokenizer, seed, seen, list(overrides))
     folder = Path(folder)
     try:
         with quiet(), replaced_folder(folder) as aside:
@@ -218,9 +222,23 @@ def new_model(
 
 
 def _random_model(
-    arch: str, fields: dict[str, Any], tokenizer: Any, seed: int, seen: tuple[dict[str, int], int] | None
+    arch: str,
+    fields: dict[str, Any],
+    tokenizer: Any,
+    seed: int,
+    seen: tuple[dict[str, int], int] | None,
+    named: Sequence[str],
 ) -> Any:
-    """Returns the model; ``seen`` are the tokens of images and their size, of a model with images."""
+    """Returns the model.
+
+    Args:
+        arch: its model type.
+        fields: of its config.
+        tokenizer: its tokenizer.
+        seed: of its weights.
+        seen: the tokens of images and their size, of a model with images.
+        named: the fields that the architecture must have.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -236,6 +254,7 @@ def _random_model(
         whole = {**ends, **sizes, **fields}
         if seen is not None:
             whole = vision_fields(arch, whole, *seen)
+        _check_fields(arch, named)
         config = AutoConfig.for_model(arch, **whole)
         for name, value in config.to_dict().items():
             # A pure step has no dropout, but some architectures set it by default.
@@ -253,6 +272,18 @@ def _random_model(
         raise ModelError(
             f"transformers makes no {arch} of these fields: {type(error).__name__}: {why:.200}"
         ) from error
+
+
+def _check_fields(arch: str, names: Sequence[str]) -> None:
+    """Raises an error for a field that configs of an architecture do not have; transformers would keep it unread."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(arch)
+    text = config.get_text_config()
+    for name in names:
+        if not (hasattr(config, name) or hasattr(text, name) or name in EVERYWHERE):
+            hint = did_you_mean(name, text.to_dict())
+            raise ModelError(f"the config of {arch} has no field {name}, so it would have no effect{hint}")
 
 
 def with_served_heads(fields: Mapping[str, Any]) -> dict[str, Any]:

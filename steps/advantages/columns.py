@@ -156,7 +156,7 @@ def _cells(batch: Batch) -> tuple[Tensor, Tensor, int]:
     """Returns the row and the column of each response token in the table, and the number of columns."""
     mask = batch["response_mask"].bool()
     counts = batch.sum_rows(mask.long())
-    width = int(counts.max())
+    width = int(counts.max()) if len(counts) else 0
     row = batch.row_ids[mask]
     nth = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     return row, width - counts[row] + nth, width

@@ -185,7 +185,7 @@ def _estimate(
     # Returns are taken relative to one number per group, so that equal rewards give exactly 0.
     group_of = batch.spread(groups.of)[mask]
     gap = (returns - batch.spread(groups.mean(scores)))[mask]
-    width = int(torch.where(mask, steps, 0).max()) + 1
+    width = int(torch.where(mask, steps, 0).max()) + 1 if len(steps) else 0
     cell = group_of * width + steps[mask]
 
     def total(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

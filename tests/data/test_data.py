@@ -236,17 +236,22 @@ def test_columns_that_are_not_there(tmp_path, change, message):
         (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
         (row([{"role": "user", "content": [{"type": "image"}]}]), "message 0 of prompt has parts of the type image"),
         (
-            row([{"role": "user", "content": [{"type": "text"}]}]),
-            "message 0 of prompt has a list of parts as content",
+            row([{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]),
+            "message 0 of prompt has a part .*parts are of the type text or image",
         ),
         (row("<image>Find x."), "prompt has the mark <image> of an image"),
         (row([{"role": "user", "content": "a", "images": ["b"]}]), "message 0 of prompt has the field images"),
         (row('[{"role": "user", "content": "a"}]'), "prompt is a string that holds messages as JSON"),
         (row("ab", None), "reward_model has no ground_truth"),
         (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
-        (row(reward_model="rule"), "reward_model has no ground_truth"),
+        (row(reward_model="rule"), "reward_model must be an object with a ground_truth, not 'rule'"),
+        (
+            row([{"role": "user", "content": "a"}, {"role": "system", "content": None}]),
+            "prompt must be .* not {'role': 'system', 'content': None",
+        ),
         (row(data_source=None), "data_source must be a string, not None"),
-        (row(extra_info="{}"), "extra_info must map names to values"),
+        (row(extra_info="[]"), "extra_info must map names to values"),
+        (row(chat_template_kwargs="off"), "chat_template_kwargs must map names to values"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, bad, message):

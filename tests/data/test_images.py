@@ -15,7 +15,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.data.encoded import Encoder
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import encode_prompts, prompt_lengths
-from verl_fn.data.images import FromFile, images_in
+from verl_fn.data.images import FromFile, images_in, pictures
 from verl_fn.data.loading import read_files
 from verl_fn.data.notices import traits_of
 from verl_fn.data.prepare import ALPHABET, prepare_squares
@@ -73,6 +73,65 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path, tokenizer):
     rows = [pack_examples([Problem("<image>?", "a", images=images)], tokenizer, 2) for images in found]
     assert all(torch.equal(one["pixels"], rows[0]["pixels"]) for one in rows)
     assert images_in("rows.jsonl, line 1", {"images": [], "image": None}) == ()
+
+
+def written(image, kind="PNG", **more):
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def seen(form):
+    images = images_in("rows.jsonl, line 1", {"images": [form]})
+    return np.asarray(pictures(Problem("<image>?", "a", images=images))[0])
+
+
+def test_a_picture_is_what_a_viewer_shows():
+    exif = Image.Exif()
+    exif[274] = 6  # turn it by 90 degrees
+    turned = np.rot90(np.asarray(picture(shape=(32, 48))), -1)
+    lying = picture(shape=(32, 48))
+    assert (seen(written(lying, exif=exif)) == turned).all()
+    assert (seen(Image.open(io.BytesIO(written(lying, exif=exif)))) == turned).all()
+    # Black strokes on nothing are not a black square.
+    drawing = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    drawing.putpixel((1, 2), (0, 0, 0, 255))
+    white = np.full((4, 4, 3), 255)
+    white[2, 1] = 0
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([9, 9, 9, 0, 0, 0])
+    palette.putpixel((1, 2), 1)
+    forms = [
+        drawing,
+        written(drawing),
+        written(drawing.convert("LA")),
+        written(palette, transparency=0),
+        np.array(drawing),
+    ]
+    assert all((seen(form) == white).all() for form in forms)
+    assert (seen(torch.from_numpy(np.asarray(lying).copy())) == np.asarray(lying)).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (lambda: written(Image.fromarray(np.full((4, 4), 4095, np.uint16))), "16 bits or more.*I;16"),
+        (lambda: np.full((4, 4), 300, np.uint16), "16 bits or more"),
+        (lambda: np.full((4, 4), 0.5, np.float32), "or fractions"),
+        (lambda: written(picture(), "GIF", save_all=True, append_images=[picture(1)]), "2 frames"),
+        (lambda: written(picture(), "WEBP", save_all=True, append_images=[picture(1)]), "2 frames"),
+        (lambda: written(picture(), "TIFF", save_all=True, append_images=[picture(1)]), "2 frames or pages"),
+        (lambda: Image.new("RGB", (0, 5)), "no pixels: it is 0 x 5"),
+        (lambda: np.zeros((0, 5, 3), np.uint8), "no pixels"),
+        (lambda: Image.open(io.BytesIO(written(picture(), "JPEG")[:-200])), "image 1 is damaged"),
+        (lambda: "a\x00b", "cannot be read: embedded null"),
+        (lambda: "iVBORw0KGgo" * 99, "^.{0,300} cannot be read: File name too long"),
+        (lambda: torch.zeros(3, 8, 9, dtype=torch.uint8), "write height x width x 3"),
+    ],
+)
+def test_pictures_that_would_be_seen_otherwise_are_refused(form, says):
+    with pytest.raises(DataError, match=says):
+        seen(form())
 
 
 def test_marks_and_parts_are_the_same_prompt(tmp_path, tokenizer):

@@ -12,7 +12,8 @@ from huggingface_hub import constants
 from run_configs import tiny_run
 
 from verl_fn.config import ConfigError, load
-from verl_fn.data.converters import gsm8k, math
+from verl_fn.data.columns import learned_turns
+from verl_fn.data.converters import gsm8k, math, sharegpt
 from verl_fn.data.hub import HubError, open_set, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
@@ -265,3 +266,30 @@ def test_functions_of_the_config(tmp_path, tiny):
     entry = f"hub:datasets/me/sums@{COMMIT}#main/train"
     plan = tiny_run(tiny, tmp_path / "run", f"data.train_files=['{entry}', 'sets/a#train']")
     assert plan.data.train_files[0] == entry and plan.data.train_files[1].endswith("/sets/a#train")
+
+
+def test_conversations_of_sharegpt(tmp_path):
+    tools = [{"name": "add", "parameters": {"type": "object"}}]
+    call = {"name": "add", "arguments": {"a": 2}}
+    turns = [
+        {"from": "human", "value": "2+3?"}, {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "5"}, {"from": "gpt", "value": "5", "weight": 0},
+        {"role": "user", "content": "Sure?"}, {"from": "GPT", "value": "Yes"},
+    ]  # fmt: skip
+    rows = [{"conversations": turns, "system": "Add.", "tools": json.dumps(tools)}]
+    rows.append({"conversations": json.dumps([{"from": "system", "value": "Add."}, *turns]), "system": "Add."})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_files([tmp_path / "a.jsonl"], "answers", convert=[sharegpt])
+    assert first.messages == second.messages and first.tools == tuple(tools)
+    roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in first.messages] == roles
+    assert first.messages[2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert learned_turns(first.messages) == [2, 6]
+    assert sharegpt({"text": "a"}) is None
+    unusable = ({"from": "narrator", "value": "a"}, "narrator"), (turns[1] | {"value": "add"}, "no object of JSON")
+    for turn, said in unusable:
+        with pytest.raises(ValueError, match=said):
+            sharegpt({"conversations": [turn]})
+    # Whoever has such rows is told of the function.
+    with pytest.raises(DataError, match=r"or messages, or prompt and completion .*converters:sharegpt"):
+        read_files([tmp_path / "a.jsonl"], "answers")

@@ -1,6 +1,7 @@
 """What a user wrote: columns and fields that are used, reported as unused, or refused."""
 
 import json
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.notices import notices, of_template, traits_of
@@ -91,10 +93,13 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
     [
         ("images", [{"bytes": "x", "path": None}], "image 1(: .*x cannot be read| is no image)"),
         ("video_path", "a.mp4", "the column video_path has images"),
+        ("screenshot", "a.png", "the column screenshot has images"),
+        ("system_message", "be brief", "the column system_message is not used, so the model would not see it"),
+        ("available_tools", TOOLS, "the column available_tools is not used.*write JSON schemas in the column tools"),
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
-        ("tools", "nothing", "tools is a string that is not JSON"),
+        ("tools", "nothing", "tools must be a list of JSON schemas, not 'nothing'"),
         ("tools", [3], "tools must be a list of JSON schemas"),
     ],
 )
@@ -125,6 +130,111 @@ def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_pa
     assert next(of_template(traits_of(prompts, tokenizer), DataConfig(), tokenizer)).endswith(
         "see them: weight (1 rows)"
     )
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_objects_may_be_strings_of_json(write, tmp_path):
+    row = {"data_source": "x", "prompt": [USER], "reward_model": {"ground_truth": 7.0, "note": "n"}}
+    row |= {"extra_info": {"n": [1]}, "chat_template_kwargs": {"a": False}, "tools": TOOLS, "ability": "sums"}
+    objects = ("reward_model", "extra_info", "chat_template_kwargs", "tools")
+    unused = Counter()
+    texts = row | {name: json.dumps(row[name]) for name in objects}
+    (problem,) = read_files([write(tmp_path, texts)], "samples", unused=unused)
+    assert problem.answer == "7" and problem.tools == tuple(TOOLS)
+    assert problem.extra_info == {"ability": "sums", "n": [1]} and problem.chat_template_kwargs == {"a": False}
+    assert unused == {"reward_model.note": 1}
+    (none,) = read_files([write(tmp_path, texts | {"tools": "null", "extra_info": "null"})], "samples")
+    assert none.tools == () and none.extra_info == {"ability": "sums"}
+
+
+def test_parts_of_text_are_text_also_without_images(tmp_path):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]}
+    (problem,) = read_files([jsonl(tmp_path, row)], "answers")
+    assert [message["content"] for message in problem.messages] == ["ab", "a"]
+
+
+CALLING = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ c.function.arguments if quiet else c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<eos>' if m.role == 'assistant' else '' }}{% endfor %}"
+)
+
+
+def rendered(folder, message, **more):
+    tokenizer = char_tokenizer('abcf{}\\"1: ,')
+    tokenizer.chat_template = CALLING
+    problems = read_files([jsonl(folder, {"messages": [USER, message, USER, SAID]} | more)], "answers")
+    return tokenizer.decode(encode_examples(problems, tokenizer, tokenizer.eos_token_id)[0][0])
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["{", '{"function": {}}', {"function": {"name": "f"}}, ["f"], [None], [{"id": "7"}], True,
+     [{"function": {"name": "f", "arguments": [1]}}], [{"function": "f"}], [{"function": {"name": 3}}]],
+)  # fmt: skip
+def test_tool_calls_that_are_no_calls_are_named(calls, tmp_path):
+    with pytest.raises(DataError, match="line 1: message 1 of messages: tool_calls must be a list of objects"):
+        rendered(tmp_path, SAID | {"tool_calls": calls})
+
+
+def test_arguments_of_calls_are_never_learned_in_quotes(tmp_path):
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    for calls in ([call], json.dumps([call])):
+        assert rendered(tmp_path, SAID | {"tool_calls": calls}) == 'abf{"a": 1}<eos>ab<eos>'
+    text = SAID | {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+    with pytest.raises(DataError, match="writes the arguments of a call in message 1 as a string in quotes"):
+        rendered(tmp_path, text)
+    # A template may take care of strings.
+    assert rendered(tmp_path, text, chat_template_kwargs={"quiet": True}) == 'abf{"a": 1}<eos>ab<eos>'
+
+
+@pytest.mark.parametrize("name", ["function_call", "tools", "functions"])
+def test_what_belongs_elsewhere_is_not_dropped(name, tmp_path):
+    for place, message in ((0, USER), (1, SAID)):
+        rows = [USER, SAID]
+        rows[place] = message | {name: [{"name": "f"}]}
+        tokenizer = char_tokenizer("abc\n")
+        # It names the field, and shows none of a message.
+        tokenizer.chat_template = CHAT_TEMPLATE + f"{{# {name} #}}"
+        problems = read_files([jsonl(tmp_path, {"messages": rows})], "answers")
+        with pytest.raises(DataError, match=rf"leaves out {name} of message {place}.*belongs into"):
+            encode_examples(problems, tokenizer, tokenizer.eos_token_id)
+
+
+def test_roles_that_a_template_does_not_know_are_named(tmp_path):
+    gpt = {"role": "gpt", "content": "c"}
+    rows = [{"messages": [USER, gpt, USER, SAID]}, {"messages": [USER, SAID]}]
+    tokenizer = char_tokenizer("abc\n")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    problems = read_files([jsonl(tmp_path, *rows)], "answers")
+    said = list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer))
+    assert len(said) == 1 and said[0].startswith(
+        "messages have roles that the chat template does not name: gpt (1 rows)"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# 'gpt' #}"
+    assert not list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer))
+    with pytest.raises(DataError, match="no message of the assistant to learn from; its roles are user, gpt"):
+        read_files([jsonl(tmp_path, {"messages": [USER, gpt]})], "answers")
+
+
+def test_a_turn_that_is_a_tool_call_is_not_said_to_be_empty(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    problems = read_files([jsonl(tmp_path, {"messages": [USER, call]})], "answers")
+    assert not list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=True))
+
+
+def test_prompts_that_end_with_the_assistant_are_noticed():
+    problems = [Problem((USER, SAID), "a", 0), Problem((USER,), "a", 1)]
+    said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))
+    assert len(said) == 1 and said[0].startswith("data.train_files: 1 of 2 prompts end with a turn of the assistant")
+
+
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+def test_an_empty_name_of_a_file_is_named(key):
+    # As of a variable of the shell that is not set.
+    with pytest.raises(DataError, match=rf"data.{key} has an empty name of a file; 'data.{key}=\[\]' names none"):
+        file_data(DataConfig(**{key: ("",)}), char_tokenizer("a"))
 
 
 def test_prompts_of_json_are_noticed():

@@ -298,10 +298,18 @@ def test_a_yaml_file_with_references_and_overrides(tmp_path, monkeypatch):
     assert translation.complete and translation.without_effect["it names a class of verl"]
     assert (cfg.trainer.dir, cfg.model.path, cfg.rollout.n) == ("out/p/f", "/models/m", 3)
     assert cfg.algorithm.options.ppo_epochs == 2 and cfg.actor.optim.lr == 1e-5
+    kept = ["hydra.run.dir=${nothing}", "trainer.experiment_name=e${now:%%}", "data.seed=${oc.select:data.nothing,7}"]
+    values = read_settings(kept).values
+    assert (values["trainer.experiment_name"], values["data.seed"]) == ("e%", 7)
     for words, said in (
         (["nowhere.yaml"], "cannot be read"),
         (["nonsense"], "neither a setting"),
         (["model.path=$HOME/x"], "shell variable"),
+        # verl's default would take the place of each of these, without a word.
+        (["actor_rollout_ref.actor.optim.lr=${LR}"], r"optim.lr has \$\{LR\}, .* write the value itself"),
+        (["data.train_files=${oc.env:NOWHERE}/a.parquet"], "train_files has .*oc.env:NOWHERE"),
+        (["data.train_batch_size=${oc.eval:4*8}"], "train_batch_size has"),
+        (["critic.optim=${actor_rollout_ref.actor.optim}"], "critic.optim has"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_settings(words)

@@ -205,3 +205,28 @@ def test_words_have_the_values_that_hydra_gives_them(word, value):
 def test_references_reach_verls_own_defaults():
     values = read_settings(["trainer.default_local_dir=/x/${trainer.experiment_name}/${oc.select:a.b,7}"]).values
     assert values == {"trainer.default_local_dir": "/x/gsm8k/7"}
+
+
+def test_variables_of_files_that_a_script_reads_are_its_own(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = "\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=${MODEL:-/other} data.seed=${SEED:-1}\n"
+    (tmp_path / "examples").mkdir()
+    for name in ("examples/settings.sh", ".env"):
+        (tmp_path / name).write_text("export MODEL=/mine\nSEED=7\n")
+    (tmp_path / "activate").write_text("SEED=9\n")
+    here = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"; '
+    for read in ('. "$(dirname "$0")/settings.sh"', "set -e; source .env", here + 'source "$HERE/settings.sh"'):
+        assert read_settings([script(read + start)]).values == {
+            "actor_rollout_ref.model.path": "/mine",
+            "data.seed": 7,
+        }, read
+    for read in ("set -e; source ./activate", "source ./no_such_file", "source /etc/profile; source ~/.bashrc"):
+        assert read_settings([script(read + start)]).values["data.seed"] == 1, read
+
+
+def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
+    start = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$MODEL data.seed=$SEED trainer.total_epochs=1"
+    )
+    said = translate(read_settings([script(start)])).report()
+    assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said

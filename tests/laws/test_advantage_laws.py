@@ -71,6 +71,12 @@ def test_built_in_estimator(name, key, rows):
     check_advantage(estimator, tiny_batch(key, rows=rows), equal_rewards=name not in TAILED, key=key)
 
 
+@pytest.mark.parametrize("name", [*ESTIMATORS, *TAILED])
+def test_no_rows_have_no_advantages(name):
+    none = tiny_batch(Key.from_seed(0), rows=2).take(torch.tensor([], dtype=torch.long))
+    assert len((ESTIMATORS | TAILED)[name](none)["advantages"]) == 0
+
+
 @pytest.mark.parametrize("name", TAILED)
 def test_a_tail_without_a_baseline_breaks_the_law_of_equal_rewards(name):
     with pytest.raises(LawViolation, match="if all rewards of a group are"):

@@ -52,7 +52,7 @@ def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
     assert "no tokenizer that can be read" in refused(*start(bare, tmp_path / "run"))
     odd = shutil.copytree(tiny, tmp_path / "odd")
     (odd / "config.json").write_text(json.dumps({"model_type": "abacus"}))
-    assert "config.json cannot be read" in refused(*start(odd, tmp_path / "run"))
+    assert "config.json has the model type 'abacus': transformers" in refused(*start(odd, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("check", [(), ("--check",)], ids=["run", "check"])
@@ -321,6 +321,9 @@ def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
     with pytest.raises(ModelError, match="it must be even"):
         new_model(tmp_path / "m", chars="ab", hidden_size=4)
     assert len(new("intermediate_size=-3")) < 300
+    assert "qwen3 has no field num_layers, so it would have no effect; did you mean num_hidden_layers?" in new(
+        "num_layers=3"
+    )
     assert "--chars is empty" in new("--chars", "")
     assert "--chars has 'b' twice" in new("--chars", "abcb")
     assert not (tmp_path / "m").exists()

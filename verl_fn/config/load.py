@@ -293,12 +293,13 @@ def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -
 
     Raises:
         ConfigError: an override does not have the form ``key=value``, or its value is not a list where one is
-            expected.
+            expected, or is a word of Python's or YAML's in a table of any values.
     """
     for override in overrides:
         key, _, string = split_override(override)
-        value = _value(key, string, kind_of(key))
         *path, name = key.split(".")
+        free = any(_is_mapping(kind_of(".".join(path[:end]))) for end in range(1, len(path) + 1))
+        value = _value(key, string, kind_of(key), free=free)
         inner = table
         for part in path:
             inner = inner.setdefault(part, {})
@@ -324,7 +325,7 @@ def split_override(override: str) -> tuple[str, str, str]:
     return key.strip(), equals, value
 
 
-def _value(key: str, string: str, kind: Any) -> Any:
+def _value(key: str, string: str, kind: Any, *, free: bool = False) -> Any:
     """Parses the value of an override as TOML; returns the string itself if it is not TOML.
 
     An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
@@ -340,11 +341,31 @@ def _value(key: str, string: str, kind: Any) -> Any:
                 f"{key}: {string} is not a list; strings in it need quotes, which the shell removes "
                 f"unless the whole argument is quoted as well: '{key}=[\"...\"]'"
             ) from None
+        if free and _is_like_a_value(string):
+            # As a text, even "False" would be true in Python and in templates.
+            raise ConfigError(
+                f"{key}: {string} is no value of TOML and would be a text; write true, false, a number such as 0.5 "
+                f'or a list such as ["a"], leave the key out for none, or quote the text: \'{key}="{string}"\''
+            ) from None
         return string
     # A folder may have a name that TOML reads as a date or a number, such as 2027-01-05 or 7.
     if kind in (str, str | None, tuple[str, ...]) and not isinstance(value, (str, list, dict)):
         return string.strip()
     return value
+
+
+def _is_like_a_value(string: str) -> bool:
+    """Returns whether a string is a value in Python, YAML or JSON that TOML writes otherwise.
+
+    Example:
+        >>> [_is_like_a_value(string) for string in ("False", "None", ".5", "[a, b]", "a.b")]
+        [True, True, True, True, False]
+    """
+    word = string.strip().lower()
+    try:
+        return word in _WORDS or word.startswith(("[", "{")) or float(word) is not None
+    except ValueError:
+        return False
 
 
 def structured(table: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
@@ -439,6 +460,7 @@ def _is_mapping(hint: Any) -> bool:
     return origin is Mapping
 
 
+_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "~")
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.entries import is_filled, is_media
-from verl_fn.data.images import COLUMNS, check_marks, images_in, with_marks
-from verl_fn.data.rows import DataError, Inexact, Row
+from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
+from verl_fn.data.rows import DataError, Inexact, Row, parsed
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -60,26 +60,25 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
             check_marks(place, column, value, images)
         _check_marks(place, value.replace(MARK, "") if images else value, column)
         return value
-    if images:
-        value = with_marks(f"{place}: {column}", value)
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
-        for i, message in enumerate(value):
-            _check_parts(f"{place}: message {i} of {column}", message, images)
+        places = [f"{place}: message {i} of {column}" for i in range(len(value))]
+        for name, message in zip(places, value, strict=True):
+            _check_media(name, message, images)
+        value = [in_text(name, message) for name, message in zip(places, value, strict=True)]
         if all(map(_is_message, value)):
-            messages = [
-                {key: inner for key, inner in message.items() if key != "tool_calls" or inner}
-                for message in without_nulls(value)
-            ]
+            messages = [_with_calls(*one) for one in zip(places, without_nulls(value), strict=True)]
             # Templates look at the content of every message. Only tool calls can be without.
-            whole = tuple(m if "content" in m else m | {"content": None} for m in messages)
+            whole = tuple(m if "content" in m else {**m, "content": None} for m in messages)
             if images:
                 check_marks(place, column, whole, images)
             return whole
     if value in ("", []):
         raise DataError(f"{place}: {column} is empty")
+    some = value if isinstance(value, list) else [value]
+    bad = next(one for one in some if not (isinstance(one, Mapping) and _is_message(one)))
     raise DataError(
         f"{place}: {column} must be a string or a list of messages with strings as role and content (an "
-        f"assistant's message with tool_calls needs no content), not {value!r:.80}"
+        f"assistant's message with tool_calls needs no content), not {bad!r:.80}"
     )
 
 
@@ -119,14 +118,11 @@ def tools_of(place: str, row: Row) -> Messages:
     """
     if not (tools := row.get("tools")):
         return ()
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: tools is a string that is not JSON ({error}): {tools!r:.80}") from error
+    if (tools := parsed(tools)) is None:
+        return ()
     if isinstance(tools, list):
         # Schemas of different shapes cannot share a Parquet column unless each is a string.
-        tools = [_json_or(tool) if isinstance(tool, str) else tool for tool in tools]
+        tools = list(map(parsed, tools))
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{place}: tools must be a list of JSON schemas, not {tools!r:.80}")
     return tuple(without_nulls(tools))
@@ -156,19 +152,23 @@ def check_turns(place: str, messages: Messages, column: str) -> None:
     Example:
         >>> check_turns("a.jsonl, line 1", ({"role": "user", "content": "2+2?"},), "messages")
         Traceback (most recent call last):
-        verl_fn.data.rows.DataError: a.jsonl, line 1: messages has no message of the assistant to learn from
+        verl_fn.data.rows.DataError: a.jsonl, line 1: messages has no message of the assistant to learn from; its
+        roles are user
     """
     for i, message in enumerate(messages):
         _check_weights(f"{place}: message {i} of {column}", message)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{place}: {column} has no message of the assistant to learn from")
+        raise DataError(
+            f"{place}: {column} has no message of the assistant to learn from; its roles are "
+            + ", ".join(dict.fromkeys(message["role"] for message in messages))
+        )
     turns = learned_turns(messages)
     if not turns:
         raise DataError(
             f"{place}: {column} has no turn of the assistant that is not marked as excluded from learning"
         )
     for i in turns:
-        if not messages[i]["content"] and not messages[i].get("tool_calls"):
+        if not (messages[i]["content"] or "").strip() and not messages[i].get("tool_calls"):
             raise DataError(
                 f"{place}: message {i} of {column} is a turn of the assistant without content; write what the model "
                 "shall learn to say, or remove the message"
@@ -181,7 +181,9 @@ def ground_truth_of(place: str, reward_model: Any) -> str:
     Raises:
         DataError: there is none, or it has a type that cannot be used.
     """
-    value = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if not isinstance(reward_model, Mapping):
+        raise DataError(f"{place}: reward_model must be an object with a ground_truth, not {reward_model!r:.80}")
+    value = reward_model.get("ground_truth")
     if value is None:
         raise DataError(f"{place}: reward_model has no ground_truth")
     try:
@@ -318,14 +320,36 @@ def _is_message(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get("content"), str) or (calls and value.get("content") is None)
 
 
-def _check_parts(place: str, message: Mapping[str, Any], images: int) -> None:
+def _with_calls(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with its tool calls as objects, also of a string of JSON; without the key if there are none.
+
+    Raises:
+        DataError: they are no calls of functions.
+    """
+    calls = without_nulls(parsed(message.get("tool_calls")))
+    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        raise DataError(
+            f"{place}: tool_calls must be a list of objects with the name of a function and its arguments, an object "
+            f"or a string, not {calls!r:.80}"
+        )
+    rest = {key: inner for key, inner in message.items() if key != "tool_calls"}
+    return rest | {"tool_calls": calls} if calls else rest
+
+
+def _is_call(call: Any) -> bool:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        return False
+    return isinstance(inner.get("arguments", ""), str | Mapping)
+
+
+def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and not images:
         kinds = {str(part.get("type", "")) for part in content if isinstance(part, Mapping)}
         keys = {key for part in content if isinstance(part, Mapping) for key, inner in part.items() if inner}
         if any(map(is_media, (*kinds, *keys))):
             raise DataError(f"{place} has parts of the type {', '.join(sorted(kinds))}; {_NO_MEDIA}")
-        raise DataError(f"{place} has a list of parts as content; write their text as one string")
     for key, value in message.items():
         if is_media(key) and is_filled(value):
             raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
@@ -357,10 +381,3 @@ def _check_weights(place: str, message: Mapping[str, Any]) -> None:
                 f"{place} is marked with {name} {value!r}, and only what the assistant says is learned; remove the "
                 f"mark from messages of the role {message['role']}"
             )
-
-
-def _json_or(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -6,12 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from verl_fn.data.rows import parsed
 from verl_fn.data.tasks import GSM8K
 from verl_fn.scores import boxed
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "bing", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""The roles of the speakers of ``sharegpt``."""
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -67,6 +75,46 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return _row(
         MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, {k: v for k, v in row.items() if k != "problem"}
     )
+
+
+def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Converts a row with ``conversations``, whose turns have ``from`` and ``value``, to ``messages``.
+
+    A column ``system`` becomes the first message, and a turn of ``function_call`` holds calls as JSON. Other columns,
+    and other fields of turns, stay as they are.
+
+    Raises:
+        ValueError: a turn is of an unknown speaker, or a call is no object of JSON.
+
+    Example:
+        >>> turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
+        >>> [message["role"] for message in sharegpt({"conversations": turns, "system": "Add."})["messages"]]
+        ['system', 'user', 'assistant']
+    """
+    if "conversations" not in row:
+        return None
+    messages = [_message(turn) for turn in parsed(row["conversations"])]
+    system = {"role": "system", "content": row.get("system")}
+    if system["content"] and system not in messages[:1]:
+        messages.insert(0, system)
+    return {name: value for name, value in row.items() if name not in ("conversations", "system")} | {
+        "messages": messages
+    }
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role = SHAREGPT.get(str(speaker).lower())
+    if role is None:
+        raise ValueError(f"a turn is of {speaker!r}, and the known speakers are {', '.join(SHAREGPT)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
+    if speaker != "function_call":
+        return {"role": role, "content": text} | others
+    calls = parsed(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"a turn of function_call is no object of JSON: {text!r:.80}")
+    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]} | others
 
 
 def _row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:

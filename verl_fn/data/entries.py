@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 import attrs
 
 from verl_fn.data.hub import Table, is_set, open_set
-from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, read_blocks
+from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, parsed, read_blocks
 from verl_fn.data.tasks import Problem
 
 Entry: TypeAlias = str | Path | Table
@@ -21,6 +21,9 @@ Entry: TypeAlias = str | Path | Table
 Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 """Makes a row of other columns into one of verl's; None for a row that is not its own."""
 
+
+OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
+"""Columns of objects, which may be strings of JSON."""
 
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
@@ -85,6 +88,7 @@ class Kind:
             rows = block_rows(block, self.columns, unused)
         for number, (place, row) in enumerate(rows, first):
             self.columns.check(place, row)
+            row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():
                 if name not in wanted and value is not None:
                     _check_other(place, name, value)
@@ -111,13 +115,20 @@ def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, .
 
 
 # Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
-_MEDIA = re.compile(r"(?<![a-z])(image|img|picture|video|audio|multimodal|multi_modal)s?(?![a-z])", re.IGNORECASE)
+_MEDIA = re.compile(
+    r"(?<![a-z])(image|img|picture|photo|screenshot|pixel|video|audio|waveform|multi_?modal)s?(?![a-z])",
+    re.IGNORECASE,
+)
 _WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?|(loss_|train_)?mask|loss|((is|do|to)_)?train(ing|able)?")
 _TURNS = {
-    "system": "a first message of the role system in the prompt",
-    "system_prompt": "a first message of the role system in the prompt",
+    **dict.fromkeys(
+        ("system", "system_prompt", "system_message", "system_instruction"),
+        "a first message of the role system in the prompt",
+    ),
     "history": "messages in the prompt",
-    "functions": "JSON schemas in the column tools",
+    **dict.fromkeys(
+        ("functions", "available_tools", "tool_schemas", "tool_definitions"), "JSON schemas in the column tools"
+    ),
 }
 
 
@@ -159,8 +170,8 @@ def _check_other(place: str, name: str, value: Any) -> None:
     if is_media(name):
         if is_filled(value):
             raise DataError(
-                f"{place}: the column {name} has images, videos or sounds, and only text is trained on; leave such "
-                f"rows out, {remove}"
+                f"{place}: the column {name} has images, videos or sounds, and only images in the columns images and "
+                f"image are trained on; write them there, leave such rows out, {remove}"
             )
     elif name in _TURNS:
         if is_filled(value):

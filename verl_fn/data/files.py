@@ -285,7 +285,7 @@ def label_of(problem: Problem) -> str:
     return problem.place or f"problem {problem.id} of {problem.data_source!r}"
 
 
-def problem_rows(prompt_key: str = "prompt") -> Kind:
+def problem_rows(prompt_key: str = "prompt", others: str = "") -> Kind:
     """Returns the kind of rows in verl's columns.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
@@ -295,6 +295,7 @@ def problem_rows(prompt_key: str = "prompt") -> Kind:
 
     Args:
         prompt_key: the column of prompts.
+        others: which other columns the rows might have, for the error about a missing one.
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
@@ -309,7 +310,7 @@ def problem_rows(prompt_key: str = "prompt") -> Kind:
 
     required = ("data_source", prompt_key, "reward_model")
     hint = (
-        f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
+        f"required are {', '.join(required)}{others}; data.prompt_key names the prompts' column, and functions of "
         "data.convert make these columns of others"
     )
     return Kind(required, OPTIONAL, make, hint)

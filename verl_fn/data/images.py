@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageOps
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of, shown
@@ -22,7 +23,9 @@ from verl_fn.state import RowImages
 
 COLUMNS = ("images", "image")
 MOST_PIXELS = 2**26
+STEREO = "MPO"  # photos of some cameras, whose other frames are the same scene
 _KEYS = ("bytes", "path", "image")
+_WIDE = ("I", "F")  # Pillow's modes of samples that do not fit into 8 bits
 
 
 class FromFile(bytes):
@@ -64,14 +67,15 @@ def _content(name: str, value: Any, place: str) -> bytes:
         return _file(name, value, place)
     if hasattr(value, "__array__") and not isinstance(value, Image.Image):
         try:
-            value = Image.fromarray(value)
+            value = Image.fromarray(np.asarray(value))
         except (TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{name} is an array that is no image: {error}; write height x width x 3, uint8"
             ) from error
     if isinstance(value, Image.Image):
+        _check(name, value)
         written = io.BytesIO()
-        value.convert("RGB").save(written, "PNG")
+        _in_rgb(name, value).save(written, "PNG")
         return written.getvalue()
     raise DataError(f"{name} is a {type(value).__name__}; write the bytes of an image file, or its path")
 
@@ -82,8 +86,9 @@ def _file(name: str, path: str, place: str) -> bytes:
     file = Path(place.rpartition(", ")[0]).expanduser().parent / Path(path).expanduser()
     try:
         return FromFile(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{name}: {file} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{name}: {file!s:.200} cannot be read: {why}") from error
 
 
 def opened(name: str, content: bytes) -> Any:
@@ -94,66 +99,87 @@ def opened(name: str, content: bytes) -> Any:
         content: of an image file.
 
     Raises:
-        DataError: it is no image, or too large.
+        DataError: it is no image, too large or several, or its samples have more than 8 bits.
     """
     try:
         with warnings.catch_warnings():
             # Of large images Pillow warns, and refuses larger ones; there is one limit here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content))
+            frames = 1 if image.format == STEREO else getattr(image, "n_frames", 1)
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} is too large: {one_line(error)}; make it smaller") from error
     # A damaged file makes Pillow raise errors of many classes.
     except Exception as error:
         raise DataError(f"{name} is no image that Pillow can read ({len(content)} bytes)") from error
-    if image.width * image.height > MOST_PIXELS:
+    if frames > 1:
+        raise DataError(
+            f"{name} has {frames} frames or pages, and one would be seen; write the ones to see as images"
+        )
+    _check(name, image)
+    return image
+
+
+def _check(name: str, image: Any) -> None:
+    pixels = image.width * image.height
+    if pixels == 0:
+        raise DataError(f"{name} has no pixels: it is {image.width} x {image.height}")
+    if pixels > MOST_PIXELS:
         raise DataError(
             f"{name} is too large: it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}; make it "
             "smaller"
         )
-    return image
+    if image.mode.startswith(_WIDE):
+        # Pillow would cut them off at 255, which is nearly white.
+        raise DataError(
+            f"{name} has samples of 16 bits or more, or fractions (Pillow's mode {image.mode}); write 8 bits a sample"
+        )
+
+
+def _in_rgb(name: str, image: Any) -> Any:
+    """Returns an image in RGB as it is shown: turned as its EXIF data say, and white where it is transparent.
+
+    Raises:
+        DataError: its file is damaged.
+    """
+    try:
+        upright = ImageOps.exif_transpose(image)
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+        return upright.convert("RGB")
+    except Exception as error:
+        raise DataError(f"{name} is damaged: {one_line(error)}") from error
 
 
 def pictures(problem: Problem) -> list[Any]:
-    """Returns the images of a problem in RGB.
+    """Returns the images of a problem in RGB, upright, on white.
 
     Raises:
         DataError: the file of one is damaged.
     """
-    found = []
-    for number, content in enumerate(problem.images, 1):
-        name = f"image {number}"
-        image = opened(name, content)
-        try:
-            found.append(image.convert("RGB"))
-        except Exception as error:
-            raise DataError(f"{name} is damaged: {one_line(error)}") from error
-    return found
+    named = [(f"image {number}", content) for number, content in enumerate(problem.images, 1)]
+    return [_in_rgb(name, opened(name, content)) for name, content in named]
 
 
-def with_marks(place: str, value: Any) -> Any:
-    """Returns messages whose content is text, with a mark for each part that is an image.
+def in_text(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content is text: parts of text one after the other, and a mark for each image.
 
     Args:
-        place: the file, the row and the column, for errors.
-        value: what the column holds; anything but a list of messages is returned as it is.
+        place: the file, the row, the column and the number of the message, for errors.
+        message: content that is no list of parts stays as it is.
 
     Raises:
         DataError: a part is neither text nor an image, or is an image that is not in the column ``images``.
 
     Example:
-        >>> with_marks("a.jsonl", [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
-        [{'role': 'user', 'content': '<image>?'}]
+        >>> in_text("", {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]})
+        {'role': 'user', 'content': '<image>?'}
     """
-    if not isinstance(value, list):
-        return value
-    messages = []
-    for i, message in enumerate(value):
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-            texts = [_part(f"{place}: message {i}", part) for part in message["content"]]
-            message = {**message, "content": "".join(texts)}
-        messages.append(message)
-    return messages
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(_part(place, part) for part in content)}
 
 
 def _part(place: str, part: Any) -> str:

@@ -35,6 +35,10 @@ from verl_fn.scores import SOURCE, reasoning_question
 from verl_fn.state import Key
 
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
+OF_ANSWERS = (
+    ", or messages, or prompt and completion (without reward_model and label); "
+    "verl_fn.data.converters:sharegpt in data.convert reads conversations"
+)
 FIRST = 64  # rows of each data set that are checked when a run starts
 
 Read = Callable[[Sequence[Entry]], tuple[Problem, ...]]
@@ -102,7 +106,7 @@ def kinds_of(
         DataError: a data set cannot be read, or a function fails on the first row.
     """
     columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
-    kind = problem_rows(prompt_key)
+    kind = problem_rows(prompt_key, OF_ANSWERS if learns_from == "answers" else "")
     if learns_from == "answers" and MESSAGES in columns:
         kind = conversation_rows(prompt_key)
     elif learns_from == "answers" and COMPLETION in columns and not {"reward_model", "label"} & columns:
@@ -166,6 +170,8 @@ def converters(table: DataConfig) -> tuple[Convert, ...]:
 def _check_files(table: DataConfig) -> None:
     for key in ("train_files", "val_files"):
         for entry in getattr(table, key):
+            if not str(entry).strip():
+                raise DataError(f"data.{key} has an empty name of a file; 'data.{key}=[]' names none")
             if Path(str(entry)).suffix in SUFFIXES and not Path(entry).expanduser().is_file():
                 raise DataError(f"data.{key}: {entry}: there is no such file")
 

@@ -21,7 +21,9 @@ from verl_fn.data.rendering import token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES = 1, 2, 4, 8, 16, 32
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN = 1, 2, 4, 8, 16, 32, 64
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
 
@@ -36,11 +38,13 @@ class Group:
         data_source: as of the problems.
         fields: names of fields of the messages, without role, content and marks that are followed.
         arguments: names of arguments of the chat template.
+        roles: of the messages, without the usual ones.
     """
 
     data_source: str
     fields: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -51,14 +55,14 @@ class Traits:
         prompts: 64 bits of a digest of each prompt; equal prompts have equal ones.
         flags: bits: ``JSON`` for a prompt that is JSON, ``EMPTY`` for an empty answer, ``SPECIAL`` and
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
-            its images.
+            its images, ``BEGUN`` for a prompt that ends with a turn of the assistant.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
     Example:
         >>> made = traits_of([Problem("a", "", data_source="s"), Problem("a", "b", data_source="s")], None)
         >>> made.count(EMPTY), len(np.unique(made.prompts)), made.names
-        (1, 1, (Group(data_source='s', fields=(), arguments=()),))
+        (1, 1, (Group(data_source='s', fields=(), arguments=(), roles=()),))
     """
 
     prompts: np.ndarray
@@ -89,7 +93,7 @@ def joined(parts: Sequence[Traits]) -> Traits:
     Example:
         >>> one = traits_of([Problem("a", "b", data_source="s")], None)
         >>> joined([one, one]).rows_of()
-        [(Group(data_source='s', fields=(), arguments=()), 2)]
+        [(Group(data_source='s', fields=(), arguments=(), roles=()), 2)]
     """
     places: dict[Group, int] = {}
     groups = [
@@ -114,10 +118,11 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     if isinstance(made := getattr(problems, "traits", None), Traits):
         return made
     special = special_pattern(tokenizer)
-    places: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    places: dict[tuple[Any, ...], int] = {}
     groups = []
     for one in problems:
-        group = (one.data_source, tuple(sorted(_fields(one))), tuple(one.chat_template_kwargs))
+        fields, roles = _fields_and_roles(one)
+        group = (one.data_source, tuple(sorted(fields)), tuple(one.chat_template_kwargs), tuple(sorted(roles)))
         groups.append(places.setdefault(group, len(places)))
     prompts = [hashlib.blake2b(_hashable(one), digest_size=8).digest() for one in problems]
     return Traits(
@@ -150,9 +155,11 @@ def strings(value: Any) -> list[str]:
 
 def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags = JSON if _is_json(problem.prompt) else 0
-    flags |= 0 if problem.answer else EMPTY
+    # The turn of a conversation may be a tool call; an empty one is refused.
+    flags |= 0 if problem.answer or getattr(problem, "messages", ()) else EMPTY
     flags |= TOOLS if problem.tools else 0
     flags |= IMAGES if problem.images else 0
+    flags |= BEGUN if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant" else 0
     if special is not None:
         texts = [text.replace(MARK, "") if problem.images else text for text in strings(problem.prompt)]
         flags |= SPECIAL if any(map(special.search, texts)) else 0
@@ -169,14 +176,16 @@ def _is_json(prompt: Any) -> bool:
         return False
 
 
-def _fields(problem: Problem) -> set[str]:
+def _fields_and_roles(problem: Problem) -> tuple[set[str], set[str]]:
     said: list[Any] = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())]
     parts: list[Any] = [problem.prompt, getattr(problem, "messages", ()), *said]
     messages = [message for part in parts if not isinstance(part, str) for message in part]
     names = {name for message in messages for name in message}
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     followed = MARKS if said or parts[1] else ()
-    return (names | {name for call in calls for name in call}) - {"role", "content", "function", "type", *followed}
+    fields = names | {name for call in calls for name in call}
+    roles = {message["role"] for message in messages}
+    return fields - {"role", "content", "function", "type", *followed}, roles.difference(ROLES)
 
 
 def _hashable(problem: Problem) -> bytes:
@@ -231,6 +240,11 @@ def notices(
         )
     if encoded := trained.count(JSON):
         yield f"data.train_files: {encoded} of {len(trained)} prompts are JSON, which the model sees as text"
+    if begun := trained.count(BEGUN):
+        yield (
+            f"data.train_files: {begun} of {len(trained)} prompts end with a turn of the assistant: the model begins "
+            "another one behind it, and does not continue it"
+        )
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
@@ -272,12 +286,19 @@ def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[s
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
     if re.search(r"\b(m|msg|message)\s*\|\s*tojson", text):
         return  # it shows all fields
-    unread: Counter[str] = Counter()
+    unread, unknown = Counter[str](), Counter[str]()
     for group, count in groups:
-        unread.update({name: count for name in group.fields if not re.search(rf"\b{name}\b", text)})
+        unknown.update({name: count for name in group.roles if f"'{name}'" not in text and f'"{name}"' not in text})
+        unread.update({name: count for name in group.fields if not re.search(rf"\b{re.escape(name)}\b", text)})
     if unread and tokenizer.chat_template is not None:
         fields = ", ".join(f"{name} ({count} rows)" for name, count in sorted(unread.items()))
         yield f"the chat template does not show these fields of messages, so the model does not see them: {fields}"
+    if unknown:
+        roles = ", ".join(f"{name} ({count} rows)" for name, count in sorted(unknown.items()))
+        yield (
+            f"messages have roles that the chat template does not name: {roles}; it may show them as they stand, and "
+            f"only what the assistant says is learned; the usual ones are {', '.join(ROLES)}"
+        )
 
 
 def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: Any, answers: bool) -> Iterator[str]:

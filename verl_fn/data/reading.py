@@ -468,7 +468,7 @@ def write_stored(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:
         file = io.BytesIO()
         np.save(file, column, allow_pickle=False)
         put(file.getvalue())
-    names = [(group.data_source, group.fields, group.arguments) for group in whole.traits.names]
+    names = list(map(attrs.astuple, whole.traits.names))
     about = json.dumps({"end": end, "names": names, "sizes": whole.sizes, "unused": whole.unused}).encode()
     put(about + len(about).to_bytes(8, "little"))
     out.write(hashed.digest())
@@ -495,7 +495,7 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
     about = json.loads(read(last - 8 - length, length))
     columns = io.BytesIO(read(about["end"], last - 8 - length - about["end"]))
     ends, prompts, rows, hashes, flags, groups = (np.load(columns, allow_pickle=False) for _ in range(6))
-    names = tuple(Group(source, tuple(fields), tuple(arguments)) for source, fields, arguments in about["names"])
+    names = tuple(Group(source, *map(tuple, others)) for source, *others in about["names"])
     traits = Traits(hashes, flags, groups, names)
     return Encoded(Stored(read, ends), prompts, rows, traits, tuple(about["sizes"]), Counter(about["unused"]))
 

@@ -25,6 +25,9 @@ Parts: TypeAlias = list[tuple[str, bool]]
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
 """Fields of an assistant's message that hold what it thought before its content."""
 
+ELSEWHERE = {"function_call": "tool_calls", "tools": "the column tools", "functions": "the column tools"}
+"""Fields of messages that few templates read, and where the others look for what they hold."""
+
 PLAIN_CALLS = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
 _json = json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -251,6 +254,7 @@ def _check_seen(
         if content and message["role"] != "assistant" and not _has(text, content, said):
             _check_changes(messages, i, {"content": content + "x"}, "content", text, render, prompt=True)
         _check_calls(messages, i, text, text, said, render, prompt=True)
+        _check_elsewhere(messages, i, text, render, prompt=True)
 
 
 def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Any) -> None:
@@ -272,6 +276,15 @@ def _check_said(messages: Sequence[Message], number: int, said: str, after: str,
         if isinstance(value, str) and value.strip() and not _has(said, value):
             _check_changes(until, number, {name: value + "x"}, name, after, render)
     _check_calls(until, number, said, after, _json(message), render)
+    _check_elsewhere(until, number, after, render)
+
+
+def _check_elsewhere(
+    messages: Sequence[Message], number: int, text: str, render: Any, *, prompt: bool = False
+) -> None:
+    for name in ELSEWHERE.keys() & messages[number].keys():
+        if messages[number][name]:
+            _check_changes(messages, number, {name: "x"}, name, text, render, prompt=prompt)
 
 
 def _check_calls(
@@ -285,6 +298,14 @@ def _check_calls(
         if (other := [_otherwise(call) for call in calls]) != list(calls):
             name = "the arguments of tool_calls"
             _check_changes(messages, number, {"tool_calls": other}, name, text, render, prompt=prompt)
+    for call in calls:
+        written = call.get("function", call).get("arguments")
+        if isinstance(written, str) and _json(written) in seen:
+            raise DataError(
+                f"the chat template writes the arguments of a call in message {number} as a string in quotes, "
+                f"{_json(written)!r:.60}, and the model would learn that; make them an object (a function "
+                "of data.convert can, with json.loads)"
+            )
 
 
 def _check_changes(
@@ -311,6 +332,7 @@ def _check_changes(
     if same:
         hint = " (templates have other names for reasoning, or none)" if name in REASONING else ""
         hint = " (many show only an object, not a string of JSON)" if "arguments" in name else hint
+        hint = f" (it belongs into {ELSEWHERE[name]})" if name in ELSEWHERE else hint
         raise DataError(
             f"the chat template leaves out {name} of message {number}, of the role {messages[number]['role']}, or a "
             f"part of it{hint}; take another template, or change the message"

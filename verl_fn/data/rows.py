@@ -308,6 +308,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float)
 
 
+def parsed(value: Any) -> Any:
+    """Returns what a string of JSON holds; anything else, also another string, as it is.
+
+    Objects of different shapes cannot share a Parquet column unless each is a string.
+
+    Example:
+        >>> parsed('{"a": 1}'), parsed({"a": 1}), parsed("a")
+        ({'a': 1}, {'a': 1}, 'a')
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return _JSON.decode(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def _check_characters(place: str, row: Row) -> None:
     """Rejects half of a surrogate pair: JSON can write it, but no tokenizer can encode it."""
     for name, value in row.items():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,17 @@ tee() { mapfile; }
 sed() { cat; }
 cd() { local to=${!#}; case $to in /*) ;; *) to=$PWD/$to;; esac; PWD=$(realpath -m -- "$to"); }
 pwd() { printf '%s\n' "$PWD"; }
-source() { :; }
-.() { :; }
+source() {
+    local file=$1
+    case $file in
+        /etc/*|/opt/*|/usr/*|*/activate|*conda*|*/.bashrc|*/.*profile) return 0;;
+        /*) ;;
+        *) file=$PWD/$file;;
+    esac
+    shift
+    if [ -r "$file" ]; then eval "$(<"$file")"; fi
+}
+.() { source "$@"; }
 ulimit() { :; }
 exec() { :; }
 """
@@ -253,7 +263,11 @@ def _ranks(launcher: Sequence[str]) -> dict[str, int]:
 
 
 def _resolved(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces OmegaConf's references by the values of the keys that they name; null where there is none."""
+    """Replaces OmegaConf's references by the values of the keys that they name.
+
+    Raises:
+        ConfigError: one names no key, no variable of the environment, or a function of OmegaConf's that is not known.
+    """
     known = {**defaults, **values}
 
     def replaced(key: str, value: Any, depth: int = 0) -> Any:
@@ -266,19 +280,29 @@ def _resolved(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
             return replaced(key, inner, depth + 1)
         return replaced(key, value[: match.start()] + str(inner) + value[match.end() :], depth + 1)
 
-    return {key: replaced(key, value) for key, value in values.items()}
+    # Hydra's own keys have no effect here.
+    return {key: value if key.startswith("hydra.") else replaced(key, value) for key, value in values.items()}
 
 
 def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
     resolver, colon, rest = reference.partition(":")
-    name, _, default = (rest if colon else reference).partition(",")
-    if colon and resolver == "oc.env":
-        return _value(key, os.environ.get(name.strip(), default))
+    name, comma, default = (rest if colon else reference).partition(",")
     name = name.strip()
+    if resolver == "now":
+        return time.strftime(rest)
+    if resolver == "oc.env" and (comma or name in os.environ):
+        return _value(key, os.environ.get(name, default))
     dots = len(name) - len(name.lstrip("."))
     if dots:
         name = ".".join([*key.split(".")[:-dots], name[dots:]])
-    return values.get(name, _value(key, default.strip()) if default.strip() else None)
+    if resolver == "oc.select" or not colon:
+        if name in values:
+            return values[name]
+        if colon:
+            return _value(key, default.strip()) if default.strip() else None
+    raise ConfigError(
+        f"--from-verl: {key} has ${{{reference}}}, which stands for nothing here; write the value itself"
+    )
 
 
 def launch_of(script: str, arguments: Sequence[str] = ()) -> list[str]:

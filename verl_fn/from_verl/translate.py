@@ -122,7 +122,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         written.setdefault(key, []).append(name)
     defaults = dict(SFT_DEFAULTS if settings.sft else PPO_DEFAULTS)
     values = defaults | (dict(MEGATRON_DEFAULTS) if settings.engine == "megatron" else {}) | given
-    refused = _no_numbers(given, defaults, written)
+    refused = _no_values(given, defaults, written)
     values |= {key: defaults.get(key) for key in refused}
     found = list(_moves(values, settings, count_rows))
     problems = [move for move in found if move.problem]
@@ -195,15 +195,18 @@ def _moves(values: Mapping[str, Any], settings: Settings, count_rows: CountRows)
         yield from compute(values, settings, count_rows)
 
 
-def _no_numbers(
+def _no_values(
     given: Mapping[str, Any], defaults: Mapping[str, Any], written: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Returns a line for each key that should have a number and has none."""
-    return {
-        key: f"{', '.join(written[key])}: expected a number, got {_shown(value)}"
-        for key, value in given.items()
-        if (key in NUMBERS or _is_number(defaults.get(key))) and value is not None and not _is_number(value)
-    }
+    """Returns a line for each key that lacks its number, or is empty, as a variable without a value is."""
+    lines = {}
+    for key, value in given.items():
+        number = key in NUMBERS or _is_number(defaults.get(key))
+        if number and value is not None and not _is_number(value):
+            lines[key] = f"{', '.join(written[key])}: expected a number, got {_shown(value)}"
+        elif value == "" and defaults.get(key) not in ("", None):
+            lines[key] = f"{', '.join(written[key])}: it is empty; set it, or leave it out"
+    return lines
 
 
 def _is_number(value: Any) -> bool:

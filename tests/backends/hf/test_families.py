@@ -293,9 +293,11 @@ def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
 
 def test_a_model_newer_than_transformers_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9", "auto_map": {"AutoModel": "a.B"}}))
-    with pytest.raises(ModelError, match=r"qwen9"):
+    says = r"model type 'qwen9': transformers [\d.]+ has no such family, and Python code .*auto_map.* is never run"
+    with pytest.raises(ModelError, match=says):
         Local(tmp_path, sgd(0.0)).load_pretrained()
-    with pytest.raises(ModelError, match=r"qwen9"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9"}))
+    with pytest.raises(ModelError, match=r"qwen9.* has no such family, so the model cannot be built"):
         Sampler(tmp_path)
 
 
@@ -342,7 +344,8 @@ def test_other_quantized_checkpoints_are_refused_by_the_name_of_what_they_need(t
     config = json.loads((tiny_folder("qwen3", tmp_path) / "config.json").read_text())
     quantization = {"quant_method": method, "bits": 4, "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    with pytest.raises(ModelError, match="requires"):
+    says = rf"quantized \({method}\).*requires.*; take the checkpoint with whole weights"
+    with pytest.raises(ModelError, match=says):
         Local(tmp_path, sgd(0.1)).load_pretrained()
 
 
