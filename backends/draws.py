@@ -177,7 +177,7 @@ class Answers:
         """
         # A stable sort by row groups the draws of each row and keeps their order.
         order = rows.argsort(stable=True)
-        present, counts = rows.unique(return_counts=True)
+        present, counts = rows[order].unique_consecutive(return_counts=True)
         columns = [t[order].split(counts.tolist()) for t in (*draws, versions)]
         for row, *part in zip(present.tolist(), *columns, strict=True):
             self._parts.setdefault(row, []).append(tuple(part))

@@ -25,6 +25,7 @@ from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import BUCKET_BYTES
+from verl_fn.backends.vllm import Vllm
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import DriverConfig, RayConfig
 from verl_fn.runs.memory import model_sizes
@@ -80,7 +81,13 @@ def _synchronize(t: torch.Tensor) -> None:
         torch.cuda.synchronize(t.device)
 
 
-def measure_peak(device: str) -> int:
+def in_engine(engine: Any, fn: Callable[..., int], device: str) -> int:
+    """Calls a function in the process in which an engine computes; vLLM has one of its own."""
+    value: int = engine._engine.call(fn, device)[0] if isinstance(engine, Vllm) else fn(engine, device)
+    return value
+
+
+def measure_peak(one: Any, device: str) -> int:
     """Begins to measure the peak of this process's memory on the GPU, and returns what it holds now."""
     if device != "cuda":
         return 0
@@ -89,7 +96,7 @@ def measure_peak(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def peak_memory(device: str) -> int:
+def peak_memory(one: Any, device: str) -> int:
     """Returns the most memory on the GPU since ``measure_peak``."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
@@ -98,6 +105,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
     """Seconds of both, and what was sent."""
     from verl_fn.driver.cluster import Cluster
     from verl_fn.driver.group import Group
+    from verl_fn.driver.host import Component
     from verl_fn.driver.ray import ROOM, connected
     from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 
@@ -129,9 +137,12 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
 
             nbytes = model_sizes(folder, "lm").total * dtype_of(args.dtype, "dtype").itemsize
 
-            def in_both(fn: Callable[[str], int]) -> dict[str, int]:
-                firsts = {name: Group(name, cluster.groups[name].members[:1]) for name in ("trainer", "rollout")}
-                return {name: cluster.get(group.run("map", fn, None, device)) for name, group in firsts.items()}
+            def in_both(fn: Callable[..., int]) -> dict[str, int]:
+                first, engine = (Group(name, cluster.groups[name].members[:1]) for name in ("trainer", "rollout"))
+                return {
+                    "trainer": cluster.get(first.run("map", fn, None, None, device)),
+                    "rollout": cluster.get(engine.run("map", in_engine, None, Component("rollout"), fn, device)),
+                }
 
             before = in_both(measure_peak)
             first, _ = publish(0), publish(1)

@@ -30,7 +30,6 @@ USED = {
         "backends/megatron/conversion.py": {"_parameters"},
         "backends/megatron/layout.py": {"_device_types", "_get_backend"},
         "backends/sampler/llama.py": {"_linear_pointwise", "_reorder_linear_weight"},
-        "backends/vllm/arguments.py": {"_dynamo"},
         "backends/weight_sync/channel.py": {"_timeout"},
         "state/guards.py": {"_C", "_are_functorch_transforms_active", "_current_level", "_functorch", "_version"},
         "state/ownership.py": {"_C", "_cdata", "_storage_Use_Count", "_version"},

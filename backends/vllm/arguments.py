@@ -75,7 +75,8 @@ OWN_MODELS = {
 
 # Variables of vLLM that the engine needs as they are here, and why.
 REQUIRED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine of one worker runs in the process that publishes to it"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "on a CPU, the core's process would start another one for its worker"),
+    "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "a process that is forked beside running threads may hang"),
     "VLLM_USE_V2_MODEL_RUNNER": ("0", "the newer runner has no place for the project's draws"),
 }
 
@@ -94,6 +95,10 @@ TORCHVISION = "0.26.0"
 
 class EngineArgumentError(UserError, ValueError):
     """An argument of vLLM's engine is unknown, or would break a promise."""
+
+
+class EngineError(RuntimeError):
+    """vLLM returned other tokens than were drawn, or failed."""
 
 
 class UntestedVersion(UserError, ImportError):
@@ -135,23 +140,24 @@ def prepare_environment(device: str) -> None:
         if os.environ.setdefault(name, value) != value:
             raise EngineArgumentError(f"the variable {name}={os.environ[name]} is set, and {why}: unset it")
     settings = {
-        # The workers of a tensor-parallel engine are started anew, never forked.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":
-        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        # vLLM imports what builds extensions, and torch then warns of a CUDA compiler without a GPU.
-        logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_the_run)
+        # Compiling takes longer than all that is computed on a CPU.
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def _is_about_the_run(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found")
+
+
+# vLLM imports what builds extensions, in its core's process too, and torch then warns of a compiler without a GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_the_run)
 
 
 def engine_arguments(
@@ -193,6 +199,8 @@ def engine_arguments(
         "max_num_seqs": slots,
         "max_model_len": max_length,
         "tensor_parallel_size": tensor_parallel_size,
+        # In an actor of Ray, vLLM would ask Ray for its workers, which have the actor's own GPUs.
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
         "enforce_eager": enforce_eager or device == "cpu",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
@@ -311,41 +319,14 @@ def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
     return token * block * (slots * -(-max_length // block) + 8)
 
 
-def started(arguments: Mapping[str, Any], device: str, model: str) -> Any:
-    """Starts vLLM's engine.
+def row_of(request: str) -> int:
+    """Returns the row of a request of vLLM, whose name begins with the numbers of the call and of the row.
 
-    Args:
-        arguments: of vLLM's ``EngineArgs``.
-        device: ``cpu`` or ``cuda``.
-        model: the name of transformers' class of the model.
-
-    Raises:
-        ModelError: vLLM does not know the model.
-        EngineArgumentError: the GPU has less free memory than the engine may take.
+    Example:
+        >>> row_of("2-17"), row_of("2-17-9e107d9d")
+        (17, 17)
     """
-    # The compiler tries out kernels, but refuses to do so in that mode.
-    torch.use_deterministic_algorithms(False)
-    if device == "cpu":
-        # Compiling takes longer than all that is computed on a CPU.
-        torch._dynamo.config.disable = True
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if model in OWN_MODELS:
-        from .models import register
-
-        register()
-        arguments = {**arguments, "hf_overrides": arguments["hf_overrides"] | {"architectures": [OWN_MODELS[model]]}}
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except Exception as error:
-        if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
-            raise ModelError(
-                f"{arguments['model']}: vLLM does not know this model ({error}); set rollout.name=sampler"
-            ) from error
-        if "gpu memory utilization" in str(error).lower():
-            raise EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}") from error
-        raise
+    return int(request.split("-")[1])
 
 
 def reads_images(config: Any) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from verl_fn.backends.draws import Answers, Drawn, last_draws
-from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.experts import experts_of, recorded_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
@@ -27,10 +30,12 @@ from verl_fn.backends.protocol import (
 )
 from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import apart_of, check_specs
+from verl_fn.backends.weight_sync.inlet import Arriving
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments, adapter_request
 from .arguments import (
+    EngineError,
     check_heads,
     check_names,
     check_version,
@@ -38,9 +43,8 @@ from .arguments import (
     prepare_environment,
     prompt_with_images,
     reads_images,
-    started,
+    row_of,
 )
-from .routes import Routes
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -49,19 +53,19 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 STEPS_BETWEEN = 8
 
 
-class EngineError(RuntimeError):
-    """vLLM returned other tokens than were drawn, or failed."""
-
-
 class AsleepError(StaleWeightsError):
     """The engine sleeps, or only a part of it is awake."""
+
+
+class RoutesMissing(RuntimeError):
+    """vLLM returned the experts of other tokens than it computed."""
 
 
 class Vllm(Growing):
     """A rollout engine on vLLM; see ``RolloutBackend``.
 
-    vLLM changes settings of the whole process, so the engine needs a process of its own. A tensor-parallel engine
-    starts one more for each GPU.
+    vLLM's core (its scheduler and its model) runs in a process of its own, and a tensor-parallel engine starts one
+    more for each GPU. They end with this process.
 
     Draws follow the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,
     unless the rounding of logits decides a draw; ``near_ties`` counts such draws.
@@ -121,8 +125,7 @@ class Vllm(Growing):
         self.tensor_parallel_size = tensor_parallel_size
         self._awake = {WEIGHTS, CACHE}
         self._outlets: list[Outlet] = []
-        # What vLLM and its sampler returned before weights arrived in flight; draws with their version.
-        self._outputs: list[Any] = []
+        # Draws that were collected, with their version.
         self._drawn: list[tuple[Drawn, int]] = []
         prepare_environment(device)
         arguments = engine_arguments(
@@ -142,10 +145,11 @@ class Vllm(Growing):
             arguments["enable_return_routed_experts"] = True
         check_names(arguments)
         check_heads(Path(folder), device)
-        _claim_process(self)
-        self._engine = started(arguments, device, type(skeleton.model).__name__)
-        self._call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
-        self._routes = Routes.of(folder, self._call("layers_with_experts")[0]) if routed_experts else None
+        from .core import started
+
+        self._engine = started(arguments, type(skeleton.model).__name__)
+        self._engine.call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
+        self._routes = Routes.of(folder, self._engine.call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Loads these weights; the first publication is also compared by checksums.
@@ -160,24 +164,30 @@ class Vllm(Growing):
             # Not before, since another thread may replace or drop the model that adapters are added to.
             source, base = self._chosen(here(weights))
             self._require(WEIGHTS, "publish")
-            if self.capabilities.versions_per_token:
-                self._settle()
-            else:
+            if not self.capabilities.versions_per_token:
                 self._interrupt()
-            self.version = None
-            if base != self._base:
-                self._base = None
-            if self.tensor_parallel_size == 1:
-                self._call("load", source, self._checked)
-            else:
-                self._send(version, source, self._checked)
-            # Its keys and values were computed with other weights; for open requests they are computed again.
-            if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
-                raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
-            if self.reads_images:
-                self._engine.reset_encoder_cache()
-            self._published, self._base = self._published + 1, base
-            self.version = version
+            # Open requests are removed if it fails, before vLLM goes on.
+            with self._engine.paused(), self._emptied(self._calls):
+                if self._engine.has_unfinished_requests():
+                    self._collect_drawn()
+                self.version = None
+                self._replace(version, source, base)
+                self._published, self._base = self._published + 1, base
+                self.version = version
+
+    def _replace(self, version: int, source: WeightSource, base: str | None) -> None:
+        """Replaces the weights of vLLM, which is paused."""
+        if base != self._base:
+            self._base = None
+        if self.tensor_parallel_size == 1 and isinstance(source, Arriving):
+            self._engine.call("load", source, self._checked)
+        else:
+            self._send(version, source, self._checked)
+        # Its keys and values were computed with other weights; for open requests they are computed again.
+        if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
+            raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
+        if self.reads_images:
+            self._engine.reset_encoder_cache()
 
     def _chosen(self, source: WeightSource) -> tuple[WeightSource, str | None]:
         """Returns what the engine needs of a source, and what identifies its model without adapters.
@@ -233,7 +243,10 @@ class Vllm(Growing):
         self._continue(call)
         self._abort()
         answers = Answers(requests)
-        self._call("begin", requests[0].sampling, seeds_of(requests), self._add(requests, call))
+        # vLLM begins when it has all requests, so that a call that is made again has the same batches.
+        with self._engine.paused():
+            self._engine.call("begin", requests[0].sampling)
+            self._add(requests, call)
         n = requests[0].sampling.n
         waiting = len(requests) * n
         ended: dict[int, Any] = {}
@@ -243,7 +256,6 @@ class Vllm(Growing):
                 self._collect(answers, n)
                 yield from self._samples(answers, ended)
                 ended = {}
-        self._call("end")
 
     def _grow(self, more: More, call: int) -> None:
         self._continue(call)
@@ -253,8 +265,9 @@ class Vllm(Growing):
         while (requests := more(samples)) is not None:
             samples = []
             if requests:
-                run = ("extend",) if begun else ("begin", requests[0].sampling)
-                self._call(*run, seeds_of(requests), self._add(requests, call, begun))
+                if not begun:
+                    self._engine.call("begin", requests[0].sampling)
+                self._add(requests, call, begun)
                 answers.add(requests)
                 begun, waiting = begun + len(requests), waiting + len(requests)
             if not waiting:
@@ -268,11 +281,9 @@ class Vllm(Growing):
             if ended:
                 self._collect(answers, 1)
                 samples = [sample for _, sample in self._samples(answers, ended)]
-        if begun:
-            self._call("end")
 
-    def _add(self, requests: Sequence[Request], call: int, first: int = 0) -> dict[str, int]:
-        """Adds a request of vLLM for each sample, and returns the number of its row by its name.
+    def _add(self, requests: Sequence[Request], call: int, first: int = 0) -> None:
+        """Adds a request of vLLM for each sample; its name has the number of its row, see ``row_of``.
 
         The draws are ours; of vLLM's own settings only the ones that end a response remain.
         """
@@ -293,30 +304,23 @@ class Vllm(Growing):
             )
             for sampling in {request.sampling for request in requests}
         }
-        rows: dict[str, int] = {}
+        self._engine.call("extend", seeds_of(requests))
+        rows = itertools.count(first)
         adapters = adapter_request() if self._lora is not None else None
         for request in requests:
             if request.images is None:
                 prompt = tokens_input(list(request.prompt))
             else:
                 prompt = prompt_with_images(request, self._config)
-            for _ in range(request.sampling.n):
-                row = first + len(rows)
-                added = self._engine.add_request(
-                    f"{call}-{row}", prompt, params[request.sampling], lora_request=adapters
-                )
-                rows[added] = row
-        return rows
+            for row in itertools.islice(rows, request.sampling.n):
+                self._engine.add_request(f"{call}-{row}", prompt, params[request.sampling], lora_request=adapters)
 
     def _step(self, call: int, ended: dict[int, Any]) -> int:
-        """Takes a step of vLLM, adds what it returned for rows that ended to ``ended``, and returns their number."""
+        """Waits for a step of vLLM, adds what it returned for rows that ended to ``ended``; returns their number."""
         self._continue(call)
-        outputs, self._outputs = self._outputs, []
-        if self._engine.has_unfinished_requests():
-            outputs += self._engine.step()
-        elif not outputs:
+        if not self._engine.has_unfinished_requests():
             raise EngineError("vLLM ended with some of the rows unanswered")
-        new = {int(o.request_id.rpartition("-")[2]): o for o in outputs if o.finished}
+        new = {row_of(output.request_id): output for output in self._engine.step() if output.finished}
         ended.update(new)
         return len(new)
 
@@ -348,38 +352,28 @@ class Vllm(Growing):
         if (bad := drawn.columns[1].isnan()).any():
             self._interrupt()
             self._engine.reset_prefix_cache()
-            self._call("clear_cache")
+            self._engine.call("clear_cache")
             raise not_finite(int(drawn.rows[bad][0]), n)
         answers.collect(drawn.rows, drawn.columns, versions)
 
     def _collect_drawn(self) -> None:
         """Takes the draws of the running call, made by the engine's version, from vLLM's sampler."""
-        drawn = self._call("collect")[0]
+        drawn = self._engine.call("collect")[0]
         if drawn is not None:
             assert self.version is not None
             self._drawn.append((drawn, self.version))
 
-    def _settle(self) -> None:
-        """Ends the batch that vLLM may have begun, with the weights that it was begun with."""
-        if self._engine.has_unfinished_requests():
-            self._engine.sleep(0, mode="keep")
-            try:
-                self._outputs += self._engine.step()
-            finally:
-                self._engine.wake_up(["scheduling"])
-            self._collect_drawn()
-
     def _send(self, version: int, source: WeightSource, checked: bool) -> None:
-        """Sends weights of this process to the workers of a tensor-parallel engine."""
+        """Sends weights of this process to vLLM's workers, or passes on those that others send to all workers."""
         if not self._outlets:
             secret = os.urandom(16)
-            addresses = self._call("listen", "127.0.0.1", secret)
+            addresses = self._engine.call("listen", "127.0.0.1", secret)
             self._outlets = [Outlet(address, secret, self.device) for address in addresses]
         failed: list[BaseException] = []
 
         def receive() -> None:
             try:
-                self._call("receive", version, checked)
+                self._engine.call("receive", version, checked)
             except BaseException as error:
                 failed.append(error)
 
@@ -399,12 +393,8 @@ class Vllm(Growing):
 
     def _abort(self) -> None:
         """Removes requests of earlier calls from vLLM."""
-        processor = self._engine.output_processor
-        if processor.has_unfinished_requests():
-            self._engine.abort_request(list(processor.request_states), internal=True)
-            while self._engine.has_unfinished_requests():
-                self._engine.step()
-        self._outputs, self._drawn = [], []
+        self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
+        self._drawn = []
 
     def _require(self, what: str, call: str) -> None:
         """Raises an error for a call that needs what sleeps.
@@ -419,24 +409,56 @@ class Vllm(Growing):
                 f"{call} needs the engine's {tag}, and the engine is {state}; call wake(['{tag}']) first"
             )
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``Extension`` on all workers."""
-        return self._engine.collective_rpc(f"verl_fn_{method}", args=args)
+
+# The experts of each token, as vLLM records them
 
 
-# Engines of this process.
-_HERE: weakref.WeakSet[Vllm] = weakref.WeakSet()
+@attrs.frozen
+class Routes:
+    """How to read the experts that vLLM returns for all layers of a model.
 
-
-def _claim_process(engine: Vllm) -> None:
-    """Raises an error for a second engine in one process: it would silently answer with other log-probs.
-
-    Raises:
-        EngineError: there is one already.
+    Attributes:
+        layers: the numbers of the layers with experts.
+        dtype: of a recording.
     """
-    if _HERE:
-        raise EngineError(
-            "a process has room for one vLLM engine, since vLLM keeps its state in global variables; make the "
-            "second one in a process of its own"
-        )
-    _HERE.add(engine)
+
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, folder: Any, layers: list[int]) -> Routes:
+        """Returns how to read the experts of a model folder's layers.
+
+        Raises:
+            ModelError: the model has no experts.
+        """
+        experts = experts_of(read_config(folder).get_text_config())
+        if not experts or not layers:
+            raise ModelError(f"{folder} has no experts, so there is no routing to record")
+        return cls(tuple(layers), recorded_dtype(experts))
+
+    def whole(self, returned: Any, length: int) -> Int[Tensor, "T l k"]:
+        """Returns the experts of a row's tokens; the last token repeats the one before, since vLLM never computes it.
+
+        Args:
+            returned: vLLM's array of all layers, or None.
+            length: the tokens of the row.
+
+        Raises:
+            RoutesMissing: there are experts of more or fewer tokens.
+
+        Example:
+            >>> import numpy
+            >>> array = numpy.arange(8, dtype=numpy.uint8).reshape(2, 2, 2)
+            >>> Routes((1,), torch.uint8).whole(array, 3).tolist()
+            [[[2, 3]], [[6, 7]], [[6, 7]]]
+        """
+        computed = 0 if returned is None else len(returned)
+        if computed != length - 1:
+            raise RoutesMissing(
+                f"vLLM returned the experts of {computed} tokens for a row of {length} tokens, of which it computed "
+                f"{length - 1}"
+            )
+        # As signed integers: torch has few operations on uint16.
+        routed = torch.from_numpy(returned[:, list(self.layers)].astype("int64")).to(self.dtype)
+        return torch.cat([routed, routed[-1:]])

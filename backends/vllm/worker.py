@@ -1,7 +1,7 @@
 """What vLLM's workers do for the engine: they load weights, and draw and collect tokens.
 
-vLLM makes ``Extension`` a base of its worker class, so its methods run where the model is: in the engine's process,
-or in one process for each GPU of a tensor-parallel engine.
+vLLM makes ``Extension`` a base of its worker class, so its methods run where the model is: in the process of vLLM's
+core, or in one process for each GPU of a tensor-parallel engine.
 
 vLLM's sampler is replaced by the draws of the embedded engine. A draw depends on the sample's seed and on the place
 of the token, never on the rows beside it or on what was drawn before: a request that is asked again, of a restarted
@@ -12,9 +12,11 @@ collected, so vLLM handles no log-probs at all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -27,10 +29,10 @@ from verl_fn.backends.draws import NOISE, Drawn, Draws
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
-from verl_fn.backends.vllm.arguments import OWN_MODELS
+from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, row_of
+from verl_fn.backends.vllm.core import portable
 from verl_fn.backends.vllm.loading import load, whole
-from verl_fn.backends.vllm.routes import layers_with_experts
-from verl_fn.backends.weight_sync.inlet import Inlet
+from verl_fn.backends.weight_sync.inlet import Inlet, give_up
 from verl_fn.state import uniform_at
 
 # A worker in a process of its own finds its model by name.
@@ -66,6 +68,15 @@ class Extension:
     device: torch.device
     sleep: Callable[..., None]
 
+    def verl_fn_call(self, request: bytes) -> bytes:
+        """Returns the result of a method, or its error; see ``core.Engine.call``."""
+        try:
+            method, args = pickle.loads(request)
+            run = getattr(self, f"verl_fn_{method}") if isinstance(method, str) else functools.partial(method, self)
+            return pickle.dumps((True, run(*args)))
+        except Exception as error:
+            return pickle.dumps((False, portable(error)))
+
     def verl_fn_set_up(
         self, vocab: int, lora: Lora | None, buffers: Sequence[str], conversions: Sequence[Any]
     ) -> None:
@@ -90,10 +101,14 @@ class Extension:
         return layers_with_experts(self.model_runner)
 
     def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
-        """Loads weights of this process."""
-        self._verl_fn_load(source, checked)
+        """Loads weights that their senders send to this process."""
+        try:
+            self._verl_fn_load(source, checked)
+        except BaseException:
+            give_up()
+            raise
         if self.device.type == "cuda":
-            # The thread that draws may compute on another stream.
+            # Errors of kernels belong to this call.
             torch.cuda.synchronize(self.device)
 
     def _verl_fn_load(self, source: WeightSource, checked: bool) -> None:
@@ -123,22 +138,43 @@ class Extension:
         for cache in pytree.tree_leaves(self.model_runner.kv_caches):
             cache.zero_()
 
-    def verl_fn_begin(self, sampling: Sampling, seeds: list[int], rows: Mapping[str, int]) -> None:
+    def verl_fn_begin(self, sampling: Sampling) -> None:
         """Starts a run; see ``DrawingSampler.begin``."""
-        self.model_runner.sampler.begin(sampling, seeds, rows)
+        self.model_runner.sampler.begin(sampling)
 
-    def verl_fn_extend(self, seeds: list[int], rows: Mapping[str, int]) -> None:
+    def verl_fn_extend(self, seeds: list[int]) -> None:
         """Adds rows to the run; see ``DrawingSampler.extend``."""
-        self.model_runner.sampler.extend(seeds, rows)
+        self.model_runner.sampler.extend(seeds)
 
     def verl_fn_collect(self) -> Drawn | None:
         """Returns the draws since the last call; None if there are none."""
         drawn: Drawn | None = self.model_runner.sampler.collected()
         return drawn
 
-    def verl_fn_end(self) -> None:
-        """Ends the run."""
-        self.model_runner.sampler.end()
+
+def layers_with_experts(runner: Any) -> list[int]:
+    """Returns the numbers of the layers with experts of a worker's model, all of which report what they pick.
+
+    vLLM itself gives zeros for a layer whose kernel picks the experts, as all do on CPUs.
+
+    Args:
+        runner: vLLM's model runner.
+
+    Raises:
+        EngineArgumentError: a layer does not report its experts.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    layers = [m for m in runner.compilation_config.static_forward_context.values() if isinstance(m, MoERunner)]
+    for layer in layers:
+        if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
+            raise EngineArgumentError(
+                f"actor.router_replay.mode=R3 needs the experts that vLLM picked, and {layer.layer_name} does not "
+                "report them: its kernel picks them itself, as on CPUs; choose another kernel with "
+                "rollout.engine_kwargs.moe_backend, or set rollout.name=sampler or actor.router_replay.mode=R2"
+            )
+    return sorted(layer.layer_id for layer in layers)
 
 
 def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:
@@ -159,7 +195,7 @@ def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:
 
 
 class DrawingSampler(Sampler):
-    """vLLM's sampler; between ``begin`` and ``end`` it draws as ``Draws`` does.
+    """vLLM's sampler; from the first ``begin`` on it draws as ``Draws`` does.
 
     Args:
         runner: vLLM's model runner.
@@ -172,32 +208,28 @@ class DrawingSampler(Sampler):
         self.runner, self.vocab, self.noise = runner, vocab, noise
         self._draws: Draws | None = None
 
-    def begin(self, sampling: Sampling, seeds: list[int], rows: Mapping[str, int]) -> None:
-        """Starts a run.
+    def begin(self, sampling: Sampling) -> None:
+        """Starts a run without rows.
 
         Args:
             sampling: how all of its rows are drawn.
-            seeds: the seed of each row.
-            rows: the number of the row of each of vLLM's requests.
         """
         self._draws = Draws(sampling, self.vocab, self.noise)
-        self._seeds = torch.tensor(seeds, device=self.runner.device)
-        self._row_of = dict(rows)
-        self._rows: list[list[int]] = []
+        self._seeds = torch.zeros(0, dtype=torch.int64, device=self.runner.device)
+        self._rows: list[Any] = []
         self._places: list[Tensor] = []
         # Of the requests in vLLM's batch; it seldom changes between two steps.
         self._present: list[str] = []
-        self._present_rows: list[int] = []
+        self._present_rows: Any = np.zeros(0, int)
         self._present_seeds = self._seeds[:0]
 
-    def extend(self, seeds: list[int], rows: Mapping[str, int]) -> None:
-        """Adds rows to the run; see ``begin``."""
-        self._seeds = torch.cat([self._seeds, torch.tensor(seeds, device=self.runner.device)])
-        self._row_of.update(rows)
+    def extend(self, seeds: list[int]) -> None:
+        """Adds rows to the run, before their requests are added to vLLM.
 
-    def end(self) -> None:
-        """Ends the run."""
-        self._draws = None
+        Args:
+            seeds: the seed of each row.
+        """
+        self._seeds = torch.cat([self._seeds, torch.tensor(seeds, device=self.runner.device)])
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         """Draws a token for each row of logits."""
@@ -206,7 +238,7 @@ class DrawingSampler(Sampler):
         batch, count = self.runner.input_batch, len(logits)
         if self._present != batch.req_ids:
             self._present = list(batch.req_ids)
-            self._present_rows = [self._row_of[name] for name in self._present]
+            self._present_rows = np.array([row_of(name) for name in self._present])
             self._present_seeds = self._seeds[torch.tensor(self._present_rows, device=self._seeds.device)]
         places = self.runner.seq_lens[:count].long()
         uniforms = uniform_at(self._present_seeds[:count], places)[:, None]
@@ -216,7 +248,7 @@ class DrawingSampler(Sampler):
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         # A row of which only a part of the prompt was computed has no token yet.
         partial = self.runner.discard_request_mask.np[:count]
-        self._rows.append([-1 if skip else row for row, skip in zip(self._present_rows, partial, strict=True)])
+        self._rows.append(np.where(partial, -1, self._present_rows))
         self._places.append(places)
         # Without a finite logit the draw is beyond the vocabulary, and its log-prob NaN: an error once collected.
         drawn = tokens.clamp(max=self.vocab - 1).to(torch.int32)
@@ -227,7 +259,7 @@ class DrawingSampler(Sampler):
         assert self._draws is not None
         if not self._rows:
             return None
-        rows = torch.tensor([row for step in self._rows for row in step])
+        rows = torch.from_numpy(np.concatenate(self._rows))
         places, columns = torch.cat(self._places).cpu(), self._draws.results()
         self._rows.clear()
         self._places.clear()

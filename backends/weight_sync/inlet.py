@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -33,6 +34,8 @@ from .channel import (
 )
 from .publication import Apart, Cut, IncompleteWeights, check_cuts, in_dtype
 
+Offers: TypeAlias = Mapping[str, tuple[tuple[TensorSpec, ...], Cut | None]]
+
 
 class _Sender(End):
     """The receiving end of one sender.
@@ -40,10 +43,17 @@ class _Sender(End):
     Attributes:
         version: of the weights that the sender has announced.
         offers: by name, the tensors of each source that it can send, and which rows of them; None for all.
+        name: is the same in a process that the sender was passed on to.
     """
 
-    version: int | None = None
-    offers: Mapping[str, tuple[tuple[TensorSpec, ...], Cut | None]] = {}
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.version: int | None = None
+        self.offers: Offers = {}
+        self.name = uuid.uuid4().hex
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _passed_on, (self.name, self._connection, self.version, self.offers)
 
     def announced(self, message: tuple[Any, ...]) -> None:
         """Takes the specifications of the next publication from its first message."""
@@ -109,6 +119,25 @@ class _Sender(End):
         send_message(self.open, message)
 
 
+# The senders that another process has passed on to this one; their staging areas last as long as their connections.
+_PASSED_ON: dict[str, _Sender] = {}
+
+
+def _passed_on(name: str, connection: Connection, version: int | None, offers: Offers) -> _Sender:
+    if name not in _PASSED_ON:
+        _PASSED_ON[name] = _Sender(connection)
+    sender = _PASSED_ON[name]
+    sender.version, sender.offers = version, offers
+    return sender
+
+
+def give_up(but: Collection[_Sender] = ()) -> None:
+    """Closes this process's end of senders that were passed on to it."""
+    for name, sender in list(_PASSED_ON.items()):
+        if sender not in but:
+            _PASSED_ON.pop(name).close()
+
+
 def _checked(message: tuple[Any, ...]) -> tuple[Any, ...]:
     if message[0] == "failed":
         raise SenderFailed(f"the sender failed: {message[2]}")
@@ -157,7 +186,7 @@ class Inlet:
             try:
                 self._announced(version)
                 _check(self._senders, version)
-                publish(_Arriving(self._senders, MERGED, self._dtype, self._device))
+                publish(Arriving(self._senders, MERGED, self._dtype, self._device))
             except BaseException as error:
                 for sender in self._senders:
                     with contextlib.suppress(SenderFailed):
@@ -238,13 +267,20 @@ def _check(senders: Sequence[_Sender], version: int) -> None:
 
 
 @attrs.frozen(eq=False)
-class _Arriving:
-    """Weights that arrive from one sender or several, a ``WeightSource``."""
+class Arriving:
+    """Weights that arrive from one sender or several, a ``WeightSource``.
+
+    Another process on the machine can read the buckets in place of this one, which still announces and ends the
+    publication: pickled for a child (``ForkingPickler``), the source takes its connections along.
+    """
 
     senders: Sequence[_Sender]
     kind: str
     dtype: torch.dtype
     device: torch.device
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _to_be_read, (self.senders, self.kind, self.dtype, self.device)
 
     @functools.cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -286,3 +322,8 @@ class _Arriving:
                 torch.cuda.current_stream(self.device).synchronize()
             for sender, number, _ in arrived:
                 sender.taken(number)
+
+
+def _to_be_read(senders: Sequence[_Sender], *rest: Any) -> Arriving:
+    give_up(but=senders)
+    return Arriving(senders, *rest)

@@ -290,8 +290,10 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         # The size counts once tensors are converted.
         narrowest = min((spec.dtype.itemsize for spec in chosen.specs), default=1)
         growth = dtype.itemsize / narrowest if dtype else 1.0
-        for bucket in chosen.buckets(int(part_bytes(size) / growth)):
-            if checked:
+        # A checksum of the source's own also covers the way from the source to here.
+        own = all(spec.dtype == dtype for spec in chosen.specs)
+        for bucket in chosen.buckets(int(part_bytes(size) / growth), checked=checked and own):
+            if checked and not own:
                 bucket = tuple(attrs.evolve(c, checksum=checksum(c.values, dtype)) for c in bucket)
             alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
             accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]

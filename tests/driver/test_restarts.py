@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -155,8 +156,14 @@ def test_a_vllm_engine_that_is_killed_while_it_draws(ray_cluster, tmp_path):
         expected = w.get(w.rollout.generate(requests, version=5))
         (tmp_path / Fault("kill", 5, 6).name).touch()
         (before,) = pids(w)
+        core = psutil.Process(before).children(recursive=True)
         samples = w.get(w.rollout.generate(requests, version=5))
         assert pids(w) != [before] and len(w.processes.restarts()) == 1
+        # vLLM's core does not outlive the engine.
+        _, alive = psutil.wait_procs(core, timeout=20)
+        for process in alive:
+            process.kill()
+        assert core and not alive
     for sample, other in zip(samples, expected, strict=True):
         assert (sample.request, sample.number) == (other.request, other.number)
         assert sample.tokens.tolist() == other.tokens.tolist() and set(sample.versions.tolist()) == {5}

@@ -4,7 +4,9 @@ import functools
 import importlib.util
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,8 +36,7 @@ SETTINGS = [
 def waiting_engine(folder, made, *args):
     """An engine that waits for weights in the second step of a batch with a file, and later while there is "hold"."""
     engine = made(*args)
-    # vLLM computes with an engine of its own.
-    computing = getattr(engine, "decoder", None) or engine._engine
+    computing = engine.decoder
     generate, step, counts = engine.generate, computing.step, {"batch": -1, "step": 0}
 
     def counting(requests, *, version=None):
@@ -55,6 +56,34 @@ def waiting_engine(folder, made, *args):
     return engine
 
 
+def waiting_vllm(folder, made, *args):
+    """The same with vLLM, whose core waits for a file that this process makes."""
+    sys.path.append(str(Path(__file__).parents[1] / "backends/helpers"))
+    import vllm_worker_cases
+
+    engine = made(*args)
+    generate, step, counts = engine.generate, engine._engine.step, {"batch": -1, "step": 0}
+
+    def counting(requests, *, version=None):
+        if requests[0].sampling.temperature > 0:
+            counts.update(batch=counts["batch"] + 1, step=0)
+            file = folder / f"batch_{counts['batch']}"
+            wait = (vllm_worker_cases.wait_for, f"{file}_arrived") if file.exists() else (None,)
+            with engine._alone():
+                engine._engine.call(vllm_worker_cases.before_steps, *wait)
+        return generate(requests, version=version)
+
+    def stepping():
+        counts["step"] += 1
+        if counts["step"] == 2 and (file := folder / f"batch_{counts['batch']}").exists():
+            until(lambda: engine._arriving)
+            Path(f"{file}_arrived").touch()
+        return step()
+
+    engine.generate, engine._engine.step = counting, stepping
+    return engine
+
+
 def until(ready):
     for _ in range(30_000):
         if ready():
@@ -64,9 +93,10 @@ def until(ready):
 
 
 @pytest.fixture
-def waiting(ray_cluster, tmp_path, monkeypatch):
+def waiting(ray_cluster, tmp_path, monkeypatch, request):
     """Makes the engines of this test wait as files in a folder say; returns the folder."""
-    monkeypatch.setattr(build, "conversing", functools.partial(waiting_engine, tmp_path, build.conversing))
+    made = waiting_vllm if "vllm" in request.node.name else waiting_engine
+    monkeypatch.setattr(build, "conversing", functools.partial(made, tmp_path, build.conversing))
     return tmp_path
 
 

@@ -156,7 +156,7 @@ def strings(value: Any) -> list[str]:
 def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags = JSON if _is_json(problem.prompt) else 0
     # The turn of a conversation may be a tool call; an empty one is refused.
-    flags |= 0 if problem.answer or getattr(problem, "messages", ()) else EMPTY
+    flags |= 0 if problem.answer or getattr(problem, "messages", "") else EMPTY
     flags |= TOOLS if problem.tools else 0
     flags |= IMAGES if problem.images else 0
     flags |= BEGUN if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant" else 0
@@ -178,7 +178,7 @@ def _is_json(prompt: Any) -> bool:
 
 def _fields_and_roles(problem: Problem) -> tuple[set[str], set[str]]:
     said: list[Any] = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())]
-    parts: list[Any] = [problem.prompt, getattr(problem, "messages", ()), *said]
+    parts: list[Any] = [problem.prompt, getattr(problem, "messages", ""), *said]
     messages = [message for part in parts if not isinstance(part, str) for message in part]
     names = {name for message in messages for name in message}
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]

@@ -8,6 +8,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+import vllm_worker_cases
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
@@ -16,7 +17,7 @@ from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.backends.sampler import NotFiniteError, Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.backends.vllm.arguments import EngineArgumentError
-from verl_fn.backends.vllm.routes import RoutesMissing
+from verl_fn.backends.vllm.engine import RoutesMissing
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
 from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Buffers, Key, Sampling, pack, requests_for
@@ -37,55 +38,23 @@ def folder():
     arch = os.environ.get("ARCH", "qwen3")
     if arch == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        plain_activation()
     if arch == "glm4_moe":
-        plain_activation()
         sizes |= {"head_dim": 32, "vocab_size": 12, "moe_intermediate_size": 32, "n_shared_experts": 1}
         return tiny_folder(arch, tempfile.mkdtemp(), **sizes)
     return new_model(tempfile.mkdtemp(), chars="abcdefgh>", arch=arch, initializer_range=0.2, **sizes)
 
 
-def plain_activation():
-    """Replaces an activation of vLLM's experts, which makes an object at each step that only start-up can make."""
-    import vllm.model_executor.layers.fused_moe.cpu_fused_moe as experts
-
-    def silu_and_mul(x):
-        gate, up = x.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
-    experts._CPU_MOE_ACT_FN[experts.MoEActivation.SILU] = silu_and_mul
-
-
-def reported_experts():
-    """Lets vLLM's layers report their experts on CPUs, where a kernel of its own picks them."""
-    import vllm.model_executor.layers.fused_moe.cpu_fused_moe as experts
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
-    layers, pick, compute = [], experts.select_experts, MoERunner.forward
-
-    def forward(runner, *args, **kwargs):
-        layers.append(runner)
-        try:
-            return compute(runner, *args, **kwargs)
-        finally:
-            layers.pop()
-
-    def select(*args, **kwargs):
-        weights, numbers = pick(*args, **kwargs)
-        if layers[-1].router.capture_fn is not None:
-            layers[-1].router.capture_fn(numbers)
-        return weights, numbers
-
-    MoERunner.forward, experts.select_experts, MoERunner.is_monolithic = forward, select, False
-
-
 @functools.cache
 def engine():
     moe = os.environ.get("ARCH") == "qwen3_moe"
-    if moe:
-        reported_experts()
     more = {"engine_kwargs": {"block_size": 32}, "routed_experts": True} if moe else {}
-    return Vllm(folder(), device="cpu", dtype=torch.float32, slots=16, max_length=64, **more)
+    with vllm_worker_cases.replacing():
+        return Vllm(folder(), device="cpu", dtype=torch.float32, slots=16, max_length=64, **more)
+
+
+def inside(function, *args):
+    """Runs a function in the worker of the engine."""
+    return engine()._engine.call(function, *args)[0]
 
 
 @functools.cache
@@ -198,9 +167,12 @@ def small_buckets():
     made.publish(0, trainer().weights(params(5)))
     expected = [s.tokens.tolist() for s in made.generate(asked)]
     made.publish(1, trainer().weights(params(6)))
-    size, loading.BUCKET_BYTES = loading.BUCKET_BYTES, 6000
+    size = inside(vllm_worker_cases.buckets_of, 6000)
     try:
         made.publish(2, Overwritten(trainer().weights(params(5))))
+    finally:
+        inside(vllm_worker_cases.buckets_of, size)
+    with mock.patch.object(loading, "BUCKET_BYTES", 6000):
         # What is larger than a bucket can be put together where it is loaded, if it fits there.
         tensor, place = torch.arange(4000.0).view(1000, 4), torch.zeros(1024, 4)
         source = Overwritten(Weights.of({"a": tensor, "b": tensor}))
@@ -208,8 +180,6 @@ def small_buckets():
         arrived = dict(loading.whole(source, checked=False, places=places))
         assert arrived["a"].data_ptr() == place.data_ptr() and torch.equal(arrived["a"], tensor)
         assert torch.equal(arrived["b"], tensor) and not place[1000:].any()
-    finally:
-        loading.BUCKET_BYTES = size
     assert [s.tokens.tolist() for s in made.generate(asked)] == expected
 
 
@@ -233,16 +203,14 @@ class Overwritten:
 
 def ignored_weights():
     """A weight that vLLM does not take is an error, also where its layer has others."""
-    from verl_fn.backends.vllm import loading
-
-    made, split = engine(), loading.in_files
+    made = engine()
     for ignored, layer in (("model.norm.weight", "model.norm"), ("k_proj.weight", "qkv_proj")):
-        loading.in_files = lambda name, *args, end=ignored: [] if name.endswith(end) else split(name, *args)
+        inside(vllm_worker_cases.ignoring, ignored)
         try:
             with pytest.raises(IncompleteWeights, match=layer):
                 made.publish(3, trainer().weights(params(0)))
         finally:
-            loading.in_files = split
+            inside(vllm_worker_cases.ignoring, None)
         with pytest.raises(StaleWeightsError):
             made.generate(requests_for(PROMPTS, Sampling(2), KEY))
     made.publish(4, trainer().weights(params(0)))
@@ -391,12 +359,9 @@ def experts_are_those_of_the_sampler():
 
 def experts_that_are_not_reported():
     """A kernel that picks experts itself, as without ``reported_experts``; and answers that lack a token."""
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
     made = engine()
-    unreported = pytest.raises(EngineArgumentError, match=r"model\.layers\.0\.mlp\.experts does not report them")
-    with mock.patch.object(MoERunner, "is_monolithic", True), unreported:
-        made._call("layers_with_experts")
+    with pytest.raises(EngineArgumentError, match=r"model\.layers\.0\.mlp\.experts does not report them"):
+        inside(vllm_worker_cases.unreported_experts)
     made.publish(0, trainer().weights(params(0)))
     lost = mock.patch("vllm.v1.engine.output_processor.np.concatenate", lambda chunks, axis: chunks[0])
     missing = pytest.raises(RoutesMissing, match="experts of 3 tokens for a row of 5 tokens, of which it computed 4")
@@ -438,17 +403,4 @@ def refused(arguments):
 
 def sampler_that_is_replaced():
     """The kernel of vLLM's own sampler does nothing until an engine is set up, and is itself afterwards."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    from verl_fn.backends.vllm import worker
-
-    engine()
-    restored = getattr(topk_topp_sampler, worker.KERNEL, None) is worker._kernel
-    logits, ones = torch.randn(9, 40), torch.ones(9)
-    with mock.patch.object(topk_topp_sampler, "HAS_TRITON", True):
-        worker.use_kernel(worker.nothing)
-        try:
-            untouched = topk_topp_sampler.apply_top_k_top_p(logits, ones.int(), 0.5 * ones) is logits
-        finally:
-            worker.use_kernel(worker._kernel)
-    return untouched, restored
+    return inside(vllm_worker_cases.kernel_of_the_sampler)

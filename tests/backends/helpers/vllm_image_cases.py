@@ -14,11 +14,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 import attrs
 import pytest
 import torch
+import vllm_worker_cases
 from vision_cases import cut_into_tiles, encoded, seeing
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.vllm import Vllm
+from verl_fn.backends.vllm import EngineError, Vllm
 from verl_fn.backends.vllm import engine as vllm_engine
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import sgd
@@ -87,10 +88,14 @@ def in_flight():
     """Log-probs of rows that go on with other weights, of the tower too."""
     old, new = weights(0), weights(9)
     engine().publish(3, trainer().weights(old))
+    # So slow that none ends before the weights arrive.
+    engine()._engine.call(vllm_worker_cases.before_steps, vllm_worker_cases.wait, 0.05)
     stream = engine().stream(asked(n=1, tokens=24))
     samples = [next(stream)]
     engine().publish(4, trainer().weights(new))
-    return gap({3: old, 4: new}, pack([*samples, *stream]))
+    samples += stream
+    engine()._engine.call(vllm_worker_cases.before_steps, None)
+    return gap({3: old, 4: new}, pack(samples))
 
 
 def another_prompt():
@@ -102,7 +107,7 @@ def another_prompt():
     def altered(request, config):
         return whole(attrs.evolve(request, prompt=(*request.prompt, request.prompt[-1])), config)
 
-    error = pytest.raises(vllm_engine.EngineError, match="vLLM used another prompt for row 0: it has")
+    error = pytest.raises(EngineError, match="vLLM used another prompt for row 0: it has")
     with mock.patch.object(vllm_engine, "prompt_with_images", altered), error:
         engine().generate([request])
     assert len(engine().generate([request])) == 1

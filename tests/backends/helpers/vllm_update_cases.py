@@ -10,14 +10,15 @@ from unittest import mock
 import attrs
 import pytest
 import torch
-from vllm_cases import KEY, LORA, PROMPTS, Spoilt, engine, folder, params, trainer
+import vllm_worker_cases
+from vllm_cases import KEY, LORA, PROMPTS, Spoilt, engine, folder, inside, params, trainer
 
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.vllm import Vllm
+from verl_fn.backends.vllm import EngineError, Vllm
 from verl_fn.backends.vllm.worker import beside_others
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.environments import Done
@@ -53,6 +54,7 @@ class Noted:
     inner: object
     names: list
     lost: int = -1
+    before: object = None
 
     @property
     def specs(self):
@@ -60,13 +62,16 @@ class Noted:
 
     @property
     def apart(self):
-        given = self.inner.apart
+        if (given := getattr(self.inner, "apart", None)) is None:
+            return None
         whole, alone = (attrs.evolve(self, inner=source) for source in (given.whole, given.adapters))
         return attrs.evolve(given, whole=whole, adapters=alone)
 
     def buckets(self, max_bytes, *, checked=False):
         for i, bucket in enumerate(self.inner.buckets(4096, checked=checked)):
             self.names.extend(chunk.name for chunk in bucket)
+            if self.before is not None:
+                self.before()
             if i != self.lost:
                 yield bucket
 
@@ -153,9 +158,20 @@ def in_flight(made):
     """An engine, as if it was made with ``in_flight``."""
     made.capabilities = Capabilities(versions_per_token=True)
     try:
-        yield made
+        with slow(made):
+            yield made
     finally:
         made.capabilities = Capabilities()
+
+
+@contextlib.contextmanager
+def slow(made):
+    """Slow steps of an engine: its core does not end them before this process has done something meanwhile."""
+    made._engine.call(vllm_worker_cases.before_steps, vllm_worker_cases.wait, 0.02)
+    try:
+        yield
+    finally:
+        made._engine.call(vllm_worker_cases.before_steps, None)
 
 
 def weights_in_flight():
@@ -168,7 +184,7 @@ def weights_in_flight():
         results = published_at(made, 4, lambda: made.publish(31, trainer().weights(params(3))))
         samples = made.generate(requests_for(PROMPTS, Sampling(20, n=4), KEY), version=30)
         results[0].result()
-        assert not made._outputs and not made._drawn
+        assert not made._drawn
         assert any(set(s.versions.tolist()) == {30, 31} for s in samples)
         batch = pack(samples)
         old, new = (trainer().forward(params(i), batch, ["logprobs"]).logprobs for i in (2, 3))
@@ -251,35 +267,27 @@ def failed_calls():
     """A call that fails leaves neither requests nor blocks of the cache behind, and the next one draws the same."""
     made, asked = engine(), requests_for(PROMPTS, Sampling(40, n=2), KEY)
     made.publish(0, trainer().weights(params(2)))
-    core, sampler = (
-        made._engine.engine_core.engine_core,
-        made._engine.model_executor.driver_worker.model_runner.sampler,
-    )
-    blocks = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-    expected, free = [s.tokens.tolist() for s in made.generate(asked)], blocks()
+    expected, idle = [s.tokens.tolist() for s in made.generate(asked)], inside(vllm_worker_cases.free_blocks)
+    assert idle[1] == 0
 
     def fails(call, error, match):
         with pytest.raises(error, match=match):
             call()
-        assert not made._engine.has_unfinished_requests() and blocks() == free
+        assert not made._engine.has_unfinished_requests() and inside(vllm_worker_cases.free_blocks) == idle
         assert not made._engine.output_processor.request_states
 
-    def at(number, owner, name):
-        count, method = itertools.count(1), getattr(owner, name)
+    for call in (lambda: made.generate(asked), lambda: list(made.stream(asked))):
+        count, step = itertools.count(1), made._engine.step
 
-        def called(*args, **kwargs):
-            if next(count) == number:
-                assert made._engine.has_unfinished_requests() and blocks() < free
-                raise Fault(f"in {name}")
-            return method(*args, **kwargs)
+        def stepping(count=count, step=step):
+            if next(count) == 4:
+                assert inside(vllm_worker_cases.free_blocks)[1] > 0
+                raise Fault("in a step")
+            return step()
 
-        return mock.patch.object(owner, name, called)
-
-    for owner, name in ((made._engine, "step"), (sampler, "forward"), (core.scheduler, "update_from_output")):
-        for call in (lambda: made.generate(asked), lambda: list(made.stream(asked))):
-            with at(4, owner, name):
-                fails(call, Fault, f"in {name}")
-            assert [s.tokens.tolist() for s in made.generate(asked)] == expected
+        with slow(made), mock.patch.object(made._engine, "step", stepping):
+            fails(call, Fault, "in a step")
+        assert [s.tokens.tolist() for s in made.generate(asked)] == expected
     singles = [attrs.evolve(request, sampling=Sampling(40)) for request in asked]
     parts = iter([singles, [], singles])
     fails(lambda: made.grow(lambda samples: next(parts), version=0), ValueError, "is given to 2 prompts")
@@ -289,6 +297,26 @@ def failed_calls():
     with pytest.raises(StaleWeightsError, match="interrupted"):
         next(older)
     assert len(list(newer)) == len(expected) - 1, "its requests are those of a later call"
+
+
+def ends_of_the_core():
+    """A core that fails or is killed ends the calls that wait for it, and answers no later one."""
+    made, asked = engine(), requests_for(PROMPTS, Sampling(40, n=2), KEY)
+    second = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64)
+    for one in (made, second):
+        one.publish(0, trainer().weights(params(2)))
+    expected, again = ([s.tokens.tolist() for s in one.generate(asked)] for one in (made, second))
+    assert expected == again
+    second._engine.call(vllm_worker_cases.before_steps, vllm_worker_cases.fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a kernel failed, on purpose"):
+            second.generate(asked)
+    assert [s.tokens.tolist() for s in made.generate(asked)] == expected
+    (core,) = made._engine.engine_core.resources.engine_manager.processes
+    with pytest.raises(EngineError, match="was killed"):
+        made.publish(1, Noted(trainer().weights(params(3)), [], before=core.kill))
+    with pytest.raises(StaleWeightsError):
+        made.generate(asked)
 
 
 def talking(made, environment):

@@ -108,6 +108,7 @@ def test_adapters_alone(vllm_python):
     [
         ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode cannot be set: log-probs belong"),
         ({"engine_kwargs": {"no_such": 1}}, "rollout.engine_kwargs.no_such is no argument of vLLM's EngineArgs"),
+        ({"engine_kwargs": {"kv_cache_memory_bytes": 4096}}, "ValueError: To serve at least one request"),
         ({"tensor_parallel_size": 3}, "2 attention heads, which rollout.tensor_parallel_size=3 does not divide"),
     ],
 )
@@ -138,11 +139,12 @@ def test_graphs_are_recorded_for_every_number_of_rows(tiny, slots, options, last
         assert sizes == sorted(set(sizes)) and max(b - a for a, b in itertools.pairwise(sizes)) <= 64
 
 
-def test_a_process_has_one_engine(alone):
-    assert "one vLLM engine" in alone("refused", {})
+def test_a_core_that_ends(alone):
+    """After the other cases, since their engine ends."""
+    alone("vllm_update_cases.ends_of_the_core")
 
 
-@pytest.mark.parametrize("name", ["VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING"])
+@pytest.mark.parametrize("name", ["VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"])
 def test_variables_that_break_the_engine_are_refused(name, monkeypatch):
     from verl_fn.backends.vllm import arguments
 

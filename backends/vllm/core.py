@@ -1,0 +1,182 @@
+"""vLLM's engine with its core in a process of its own, so that our Python does not take turns with the scheduler's.
+
+A pipe joins the two processes. If one of them ends, however it does, the other one notices, and a core that fails
+sends its error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, EngineError
+from verl_fn.errors import UserError
+
+# How long a core that has failed may take to say why.
+LAST_WORDS = 10.0
+RUN_CORE = EngineCoreProc.run_engine_core
+
+
+class Engine(LLMEngine):
+    """vLLM's engine; once its core has ended, calls raise the core's error."""
+
+    ended: Future[Exception]
+
+    def step(self) -> list[Any]:
+        """Waits for the next outputs of the core, and returns those of requests that have ended."""
+        with self._explaining():
+            outputs: list[Any] = super().step()
+        return outputs
+
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a method of ``worker.Extension`` on all workers, or a function of the worker; returns the results.
+
+        vLLM carries only what msgpack knows, and of an error only the text, so both travel as bytes. A connection
+        among the arguments is open in both processes then.
+
+        Raises:
+            Exception: as the method on the first worker that failed.
+        """
+        request = bytes(ForkingPickler.dumps((method, args)))
+        with self._explaining():
+            replies = [pickle.loads(reply) for reply in self.collective_rpc("verl_fn_call", args=(request,))]
+        for succeeded, result in replies:
+            if not succeeded:
+                raise result
+        return [result for _, result in replies]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets the core end the batches that it has begun; it begins no other one before the end of the body."""
+        with self._explaining():
+            self.sleep(0, mode="keep")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(EngineDeadError):
+                self.wake_up(["scheduling"])
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError as error:
+            raise self.ended.result(LAST_WORDS) from error
+
+
+def started(arguments: Mapping[str, Any], model: str) -> Engine:
+    """Starts vLLM's engine.
+
+    Args:
+        arguments: of vLLM's ``EngineArgs``.
+        model: the name of transformers' class of the model.
+
+    Raises:
+        ModelError: vLLM does not know the model.
+        EngineArgumentError: the GPU has less free memory than the engine may take.
+    """
+    if model in OWN_MODELS:
+        from .models import register
+
+        register()
+        overrides = {**arguments["hf_overrides"], "architectures": [OWN_MODELS[model]]}
+        arguments = {**arguments, "hf_overrides": overrides}
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    # What vLLM starts in the new process, where the name has vLLM's own function.
+    EngineCoreProc.run_engine_core = functools.partial(run_core, theirs)
+    try:
+        engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+    except Exception as error:
+        theirs.close()
+        said = _last_words(pipe) if pipe.poll(LAST_WORDS) else None
+        raise _explained(said or error, arguments["model"]) from error
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(RUN_CORE)
+        theirs.close()
+    engine.ended = Future()
+    core = engine.engine_core
+    watched = (pipe, engine.ended, core.resources, core.outputs_queue, core.utility_results)
+    threading.Thread(target=_watch, args=watched, name="verl_fn core", daemon=True).start()
+    return engine
+
+
+def _explained(error: Exception, model: str) -> Exception:
+    """Returns what to raise for an error of vLLM's start."""
+    if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
+        return ModelError(f"{model}: vLLM does not know this model ({error}); set rollout.name=sampler")
+    if "gpu memory utilization" in str(error).lower():
+        return EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}")
+    return error
+
+
+def _watch(
+    pipe: Connection, ended: Future[Exception], resources: Any, outputs: Any, replies: Mapping[int, Future[Any]]
+) -> None:
+    """Waits until the core ends, and then wakes whatever waits for it."""
+    ended.set_result(_last_words(pipe) or EngineError("vLLM's core was killed, or crashed"))
+    resources.engine_dead = True
+    outputs.put(EngineDeadError())
+    for reply in list(replies.values()):
+        if not reply.done():
+            reply.set_exception(EngineDeadError())
+
+
+def _last_words(pipe: Connection) -> Exception | None:
+    """Waits until the core ends, and returns the error that it sent; None if it sent none."""
+    with contextlib.suppress(EOFError, OSError):
+        error: Exception = pipe.recv()
+        return error
+    return None
+
+
+def run_core(pipe: Connection, *args: Any, **kwargs: Any) -> None:
+    """Runs vLLM's core in this process, no longer than the process at the other end of the pipe."""
+    threading.Thread(target=_end_with, args=(pipe,), name="verl_fn engine", daemon=True).start()
+    # An interrupt from the terminal is for the engine's process.
+    with contextlib.suppress(OSError):
+        os.setpgrp()
+    try:
+        RUN_CORE(*args, **kwargs)
+    except Exception as error:
+        pipe.send(portable(error))
+        # vLLM has logged it.
+        raise SystemExit(1) from error
+
+
+def _end_with(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os._exit(1)
+
+
+def portable(error: Exception) -> Exception:
+    """Returns an error for another process, with its traceback in a note; errors for users have none.
+
+    Example:
+        >>> error = pickle.loads(pickle.dumps(portable(ValueError("no such name"))))
+        >>> error, error.__notes__
+        (ValueError('no such name'), ["in vLLM's process:\\n"])
+    """
+    try:
+        copy: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = EngineError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, UserError):
+        copy.add_note("in vLLM's process:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    return copy
