@@ -560,7 +560,8 @@ class DriverConfig:
     )
     num_threads: int = opt(
         0,
-        "CPU threads of torch in each process; 0: two beside a GPU, else the cores divided among the ranks",
+        "CPU threads of torch in each process; 0: OMP_NUM_THREADS if driver.kind is local, or "
+        "two beside a GPU, else the cores divided among the ranks",
         ge(0),
         le(4096),
     )
