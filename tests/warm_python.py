@@ -36,6 +36,7 @@ PRELOADED = (
     "verl_fn.backends.fsdp", "verl_fn.backends.local", "verl_fn.backends.mock", "verl_fn.backends.sampler",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "peft", "verl_fn.runs.loop",
+    "verl_fn.cli.main", "verl_fn.backends.hf.new_model", "pyarrow.compute", "pyarrow.pandas_compat",
 )  # fmt: skip
 # What Ray imports, where it is installed. Ray itself keeps settings of the process that imports it.
 FOR_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
