@@ -82,7 +82,7 @@ def test_the_first_line_comes_before_the_imports(warm, tmp_path, tiny):
     recipe = tmp_path / "run.toml"
     recipe.write_text("")
     words = [*TINY, *SAVED, f"model.path={tiny}", f"trainer.dir={tmp_path / 'run'}"]
-    command = [warm, "-X", "importtime", "-m", "verl_fn.cli", "train", str(recipe), *words]
+    command = [warm, "-m", "verl_fn.cli", "train", str(recipe), *words]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[0].startswith("verl-fn ") and str(recipe) in found.stdout.splitlines()[0]
