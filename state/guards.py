@@ -21,6 +21,8 @@ from .train import Grads, Params, TrainState
 T = TypeVar("T")
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+# Dtypes of batches that NumPy has, too.
+_IN_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})
 _NAMES: dict[type, str] = {Grads: "the Grads that forward_backward returned"}
 _INSTEAD = {
     ("Params", "TrainState"): "pass state.params",
@@ -178,22 +180,27 @@ def read_only(function: str, error: type[Exception], batch: Batch, **more: Tenso
     """
     fields = {**{name: getattr(batch, name) for name in CORE}, **batch.per_token, **batch.per_row, **more}
     ragged = {name: field.values for name, field in batch.ragged.items()}
-    before = {name: (t, _stamp(t, name in fields)) for name, t in {**fields, **ragged}.items()}
+    read = not transforming()
+    before = {name: (t, _stamp(t, read and name in fields)) for name, t in {**fields, **ragged}.items()}
     yield
-    if written := [name for name, (t, stamp) in before.items() if _stamp(t, name in fields) != stamp]:
+    if written := [name for name, (t, stamp) in before.items() if _stamp(t, read and name in fields) != stamp]:
         raise error(
             f"{function} writes into {' and '.join(written)} in place, which others read after it, such as the "
             "metrics; make a new tensor (x = x - mean, not x -= mean), and give it to batch.with_tokens or with_rows"
         )
 
 
-def _stamp(t: Tensor, small: bool) -> tuple[int, int]:
-    """Returns the version of a tensor, and a checksum of its contents if it is small and the host can read it."""
+def _stamp(t: Tensor, read: bool) -> tuple[int, int]:
+    """Returns the version of a tensor, and if it is to be read and on the host a checksum of its contents."""
     # Tensors of an inference mode count no versions.
     version = 0 if t.is_inference() else t._version
-    if not small or t.device.type != "cpu" or transforming():
+    if not read or not t.is_cpu:
         return version, 0
-    return version, zlib.crc32(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    t = t.detach()
+    # A step stamps every field of a batch several times, and each call of torch takes longer than the checksum.
+    if t.dtype not in _IN_NUMPY or not t.is_contiguous():
+        t = t.contiguous().reshape(-1).view(torch.uint8)
+    return version, zlib.crc32(t.numpy().data)
 
 
 def expect(function: str, kind: type, value: object) -> None:

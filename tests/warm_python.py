@@ -1,24 +1,24 @@
 """A Python that has imported torch and transformers already, for processes that would import them for seconds.
 
 A server imports them and forks. The executable that ``warm_python`` makes takes Python's arguments and asks the
-server for a process with its own environment, folder and open files. It passes signals on to that process and ends as
-that does; if it is killed, so is the process. With WARM_PYTHON_GROUP set, signals go to all processes that it has
-started, too, as those of a terminal do. Where the server cannot obey an option or a setting anymore, such as
-another PYTHONPATH, the executable is an ordinary Python.
+server for a process with its own environment, folder and open files (``warm_client.py``). It passes signals on to
+that process and ends as that does; if it is killed, so is the process. With WARM_PYTHON_GROUP set, signals go to all
+processes that it has started, too, as those of a terminal do. Where the server cannot obey an option or a setting
+anymore, such as another PYTHONPATH, the executable is an ordinary Python.
 """
 
-import array
 import atexit
 import contextlib
 import fcntl
 import gc
 import importlib.util
 import io
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -30,18 +30,16 @@ import time
 import types
 from pathlib import Path
 
+from warm_client import options, settings
+
 PRELOADED = (
     "verl_fn.backends.fsdp", "verl_fn.backends.local", "verl_fn.backends.mock", "verl_fn.backends.sampler",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "peft", "verl_fn.runs.loop",
+    "verl_fn.cli.main", "verl_fn.backends.hf.new_model", "pyarrow.compute", "pyarrow.pandas_compat",
 )  # fmt: skip
 # What Ray imports, where it is installed. Ray itself keeps settings of the process that imports it.
 FOR_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
-# Read when Python starts or these modules are imported.
-SETTINGS = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
-# Scripts of Ray that end where their parent is not the one that started them.
-WATCH_THEIR_PARENT = ("ray/dashboard/agent.py", "runtime_env/agent/main.py")
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 GROUP = "WARM_PYTHON_GROUP"
 MOST_FILES = 250
 
@@ -57,10 +55,10 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
     """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
-        expected = json.dumps(settings(environment))
-        command = [sys.executable, "-I", "-S", __file__, str(place), other or sys.executable, expected]
-        quoted = " ".join(f"'{word}'" for word in command)
-        executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
+        client = Path(__file__).with_name("warm_client.py")
+        expected = repr(settings(environment))
+        command = [sys.executable, "-I", "-S", str(client), str(place), other or sys.executable, expected]
+        executable.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         executable.chmod(0o700)
         server = subprocess.Popen(
             [other or python or sys.executable, __file__, str(place), *([str(also)] if also else [])],
@@ -76,16 +74,6 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
         finally:
             server.stdin.close()
             server.wait()
-
-
-def settings(environment=os.environ):
-    return [environment.get(name) for name in SETTINGS]
-
-
-def options(argv):
-    """Returns the options that forked processes obey, and the arguments after them."""
-    count = next((i for i, word in enumerate(argv) if word not in ("-u", "-B", "-P")), len(argv))
-    return argv[:count], argv[count:]
 
 
 def serve(place, also=None):
@@ -195,7 +183,7 @@ def _receive(connection):
     while len(text) < size and (part := connection.recv(size - len(text))):
         text += part
     if len(text) == size:
-        return json.loads(text), files
+        return marshal.loads(text), files
     for file in files:
         os.close(file)
     return None, []
@@ -260,61 +248,13 @@ def leave(status):
     os._exit(status)
 
 
-def ask(place, python, expected, argv):
-    """What the executable does: asks for a process, and stands for it until it ends."""
-    _, command = options(argv)
-    known = bool(command) and (command[0] in ("-c", "-m") or not command[0].startswith("-"))
-    if not known or command[0].endswith(WATCH_THEIR_PARENT) or settings() != expected:
-        os.execv(python, [python, *argv])
-    umask = os.umask(0)
-    os.umask(umask)
-    files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
-    request = {
-        "argv": argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": umask, "files": files,
-        "executable": str(Path(place).with_name("python")),
-    }  # fmt: skip
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(place)
-    text = json.dumps(request).encode()
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-
-    def forward(number, frame):
-        with contextlib.suppress(OSError):  # the process has ended
-            connection.sendall(bytes([number]))
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    connection.sendmsg([struct.pack("q", len(text))], rights)
-    connection.sendall(text)
-    for number in files:
-        if number > 2:
-            os.close(number)
-    answer = connection.recv(4)
-    status = struct.unpack("i", answer)[0] if answer else 1
-    if status < 0:
-        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
-        os.kill(os.getpid(), -status)
-    os._exit(status)
-
-
-def _is_open(number):
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
 if __name__ == "__main__":
-    if len(sys.argv) <= 3:
-        del sys.path[0]
-        if (job := serve(*sys.argv[1:])) is not None:
-            try:
-                run(job)
-            except SystemExit as end:
-                if end.code is not None and not isinstance(end.code, int):
-                    raise
-                leave(end.code or 0)
-            leave(0)
-    else:
-        ask(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4:])
+    del sys.path[0]
+    if (job := serve(*sys.argv[1:])) is not None:
+        try:
+            run(job)
+        except SystemExit as end:
+            if end.code is not None and not isinstance(end.code, int):
+                raise
+            leave(end.code or 0)
+        leave(0)

@@ -87,7 +87,7 @@ def same(given, held):
     return given == held or (isinstance(held, float) and math.isclose(given, held))
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(ENTRIES, min_size=1, max_size=4).map(nested))
 def test_a_table_is_taken_whole_or_refused_with_a_reason(table):
     try:
@@ -104,7 +104,7 @@ def test_a_table_is_taken_whole_or_refused_with_a_reason(table):
         assert value is None or ignored or same(value, held[key]), key
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(ENTRIES, max_size=4).map(nested) | st.text(CHARACTERS, max_size=60),
     st.lists(st.text(CHARACTERS, max_size=20), max_size=2),
@@ -117,7 +117,7 @@ def test_raw_files_and_overrides_never_give_a_traceback(tmp_path_factory, table,
         load(file, overrides)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(ANY_KEY, SCALARS.map(str) | st.text(CHARACTERS, max_size=10)), min_size=1, max_size=3))
 def test_the_command_line_answers_with_a_status_and_a_sentence(entries):
     overrides = [f"{key}={value}" for key, value in entries]

@@ -40,7 +40,7 @@ def lively(trainer):
 
 def check(folder, trainer_options=(), **options):
     trainer = Local(folder, adamw(1e-2), exact=True, **dict(trainer_options))
-    return check_exact(trainer, Sampler(folder, slots=5, exact=True), PROMPTS, state=lively(trainer), **options)
+    return check_exact(trainer, Sampler(folder, slots=16, exact=True), PROMPTS, state=lively(trainer), **options)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama", "mistral"])

@@ -1,7 +1,6 @@
 """The check of rewards passes good functions, and names the law that each kind of mistake breaks."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -145,12 +144,12 @@ def test_cases_that_say_too_little_are_refused(mine, cases, said):
         check_reward(mine.good, cases)
 
 
-def test_a_script_that_checks_its_own_function_is_told_to_guard_the_call(tmp_path):
+def test_a_script_that_checks_its_own_function_is_told_to_guard_the_call(warm, tmp_path):
     script = tmp_path / "script.py"
     lines = (
         "from verl_fn.testing import check_reward\n{}check_reward(good, [{{'ground_truth': '5', 'wrong': '6'}}])\n"
     )
     for guard, said in (("", 'call it below if __name__ == "__main__"'), ("if __name__ == '__main__': ", "")):
         script.write_text(FUNCTIONS + lines.format(guard))
-        ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+        ended = subprocess.run([warm, script], capture_output=True, text=True, timeout=300)
         assert said in ended.stderr and (ended.returncode == 0) == (not said), ended.stderr

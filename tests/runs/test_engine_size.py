@@ -36,10 +36,13 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes a folder once, since a process keeps what it has computed of it."""
+    root = tmp_path_factory.mktemp("models")
+
     def make(name):
-        path = tmp_path / name
+        path = root / name
         path.mkdir(exist_ok=True)
         shape = SHAPES[name] | {"dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 1}
         (path / "config.json").write_text(json.dumps(shape))

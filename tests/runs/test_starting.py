@@ -7,11 +7,13 @@ from collections import namedtuple
 
 import attrs
 import pytest
+import torch
 from run_configs import TINY, tiny_run
 
 from verl_fn.config import ConfigError
 from verl_fn.runs.checkpoints import check_disk, checkpoint_bytes, checkpoints, checkpoints_at_once
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import workers
 from verl_fn.runs.progress import PARTS, Start
 
 Usage = namedtuple("Usage", "total used free")
@@ -80,7 +82,7 @@ def test_the_first_line_comes_before_the_imports(warm, tmp_path, tiny):
     recipe = tmp_path / "run.toml"
     recipe.write_text("")
     words = [*TINY, *SAVED, f"model.path={tiny}", f"trainer.dir={tmp_path / 'run'}"]
-    command = [warm, "-X", "importtime", "-m", "verl_fn.cli", "train", str(recipe), *words]
+    command = [warm, "-m", "verl_fn.cli", "train", str(recipe), *words]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[0].startswith("verl-fn ") and str(recipe) in found.stdout.splitlines()[0]
@@ -101,3 +103,16 @@ def test_only_a_long_start_is_announced():
         pass
     start.announce()
     assert len(lines) == 1 and "imports" in lines[0] and "models 0.0" in lines[0]
+
+
+@pytest.mark.parametrize(("named", "settings", "threads"), [("3", [], 3), ("3", ["driver.num_threads=2"], 2)])
+def test_a_run_in_one_process_takes_the_threads_that_the_environment_names(
+    tiny, tmp_path, monkeypatch, named, settings, threads
+):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", named)
+    try:
+        with workers(tiny_run(tiny, tmp_path, "driver.num_threads=0", *settings)):
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -560,7 +560,7 @@ class DriverConfig:
     )
     num_threads: int = opt(
         0,
-        "CPU threads of torch in each process; 0: two beside a GPU, else the cores divided among the ranks",
+        "torch's CPU threads a process; 0: a local run's OMP_NUM_THREADS, or two beside a GPU, else a share of cores",
         ge(0),
         le(4096),
     )

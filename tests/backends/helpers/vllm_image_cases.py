@@ -2,14 +2,9 @@
 
 import functools
 import os
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
-
-# Before transformers looks for torchvision, here and in the process in which vLLM looks at a model's class.
-sys.path.append(os.environ["BESIDE"])
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.environ["BESIDE"]]))
 
 import attrs
 import pytest

@@ -41,7 +41,7 @@ def test_laws(options, tiny, tmp_path):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1) if small else tiny
     loss = value_clip() if options.get("head") == "value" else ppo_clip() - 0.01 * entropy()
     plain = options | {"checkpointing": False}
-    one, other = (Local(folder, TX, max_tokens=24, lora=LORA, **given) for given in (options, plain))
+    one, other = (Local(folder, TX, max_tokens=32, lora=LORA, **given) for given in (options, plain))
     check_backend(one, other, loss=loss, tolerance=0.05 if "dtype" in options else 1e-5)
 
 

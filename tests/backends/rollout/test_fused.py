@@ -32,9 +32,9 @@ ARCHS = {
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def made(tmp_path, arch):
+def made(tmp_path, arch, **sizes):
     """A folder and weights in which no factor is one."""
-    folder = new_model(tmp_path / arch, chars="abcdefgh", arch=arch, **ARCHS[arch])
+    folder = new_model(tmp_path / arch, chars="abcdefgh", arch=arch, **ARCHS[arch], **sizes)
     params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))[1]
     generator = torch.Generator().manual_seed(1)
     return folder, {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in params.items()}
@@ -72,9 +72,9 @@ def check(folder, params, fused, ways):
         check_equal(fused.generate(requests, version=0), plain.generate(requests, version=0))
 
 
-def check_in_flight(folder, params, fused):
+def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
     """Weights that arrive between two looks compute the cache again: rows end with the new version."""
-    requests = requests_for(PROMPTS, Sampling(max_tokens=24), Key.from_seed(0))
+    requests = requests_for(prompts, Sampling(max_tokens=max_tokens), Key.from_seed(0))
     stream = fused.stream(requests, version=0)
     samples = [next(stream)]
     fused.publish(1, Weights.of({name: t * 1.5 for name, t in params.items()}))
@@ -154,9 +154,15 @@ if __name__ == "__main__":
     import tempfile
     from pathlib import Path
 
+    from verl_fn.backends.sampler import fused as decoder
+
+    # The interpreter takes a millisecond for an operation: few tokens, several looks.
+    decoder.STEPS = 3
+    WAYS["cut"] = Sampling(max_tokens=2, n=2, top_k=4, top_p=0.9)
+    WAYS["stops"] = Sampling(max_tokens=6, n=2, stop_token_ids=(5, 6))
     with tempfile.TemporaryDirectory() as root:
-        folder, params = made(Path(root), "mistral")
+        folder, params = made(Path(root), "mistral", num_hidden_layers=1)
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
         folder, params = made(Path(root), "qwen3")
-        check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True))
+        check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), PROMPTS[2:], max_tokens=7)
         check_not_finite(folder, params, fused_on_cpu(folder, params))

@@ -2,11 +2,11 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from ranks import Ranks
+from warm_python import warm_python
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
@@ -21,13 +21,21 @@ runs = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def python():
+    """A warm Python of its own with vLLM, since the one of all tests has looked for torchvision already."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not INSTALLED:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(BESIDE), os.environ.get("PYTHONPATH")])))
+        with warm_python(Path(__file__).parents[2] / "vllm_imports.py") as path:
+            yield path
+
+
 @pytest.fixture(scope="module", params=["smolvlm", "idefics3", "qwen3_vl", "qwen2_5_vl"])
-def alone(request):
+def alone(request, python):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCH", request.param)
-        patch.setenv("BESIDE", str(BESIDE))
-        # Not from the warm Python, which has looked for torchvision already.
-        process = Ranks(1, group=False, python=os.path.join(sys.prefix, "bin", "python"))
+        process = Ranks(1, group=False, python=python)
     yield lambda name: process.run(f"vllm_image_cases.{name}")[0]
     process.kill()
 
