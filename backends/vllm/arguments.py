@@ -199,7 +199,7 @@ def engine_arguments(
         "max_num_seqs": slots,
         "max_model_len": max_length,
         "tensor_parallel_size": tensor_parallel_size,
-        # In an actor of Ray, vLLM would ask Ray for its workers, which have the actor's own GPUs.
+        # In an actor of Ray, vLLM would ask Ray for workers, and they belong on the GPUs of this actor.
         "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
         "enforce_eager": enforce_eager or device == "cpu",
         "enable_prefix_caching": True,
@@ -225,7 +225,7 @@ def rotary_fields(config: Any) -> dict[str, Any]:
     """Returns fields of a text model's config that make vLLM scale attention as transformers does.
 
     Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
-    their position, which Ministral 3 has, under another name. Its models with latent keys read all of it.
+    their position in Ministral 3 under another name. Its models with latent keys read all of it.
 
     Example:
         >>> from transformers import Ministral3Config

@@ -176,7 +176,7 @@ class Vllm(Growing):
                 self.version = version
 
     def _replace(self, version: int, source: WeightSource, base: str | None) -> None:
-        """Replaces the weights of vLLM, which is paused."""
+        """Replaces the weights of the paused vLLM."""
         if base != self._base:
             self._base = None
         if self.tensor_parallel_size == 1 and isinstance(source, Arriving):

@@ -23,7 +23,7 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 
 
 OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
-"""Columns of objects, which may be strings of JSON."""
+"""Columns of objects, or of strings of JSON that hold objects."""
 
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 

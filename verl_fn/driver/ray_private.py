@@ -15,7 +15,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -63,11 +62,8 @@ def private_ray(**options: Any) -> Iterator[None]:
             _starting = True
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
             _starting = False
-            users = list(processes.users_of(folder))
-            names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in users}
+            names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes.users_of(folder)}
             _core.update({pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")})
-            if not options.get("log_to_driver", True):
-                _end_log_monitor(users)
             yield
         finally:
             _starting = False
@@ -77,14 +73,6 @@ def private_ray(**options: Any) -> Iterator[None]:
             ray.shutdown(wait_for_processes=True)
             processes.end(lambda: processes.users_of(folder))
             _core.clear()
-
-
-def _end_log_monitor(users: list[int]) -> None:
-    """Ends the process that sends what actors print to the driver: it searches their logs ten times a second."""
-    for pid in users:
-        with contextlib.suppress(OSError):
-            if b"/log_monitor.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
