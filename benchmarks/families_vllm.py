@@ -54,7 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     # vLLM has as many heads of keys as of queries here.
-    "phi": {"num_key_value_heads": 4}, "olmo": {"num_key_value_heads": 4},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 1024}, "olmo": {"num_key_value_heads": 4},
     # vLLM takes the width of MLPs from the hidden size.
     "falcon": {"ffn_hidden_size": 1024},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 256, **MAMBA},

@@ -206,7 +206,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
-        "hf_overrides": rotary_fields(config),
+        "hf_overrides": corrections(config),
         **image_arguments(config),
     }
     if device == "cpu":
@@ -221,25 +221,31 @@ def engine_arguments(
     return arguments | dict(engine_kwargs)
 
 
-def rotary_fields(config: Any) -> dict[str, Any]:
-    """Returns fields of a text model's config that make vLLM scale attention as transformers does.
+def corrections(config: Any) -> dict[str, Any]:
+    """Returns fields of a text model's config that make vLLM compute what transformers computes.
 
     Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
-    their position in Ministral 3 under another name. Its models with latent keys read all of it.
+    their position in Ministral 3 under another name. Its models with latent keys read all of it. Models that vLLM
+    takes from transformers get windows that the config turns off.
 
     Example:
-        >>> from transformers import Ministral3Config
-        >>> fields = rotary_fields(Ministral3Config())
+        >>> from transformers import Ministral3Config, SmolLM3Config
+        >>> fields = corrections(Ministral3Config())
         >>> fields["rope_parameters"]["attn_factor"], fields["llama_4_scaling"]
         (1.0, {'original_max_position_embeddings': 16384, 'beta': 0.1})
+        >>> corrections(SmolLM3Config(sliding_window=32, use_sliding_window=False))
+        {'sliding_window': None}
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    fields: dict[str, Any] = {}
+    if getattr(config, "use_sliding_window", None) is False and getattr(config, "sliding_window", None):
+        fields["sliding_window"] = None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn" or getattr(config, "kv_lora_rank", None):
-        return {}
+        return fields
     _, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    fields: dict[str, Any] = {"rope_parameters": rope | {"apply_yarn_scaling": False, "attn_factor": scale}}
+    fields["rope_parameters"] = rope | {"apply_yarn_scaling": False, "attn_factor": scale}
     if beta := rope.get("llama_4_scaling_beta"):
         first = rope["original_max_position_embeddings"]
         fields["llama_4_scaling"] = {"original_max_position_embeddings": first, "beta": beta}

@@ -244,11 +244,11 @@ def rotations():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from verl_fn.backends.vllm.arguments import rotary_fields
+    from verl_fn.backends.vllm.arguments import corrections
 
     config = Ministral3Config(head_dim=32)
     with set_current_vllm_config(VllmConfig()):
-        ours = get_rope(32, 64, rope_parameters=rotary_fields(config)["rope_parameters"])
+        ours = get_rope(32, 64, rope_parameters=corrections(config)["rope_parameters"])
     cos, sin = Ministral3RotaryEmbedding(config)(torch.zeros(1), torch.arange(64)[None])
     theirs = torch.cat([cos[0, :, :16], sin[0, :, :16]], -1)
     return float((ours.cos_sin_cache[:64] - theirs).abs().max())
