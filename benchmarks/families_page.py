@@ -25,6 +25,14 @@ POPULAR = {
 }  # fmt: skip
 
 
+OF_VLLM = (
+    "`--backend vllm` compares the log-probs of [vLLM](vllm.md)'s draws with the trainer's, before and after an",
+    f"update: in fp32 on a CPU within {BAR:g} nats for each token; in bf16 on an H200 on average within three",
+    "times what training in bf16 differs from fp32, plus 0.001. The column has the dtypes in which that holds;",
+    "an empty cell means that it was not run, or that vLLM does not run it at these sizes.",
+)
+
+
 def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """Returns the results of all backends as a page of the docs.
 
@@ -66,10 +74,7 @@ def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         "less than 0.01 if whole rows are computed. Linear attention and state-space layers are fast with kernels",
         "of the extra `verl_fn[linear-attention]`, and a run names the packages that are missing.",
         "",
-        "`--backend vllm` compares the log-probs of [vLLM](vllm.md)'s draws with the trainer's, before and after an",
-        f"update: in fp32 on a CPU within {BAR:g} nats for each token; in bf16 on an H200 on average within three",
-        "times what training in bf16 differs from fp32, plus 0.001. The column has the dtypes in which that holds;",
-        "an empty cell means that it was not run, or that vLLM does not run it at these sizes.",
+        *OF_VLLM,
         "",
         "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats | "
         "engine goes on from | fsdp | vLLM |",

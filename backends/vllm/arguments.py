@@ -141,6 +141,8 @@ def prepare_environment(device: str) -> None:
             raise EngineArgumentError(f"the variable {name}={os.environ[name]} is set, and {why}: unset it")
     settings = {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # Smaller arrays, such as the experts of a token, travel within the message of their step.
+        "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": "65536",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",

@@ -13,12 +13,14 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -28,15 +30,40 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, EngineError
 from verl_fn.errors import UserError
 
-# How long a core that has failed may take to say why.
-LAST_WORDS = 10.0
+# Seconds that a core that has failed may take to end its workers and to say why.
+LAST_WORDS = 30.0
 RUN_CORE = EngineCoreProc.run_engine_core
+ADD_REQUEST = EngineCoreProc.preprocess_add_request
+
+# The core and its workers find models by name.
+for name in set(OWN_MODELS.values()):
+    if name not in ModelRegistry.models:
+        ModelRegistry.register_model(name, f"verl_fn.backends.vllm.models:{name}")
+
+
+def _explained_call(name: str) -> Any:
+    """Returns a method of vLLM's engine whose errors are the core's."""
+    inner = getattr(LLMEngine, name)
+
+    @functools.wraps(inner)
+    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return inner(self, *args, **kwargs)
+
+    return call
 
 
 class Engine(LLMEngine):
     """vLLM's engine; once its core has ended, calls raise the core's error."""
 
     ended: Future[Exception]
+
+    add_request = _explained_call("add_request")
+    abort_request = _explained_call("abort_request")
+    reset_prefix_cache = _explained_call("reset_prefix_cache")
+    reset_encoder_cache = _explained_call("reset_encoder_cache")
+    sleep = _explained_call("sleep")
+    wake_up = _explained_call("wake_up")
 
     def step(self) -> list[Any]:
         """Waits for the next outputs of the core, and returns those of requests that have ended."""
@@ -64,12 +91,11 @@ class Engine(LLMEngine):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Lets the core end the batches that it has begun; it begins no other one before the end of the body."""
-        with self._explaining():
-            self.sleep(0, mode="keep")
+        self.sleep(0, mode="keep")
         try:
             yield
         finally:
-            with contextlib.suppress(EngineDeadError):
+            if not self.ended.done():
                 self.wake_up(["scheduling"])
 
     @contextlib.contextmanager
@@ -77,7 +103,16 @@ class Engine(LLMEngine):
         try:
             yield
         except EngineDeadError as error:
-            raise self.ended.result(LAST_WORDS) from error
+            try:
+                why = self.ended.result(LAST_WORDS)
+            except TimeoutError:
+                why = EngineError(f"vLLM's core has failed, and has not said why within {LAST_WORDS:g} seconds")
+            raise why from error
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # So vLLM passes on what failed in the core.
+            raise EngineError(str(error)) from error
 
 
 def started(arguments: Mapping[str, Any], model: str) -> Engine:
@@ -148,6 +183,7 @@ def _last_words(pipe: Connection) -> Exception | None:
 def run_core(pipe: Connection, *args: Any, **kwargs: Any) -> None:
     """Runs vLLM's core in this process, no longer than the process at the other end of the pipe."""
     threading.Thread(target=_end_with, args=(pipe,), name="verl_fn engine", daemon=True).start()
+    EngineCoreProc.preprocess_add_request = functools.partialmethod(share_images, weakref.WeakValueDictionary())
     # An interrupt from the terminal is for the engine's process.
     with contextlib.suppress(OSError):
         os.setpgrp()
@@ -157,6 +193,14 @@ def run_core(pipe: Connection, *args: Any, **kwargs: Any) -> None:
         pipe.send(portable(error))
         # vLLM has logged it.
         raise SystemExit(1) from error
+
+
+def share_images(core: Any, shown: MutableMapping[str, Any], request: Any) -> Any:
+    """Lets the rows that show an image have one copy of it, and passes the request on to vLLM."""
+    for feature in request.mm_features or ():
+        if feature.data is not None:
+            feature.data = shown.setdefault(feature.identifier, feature.data)
+    return ADD_REQUEST(core, request)
 
 
 def _end_with(pipe: Connection) -> None:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from vllm import ModelRegistry
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.sampler import Sampler
@@ -29,16 +28,12 @@ from verl_fn.backends.draws import NOISE, Drawn, Draws
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
-from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, row_of
+from verl_fn.backends.vllm.arguments import EngineArgumentError, row_of
 from verl_fn.backends.vllm.core import portable
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.weight_sync.inlet import Inlet, give_up
 from verl_fn.state import uniform_at
 
-# A worker in a process of its own finds its model by name.
-for name in set(OWN_MODELS.values()):
-    if name not in ModelRegistry.models:
-        ModelRegistry.register_model(name, f"verl_fn.backends.vllm.models:{name}")
 # The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
 LOGITS = 2**25
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -317,6 +318,30 @@ def ends_of_the_core():
         made.publish(1, Noted(trainer().weights(params(3)), [], before=core.kill))
     with pytest.raises(StaleWeightsError):
         made.generate(asked)
+    # Also from calls that ask vLLM for nothing but to pause or to wake.
+    for call in (lambda: made.publish(2, trainer().weights(params(3))), lambda: made._engine.wake_up(["weights"])):
+        with pytest.raises(EngineError, match="was killed"):
+            call()
+    with pytest.raises(EngineError, match="Call to wake_up failed"), made._engine._explaining():
+        raise Exception("Call to wake_up failed")
+
+
+def images_are_held_once():
+    """Requests that show an image share its features, as long as one of them is there."""
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+    from verl_fn.backends.vllm import core
+
+    shown, given = weakref.WeakValueDictionary(), [MultiModalKwargsItem() for _ in range(3)]
+    names = ("cat", "cat", "dog")
+    features = [mock.Mock(identifier=name, data=item) for name, item in zip(names, given, strict=True)]
+    with mock.patch.object(core, "ADD_REQUEST", lambda core, request: request):
+        for feature in features:
+            core.share_images(None, shown, mock.Mock(mm_features=[feature]))
+        core.share_images(None, shown, mock.Mock(mm_features=None))
+    assert [feature.data is given[0] for feature in features] == [True, True, False]
+    del given, feature, features
+    assert not shown
 
 
 def talking(made, environment):

@@ -52,7 +52,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
     dense = new_model(tmp_path / "dense", chars="ab")
     with pytest.raises(ModelError, match="has no experts, so there is no routing to record"):
         Sampler(dense, routed_experts=True)
-    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
     other = new_model(tmp_path / "other", chars="ab", arch="granitemoe", **sizes)
     with pytest.raises(
         ModelError, match=r"no module that is called with top_k_index; set actor\.router_replay\.mode"

@@ -70,6 +70,7 @@ def test_other_models(vllm_python, monkeypatch, arch):
         "streams_and_interruptions",
         "vllm_update_cases.requests_that_arrive",
         "vllm_update_cases.failed_calls",
+        "vllm_update_cases.images_are_held_once",
         "vllm_update_cases.groups_of_conversations",
         "late_outputs",
         "vllm_update_cases.weights_in_flight",
