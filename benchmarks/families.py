@@ -57,7 +57,7 @@ FOR_MEGATRON: dict[str, dict[str, Any]] = {
 }
 PATIENCE = 240  # seconds that a family may take
 # What processes that serve one family each have imported when they begin.
-PRELOADED = ["verl_fn.benchmarks.families_vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"]
+PRELOADED = ["verl_fn.benchmarks.families_vllm", "vllm.v1.engine.llm_engine"]
 VLLM = "vllm"
 
 

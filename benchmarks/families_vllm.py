@@ -46,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **MLA},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1, **MLA},
     "longcat_flash": MLA,
-    # Queries grow after so many positions.
+    # Queries grow with their position from 32 on.
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32,
@@ -77,7 +77,7 @@ def sizes_for(name: str) -> dict[str, Any]:
 
 
 def sampled(folder: Path, device: str) -> dict[str, Any]:
-    """Returns how log-probs of vLLM's draws differ from the trainer's; this process has no other engine of vLLM.
+    """Returns how log-probs of vLLM's draws differ from the trainer's. The engine lives as long as this process.
 
     Returns:
         ``errors``, for each of two versions: by how much the engine's and the trainer's log-probs differ from
@@ -89,8 +89,7 @@ def sampled(folder: Path, device: str) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else "bfloat16"
     options: dict[str, Any] = {"device": device, "max_tokens": 4096}
     exact, own = (Local(folder, adamw(1e-2), dtype=each, **options) for each in ("float32", dtype))
-    # Both are built before the engine starts, since vLLM changes classes of transformers in its process.
-    state, _ = (one.load_pretrained(folder) for one in (exact, own))
+    state = exact.load_pretrained(folder)
     more = {} if device == "cpu" else {"engine_kwargs": {"kv_cache_memory_bytes": 2**29}}
     memory: dict[str, Any] = {"slots": 32, "max_length": 256, "gpu_memory_utilization": 0.05, **more}
     engine = Vllm(folder, device=device, dtype=dtype, enforce_eager=True, **memory)

@@ -3,7 +3,7 @@
 A server imports them and forks. The executable that ``warm_python`` makes takes Python's arguments and asks the
 server for a process with its own environment, folder and open files (``warm_client.py``). It passes signals on to
 that process and ends as that does; if it is killed, so is the process. With WARM_PYTHON_GROUP set, signals go to all
-processes that it has started, too, as those of a terminal do. Where the server cannot obey an option or a setting
+processes that it has started, too, as a terminal sends them. If the server cannot obey an option or a setting
 anymore, such as another PYTHONPATH, the executable is an ordinary Python.
 """
 

@@ -86,20 +86,20 @@ def smallest_gpu(driver: DriverConfig) -> int | None:
         return None
 
 
-def set_up_process(driver: DriverConfig, ranks: int, *, alone: bool = False) -> None:
+def set_up_process(driver: DriverConfig, ranks: int, *, by_user: bool = False) -> None:
     """Sets the number of threads of this process, and the environment variables that libraries read.
 
     Args:
         driver: the config's ``[driver]`` table.
         ranks: the number of training processes that share the cores.
-        alone: whether the user has started this process, so that its OMP_NUM_THREADS is the user's; Ray and torchrun
-            set it to 1 by themselves.
+        by_user: the user has started this process, and so OMP_NUM_THREADS is the user's; Ray and torchrun set it to 1
+            by themselves.
     """
     import torch
 
     cores = max(1, len(os.sched_getaffinity(0)) // ranks)
     threads = min(cores, THREADS_BESIDE_GPU) if device(driver) == "cuda" else cores
-    named = os.environ.get("OMP_NUM_THREADS", "") if alone else ""
+    named = os.environ.get("OMP_NUM_THREADS", "") if by_user else ""
     torch.set_num_threads(driver.num_threads or (int(named) if named.isdecimal() else 0) or threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

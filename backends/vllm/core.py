@@ -34,6 +34,8 @@ from verl_fn.errors import UserError
 LAST_WORDS = 30.0
 RUN_CORE = EngineCoreProc.run_engine_core
 ADD_REQUEST = EngineCoreProc.preprocess_add_request
+# Held while a function of vLLM is replaced, since another thread may start an engine as well.
+_starting = threading.Lock()
 
 # The core and its workers find models by name.
 for name in set(OWN_MODELS.values()):
@@ -63,13 +65,8 @@ class Engine(LLMEngine):
     reset_prefix_cache = _explained_call("reset_prefix_cache")
     reset_encoder_cache = _explained_call("reset_encoder_cache")
     sleep = _explained_call("sleep")
+    step = _explained_call("step")
     wake_up = _explained_call("wake_up")
-
-    def step(self) -> list[Any]:
-        """Waits for the next outputs of the core, and returns those of requests that have ended."""
-        with self._explaining():
-            outputs: list[Any] = super().step()
-        return outputs
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a method of ``worker.Extension`` on all workers, or a function of the worker; returns the results.
@@ -133,17 +130,18 @@ def started(arguments: Mapping[str, Any], model: str) -> Engine:
         overrides = {**arguments["hf_overrides"], "architectures": [OWN_MODELS[model]]}
         arguments = {**arguments, "hf_overrides": overrides}
     pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    # What vLLM starts in the new process, where the name has vLLM's own function.
-    EngineCoreProc.run_engine_core = functools.partial(run_core, theirs)
-    try:
-        engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
-    except Exception as error:
-        theirs.close()
-        said = _last_words(pipe) if pipe.poll(LAST_WORDS) else None
-        raise _explained(said or error, arguments["model"]) from error
-    finally:
-        EngineCoreProc.run_engine_core = staticmethod(RUN_CORE)
-        theirs.close()
+    with _starting:
+        # What vLLM starts in the new process, where the name has vLLM's own function.
+        EngineCoreProc.run_engine_core = functools.partial(run_core, theirs)
+        try:
+            engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
+        except Exception as error:
+            theirs.close()
+            said = _last_words(pipe) if pipe.poll(LAST_WORDS) else None
+            raise _explained(said or error, arguments["model"]) from error
+        finally:
+            EngineCoreProc.run_engine_core = staticmethod(RUN_CORE)
+            theirs.close()
     engine.ended = Future()
     core = engine.engine_core
     watched = (pipe, engine.ended, core.resources, core.outputs_queue, core.utility_results)

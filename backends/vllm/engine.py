@@ -364,7 +364,7 @@ class Vllm(Growing):
             self._drawn.append((drawn, self.version))
 
     def _send(self, version: int, source: WeightSource, checked: bool) -> None:
-        """Sends weights of this process to vLLM's workers, or passes on those that others send to all workers."""
+        """Sends weights to vLLM's workers from this process, which may get them from training ranks itself."""
         if not self._outlets:
             secret = os.urandom(16)
             addresses = self._engine.call("listen", "127.0.0.1", secret)

@@ -270,8 +270,8 @@ def _check(senders: Sequence[_Sender], version: int) -> None:
 class Arriving:
     """Weights that arrive from one sender or several, a ``WeightSource``.
 
-    Another process on the machine can read the buckets in place of this one, which still announces and ends the
-    publication: pickled for a child (``ForkingPickler``), the source takes its connections along.
+    A child can read the buckets in place of this process: pickled by ``ForkingPickler``, the source takes its
+    connections along. The announcement and the end of the publication stay here.
     """
 
     senders: Sequence[_Sender]

@@ -290,6 +290,6 @@ def test_conversations_of_sharegpt(tmp_path):
     for turn, said in unusable:
         with pytest.raises(ValueError, match=said):
             sharegpt({"conversations": [turn]})
-    # Whoever has such rows is told of the function.
+    # The error about such rows names the function.
     with pytest.raises(DataError, match=r"or messages, or prompt and completion .*converters:sharegpt"):
         read_files([tmp_path / "a.jsonl"], "answers")

@@ -305,7 +305,7 @@ def test_a_yaml_file_with_references_and_overrides(tmp_path, monkeypatch):
         (["nowhere.yaml"], "cannot be read"),
         (["nonsense"], "neither a setting"),
         (["model.path=$HOME/x"], "shell variable"),
-        # verl's default would take the place of each of these, without a word.
+        # None of these may silently become verl's default.
         (["actor_rollout_ref.actor.optim.lr=${LR}"], r"optim.lr has \$\{LR\}, .* write the value itself"),
         (["data.train_files=${oc.env:NOWHERE}/a.parquet"], "train_files has .*oc.env:NOWHERE"),
         (["data.train_batch_size=${oc.eval:4*8}"], "train_batch_size has"),

@@ -53,7 +53,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
     with contextlib.ExitStack() as stack:
         if any(role.strategy != "local" for role in plan.roles.values()):
             stack.enter_context(process_group(plan, size=1))
-        build.set_up_process(plan.driver, 1, alone=True)
+        build.set_up_process(plan.driver, 1, by_user=True)
         trainers = {name: build.trainer(role, plan.driver, where) for name, role in plan.roles.items()}
         rollout = build.conversing(plan.rollout, where, plan.env)
         processes = Processes(", ".join(build.libraries(plan.roles.values())), build.gpu_memory(where))

@@ -28,7 +28,7 @@ def replacing():
 
 
 def plain_activation():
-    """Replaces an activation of vLLM's experts, which makes an object at each step that only start-up can make."""
+    """Replaces an activation of vLLM's experts: it makes an object in each step, and only the start may do that."""
     import vllm.model_executor.layers.fused_moe.cpu_fused_moe as experts
 
     def silu_and_mul(x):
