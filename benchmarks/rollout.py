@@ -84,6 +84,15 @@ class Work:
         ]
 
 
+def memory(folder: str, work: Work) -> dict[str, Any]:
+    """The arguments of both engines' memory: a cache with room for all rows, whatever the other engine takes."""
+    from verl_fn.backends.hf.config import read_config
+    from verl_fn.backends.vllm.arguments import cache_bytes
+
+    text = read_config(folder).get_text_config()
+    return {"kv_cache_memory_bytes": cache_bytes(text, "bfloat16", work.rows, work.longest)}
+
+
 class Ours:
     """An engine of ours, with random weights."""
 
@@ -96,7 +105,13 @@ class Ours:
         if engine == "sampler":
             self.engine: Any = Sampler(folder, device="cuda", dtype="bfloat16", slots=work.rows)
         else:
-            self.engine = Vllm(folder, slots=work.rows, max_length=work.longest, gpu_memory_utilization=MEMORY)
+            self.engine = Vllm(
+                folder,
+                slots=work.rows,
+                max_length=work.longest,
+                gpu_memory_utilization=MEMORY,
+                engine_kwargs=memory(folder, work),
+            )
         generator = torch.Generator("cuda").manual_seed(0)
         _, shapes = model_of(folder)
         weights = {
@@ -129,6 +144,7 @@ class Raw:
             max_num_seqs=work.rows,
             max_model_len=work.longest,
             gpu_memory_utilization=MEMORY,
+            **memory(folder, work),
             generation_config="vllm",
             async_scheduling=True,
             compilation_config={"max_cudagraph_capture_size": work.rows},
@@ -158,10 +174,9 @@ def _serve(kind: type[Ours | Raw], pipe: Any, *args: Any) -> None:
 
 
 class Process:
-    """One engine in a process of its own.
+    """One engine in a process of its own, which starts beside other ones.
 
-    Raises:
-        RuntimeError: it failed; its traceback is the message.
+    Its methods raise a RuntimeError if it failed, with its traceback.
     """
 
     def __init__(self, kind: type[Ours | Raw], *args: Any) -> None:
@@ -169,6 +184,9 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(kind, theirs, *args))
         self.process.start()
+
+    def wait(self) -> None:
+        """Waits until the engine has answered once."""
         self._reply()
 
     def rate(self) -> float:
@@ -198,9 +216,11 @@ def against_raw(work: Work, engine: str, rounds: int) -> dict[str, Any]:
         workload.write_config(Path(folder), work.shape)
         both = {}
         for name, kind in (("raw", Raw), ("ours", Ours)):
-            measure.say(f"starting {name}")
             both[name] = Process(kind, folder, work, engine)
             stack.callback(both[name].stop)
+        for name, process in both.items():
+            process.wait()
+            measure.say(f"{name} has started")
         for i in range(rounds):
             for name in ("ours", "raw") if i % 2 else ("raw", "ours"):
                 rates[name].append(both[name].rate())

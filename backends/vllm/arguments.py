@@ -212,7 +212,7 @@ def engine_arguments(
         **image_arguments(config),
     }
     if device == "cpu":
-        arguments |= {"kv_cache_memory_bytes": _cache_bytes(text, dtype, slots, max_length)}
+        arguments |= {"kv_cache_memory_bytes": cache_bytes(text, dtype, slots, max_length)}
     else:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
         if importlib.util.find_spec("flashinfer") is None:
@@ -319,8 +319,8 @@ def _width(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
-    """Returns the bytes of a cache with room for all slots at their longest, on a CPU."""
+def cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
+    """Returns the bytes of a cache with room for all slots at their longest."""
     block = 128
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * _width(text) * (4 if dtype == "float32" else 2)

@@ -31,7 +31,9 @@ def model(shape):
 
 
 def made(folder, **options):
-    settings = {"gpu_memory_utilization": 0.3, "slots": 128, "max_length": 512, "dtype": "bfloat16"} | options
+    # With a cache of a given size, other processes may use the GPU meanwhile.
+    settings = {"gpu_memory_utilization": 0.15, "engine_kwargs": {"kv_cache_memory_bytes": 16 << 30}}
+    settings |= {"slots": 128, "max_length": 512, "dtype": "bfloat16"} | options
     return Vllm(folder, **settings)
 
 
