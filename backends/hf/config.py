@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, did_you_mean
 
 # A model folder's own code is never run, and nothing is downloaded.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
@@ -191,6 +191,14 @@ def _check(config: Any, folder: str | Path) -> None:
         count = getattr(language_model, name, 1)
         if type(count) is not int or count < 1:
             raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = ["default", *sorted(ROPE_INIT_FUNCTIONS)]
+    if unknown := [kind for kind in map(_kind, _ropes(config)) if kind not in (*known, "None")]:
+        raise ModelError(
+            f"{folder}/config.json sets rotary embeddings of kind {unknown[0]!r}, which transformers does not know"
+            f"{did_you_mean(unknown[0], known)}; it knows {', '.join(known)}"
+        )
     if any("dynamic" in _kind(rope) for rope in _ropes(config)):
         raise ModelError(
             f"{folder}/config.json sets rotary embeddings of kind 'dynamic', whose frequencies depend on the rows "

@@ -5,6 +5,7 @@ import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.judged import Judged
 from verl_fn.data.notices import notices, of_template, traits_of
 from verl_fn.data.tasks import Problem
 
@@ -46,6 +47,15 @@ def test_ground_truths_that_no_response_can_equal():
     # The rows of fine-tuning are refused for it.
     assert lines(unknown, answers=True) == []
     assert list(notices(unknown, [], DataConfig(train_batch_size=1), None, answers=False)) == []
+
+
+@pytest.mark.parametrize(("kind", "said"), [("good", {"chosen": ("b",)}), ("bad", {"rejected": ("c",)})])
+def test_labels_of_one_kind(kind, said):
+    labelled = [Judged(prompt, "", **said) for prompt in "ab"]
+    assert lines(labelled) == [
+        f"data.train_files: all responses are labelled {kind}: a preference is learned from responses of both kinds"
+    ]
+    assert lines([*labelled, Judged("c", "", chosen=("b",), rejected=("c",))]) == []
 
 
 def test_what_a_chat_template_takes_from_outside():

@@ -21,7 +21,7 @@ from verl_fn.data.rendering import token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN = 1, 2, 4, 8, 16, 32, 64
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD = (1 << bit for bit in range(9))
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -55,7 +55,8 @@ class Traits:
         prompts: 64 bits of a digest of each prompt; equal prompts have equal ones.
         flags: bits: ``JSON`` for a prompt that is JSON, ``EMPTY`` for an empty answer, ``SPECIAL`` and
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
-            its images, ``BEGUN`` for a prompt that ends with a turn of the assistant.
+            its images, ``BEGUN`` for a prompt that ends with a turn of the assistant, ``GOOD`` and ``BAD`` for
+            responses that are labelled so.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -127,7 +128,7 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     prompts = [hashlib.blake2b(_hashable(one), digest_size=8).digest() for one in problems]
     return Traits(
         np.frombuffer(b"".join(prompts), np.uint64),
-        np.array([_flags(one, special) for one in problems], np.uint8),
+        np.array([_flags(one, special) for one in problems], np.uint16),
         np.array(groups, np.int32),
         tuple(Group(*group) for group in places),
     )
@@ -160,6 +161,8 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= TOOLS if problem.tools else 0
     flags |= IMAGES if problem.images else 0
     flags |= BEGUN if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant" else 0
+    flags |= GOOD if getattr(problem, "chosen", ()) else 0
+    flags |= BAD if getattr(problem, "rejected", ()) else 0
     if special is not None:
         texts = [text.replace(MARK, "") if problem.images else text for text in strings(problem.prompt)]
         flags |= SPECIAL if any(map(special.search, texts)) else 0
@@ -247,6 +250,12 @@ def notices(
         )
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
+    good, bad = trained.count(GOOD), trained.count(BAD)
+    if bool(good) != bool(bad):
+        yield (
+            f"data.train_files: all responses are labelled {'good' if good else 'bad'}: a preference is learned from "
+            "responses of both kinds"
+        )
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
             many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"

@@ -177,6 +177,9 @@ def test_frequencies_that_follow_the_rows_before_are_refused(tmp_path, setting):
     edit_config(folder, **{setting: {"rope_type": "dynamic", "factor": 4.0, "rope_theta": theta}})
     with pytest.raises(ModelError, match=r"rotary embeddings of kind 'dynamic'.*set rope_type to 'default'"):
         load(folder)
+    edit_config(folder, **{setting: {"rope_type": "longrop", "factor": 4.0, "rope_theta": theta}})
+    with pytest.raises(ModelError, match=r"kind 'longrop', which transformers does not know.*mean longrope"):
+        load(folder)
 
 
 @pytest.mark.parametrize("arch", ["llama", "phi3"])
