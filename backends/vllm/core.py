@@ -132,7 +132,7 @@ def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:
         try:
             engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         except Exception as error:
-            said = _last_words(process.pipe) if process.begun and process.pipe.poll(LAST_WORDS) else None
+            said = _last_words(process.pipe) if not process.waits and process.pipe.poll(LAST_WORDS) else None
             raise _explained(said or error, arguments["model"]) from error
     engine.ended = Future()
     core = engine.engine_core

@@ -69,9 +69,9 @@ class Core:
         self.process = Started(target=serve, args=(theirs, begin), name="EngineCore")
 
     @property
-    def begun(self) -> bool:
-        """Whether the process was given a core to run, or has ended without one."""
-        return not self._unused.still_active()
+    def waits(self) -> bool:
+        """Whether the process runs, and was given no core to run."""
+        return self._unused.still_active() and self.process.is_alive()
 
     def end(self) -> None:
         """Ends the process, unless it was given a core to run."""
@@ -108,7 +108,9 @@ class Core:
     def _begin(self, target: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         task = ForkingPickler.dumps(functools.partial(run, dict(os.environ), target, arguments))
         self._unused.cancel()
-        self.pipe.send_bytes(task)
+        # vLLM notices a process that has ended.
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(task)
 
 
 def _end(process: SpawnProcess, pipe: Connection) -> None:
@@ -142,7 +144,7 @@ def core_process(device: str) -> Iterator[Core]:
     prepare_environment(device)
     with _taking:
         core = _waiting.pop() if _waiting else Core()
-    if core.environment != dict(os.environ) or not core.process.is_alive():
+    if core.environment != dict(os.environ) or not core.waits:
         core.end()
         core = Core()
     try:

@@ -91,6 +91,7 @@ def two_threads():
     expected = tokens(one)
     assert tokens(other) == expected
     core_of(one).kill()
+    one._engine.ended.result(60)
     with pytest.raises(EngineError, match="was killed"):
         tokens(one)
     assert tokens(other) == expected
@@ -104,12 +105,19 @@ def what_a_process_gets_as_it_starts():
         assert core_of(engine).pid != old.pid and not old.is_running()
         assert tokens(engine)
         core_of(engine).kill()
+        engine._engine.ended.result(60)
         with pytest.raises(EngineError, match="was killed"):
             tokens(engine)
 
 
-def arguments_that_are_refused():
-    """The process of an engine that cannot be made ends at once."""
+def processes_that_end_early():
+    """A process that has been killed is replaced; the one of an engine that cannot be made ends at once."""
+    waiting()
+    (core,) = core_processes._waiting
+    core.process.kill()
+    core.process.join()
+    engine = made()
+    assert tokens(engine) and core_of(engine).pid != core.process.pid
     before = psutil.Process(waiting())
     with pytest.raises(EngineArgumentError, match="no_such"):
         made(engine_kwargs={"no_such": 1})

@@ -85,7 +85,7 @@ def test_other_models(vllm_python, monkeypatch, arch):
         "vllm_process_cases.variables_set_later",
         "vllm_process_cases.two_threads",
         "vllm_process_cases.what_a_process_gets_as_it_starts",
-        "vllm_process_cases.arguments_that_are_refused",
+        "vllm_process_cases.processes_that_end_early",
     ],
 )
 def test_case(alone, case):
