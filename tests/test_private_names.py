@@ -53,7 +53,10 @@ USED = {
         "backends/megatron/model.py": {"_model_bridge"},
     },
     # The engine refuses other versions of vLLM (vllm.arguments.TESTED).
-    "vllm": {"backends/vllm/adapters.py": {"_adapter_manager"}},
+    "vllm": {
+        "backends/vllm/adapters.py": {"_adapter_manager"},
+        "backends/vllm/core.py": {"_run_in_subprocess"},
+    },
 }
 
 

@@ -1,18 +1,14 @@
 """vLLM's engine with its core in a process of its own, so that our Python does not take turns with the scheduler's.
 
-A pipe joins the two processes. If one of them ends, however it does, the other one notices, and a core that fails
-sends its error.
+The core's errors are raised by the calls that wait for it; see ``process``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import os
 import pickle
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
@@ -22,19 +18,21 @@ from typing import Any
 
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+from vllm.v1.engine import utils
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.serial_utils import cloudpickle
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, EngineError
-from verl_fn.errors import UserError
+from verl_fn.backends.vllm.process import Core
 
 # Seconds that a core that has failed may take to end its workers and to say why.
 LAST_WORDS = 30.0
-RUN_CORE = EngineCoreProc.run_engine_core
 ADD_REQUEST = EngineCoreProc.preprocess_add_request
-# Held while a function of vLLM is replaced, since another thread may start an engine as well.
+# Held while functions of vLLM are replaced, since another thread may start an engine as well.
 _starting = threading.Lock()
 
 # The core and its workers find models by name.
@@ -112,12 +110,13 @@ class Engine(LLMEngine):
             raise EngineError(str(error)) from error
 
 
-def started(arguments: Mapping[str, Any], model: str) -> Engine:
+def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:
     """Starts vLLM's engine.
 
     Args:
         arguments: of vLLM's ``EngineArgs``.
         model: the name of transformers' class of the model.
+        process: the process for the engine's core.
 
     Raises:
         ModelError: vLLM does not know the model.
@@ -129,24 +128,40 @@ def started(arguments: Mapping[str, Any], model: str) -> Engine:
         register()
         overrides = {**arguments["hf_overrides"], "architectures": [OWN_MODELS[model]]}
         arguments = {**arguments, "hf_overrides": overrides}
-    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    with _starting:
-        # What vLLM starts in the new process, where the name has vLLM's own function.
-        EngineCoreProc.run_engine_core = functools.partial(run_core, theirs)
+    with _starting, _core_in(process):
         try:
             engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         except Exception as error:
-            theirs.close()
-            said = _last_words(pipe) if pipe.poll(LAST_WORDS) else None
+            said = _last_words(process.pipe) if not process.waits and process.pipe.poll(LAST_WORDS) else None
             raise _explained(said or error, arguments["model"]) from error
-        finally:
-            EngineCoreProc.run_engine_core = staticmethod(RUN_CORE)
-            theirs.close()
     engine.ended = Future()
     core = engine.engine_core
-    watched = (pipe, engine.ended, core.resources, core.outputs_queue, core.utility_results)
+    watched = (process.pipe, engine.ended, core.resources, core.outputs_queue, core.utility_results)
     threading.Thread(target=_watch, args=watched, name="verl_fn core", daemon=True).start()
     return engine
+
+
+@contextlib.contextmanager
+def _core_in(process: Core) -> Iterator[None]:
+    """Lets vLLM run a core in this process, and look there at the class of the model.
+
+    vLLM would start a process for each of the two, and each would first import vLLM.
+    """
+    context, elsewhere = utils.get_mp_context, registry._run_in_subprocess
+
+    def inspected(function: Callable[[], Any]) -> Any:
+        return process.call(functools.partial(called, cloudpickle.dumps(function)))
+
+    utils.get_mp_context, registry._run_in_subprocess = lambda: process, inspected
+    try:
+        yield
+    finally:
+        utils.get_mp_context, registry._run_in_subprocess = context, elsewhere
+
+
+def called(function: bytes) -> Any:
+    """Calls a function that travels as bytes."""
+    return pickle.loads(function)()
 
 
 def _explained(error: Exception, model: str) -> Exception:
@@ -178,21 +193,6 @@ def _last_words(pipe: Connection) -> Exception | None:
     return None
 
 
-def run_core(pipe: Connection, *args: Any, **kwargs: Any) -> None:
-    """Runs vLLM's core in this process, no longer than the process at the other end of the pipe."""
-    threading.Thread(target=_end_with, args=(pipe,), name="verl_fn engine", daemon=True).start()
-    EngineCoreProc.preprocess_add_request = functools.partialmethod(share_images, weakref.WeakValueDictionary())
-    # An interrupt from the terminal is for the engine's process.
-    with contextlib.suppress(OSError):
-        os.setpgrp()
-    try:
-        RUN_CORE(*args, **kwargs)
-    except Exception as error:
-        pipe.send(portable(error))
-        # vLLM has logged it.
-        raise SystemExit(1) from error
-
-
 def share_images(core: Any, shown: MutableMapping[str, Any], request: Any) -> Any:
     """Lets the rows that show an image have one copy of it, and passes the request on to vLLM."""
     for feature in request.mm_features or ():
@@ -201,24 +201,5 @@ def share_images(core: Any, shown: MutableMapping[str, Any], request: Any) -> An
     return ADD_REQUEST(core, request)
 
 
-def _end_with(pipe: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv()
-    os._exit(1)
-
-
-def portable(error: Exception) -> Exception:
-    """Returns an error for another process, with its traceback in a note; errors for users have none.
-
-    Example:
-        >>> error = pickle.loads(pickle.dumps(portable(ValueError("no such name"))))
-        >>> error, error.__notes__
-        (ValueError('no such name'), ["in vLLM's process:\\n"])
-    """
-    try:
-        copy: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = EngineError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, UserError):
-        copy.add_note("in vLLM's process:\n" + "".join(traceback.format_tb(error.__traceback__)))
-    return copy
+# An engine's own process has no core.
+EngineCoreProc.preprocess_add_request = functools.partialmethod(share_images, weakref.WeakValueDictionary())

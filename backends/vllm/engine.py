@@ -40,11 +40,11 @@ from .arguments import (
     check_names,
     check_version,
     engine_arguments,
-    prepare_environment,
     prompt_with_images,
     reads_images,
     row_of,
 )
+from .process import core_process
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -113,43 +113,43 @@ class Vllm(Growing):
         routed_experts: bool = False,
     ) -> None:
         check_version()
-        skeleton, self.shapes = model_of(folder, lora)
-        self._lora = lora
-        # Identifies the model that adapters are added to; None where the engine has none.
-        self._base: str | None = None
-        self._config = read_config(folder)
-        self.reads_images = reads_images(self._config)
-        length = int(min(longest_of(self._config), math.inf if max_length is None else max_length))
-        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
-        self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
-        self.tensor_parallel_size = tensor_parallel_size
-        self._awake = {WEIGHTS, CACHE}
-        self._outlets: list[Outlet] = []
-        # Draws that were collected, with their version.
-        self._drawn: list[tuple[Drawn, int]] = []
-        prepare_environment(device)
-        arguments = engine_arguments(
-            Path(folder),
-            device=device,
-            dtype=str(self.dtype).removeprefix("torch."),
-            slots=slots,
-            max_length=length,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            engine_kwargs=engine_kwargs or {},
-        )
-        if lora is not None:
-            arguments |= adapter_arguments(skeleton.adapters, sees=self.reads_images)
-        if routed_experts:
-            arguments["enable_return_routed_experts"] = True
-        check_names(arguments)
-        check_heads(Path(folder), device)
-        from .core import started
+        with core_process(device) as process:
+            skeleton, self.shapes = model_of(folder, lora)
+            self._lora = lora
+            # Identifies the model that adapters are added to; None where the engine has none.
+            self._base: str | None = None
+            self._config = read_config(folder)
+            self.reads_images = reads_images(self._config)
+            length = int(min(longest_of(self._config), math.inf if max_length is None else max_length))
+            super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
+            self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
+            self.tensor_parallel_size = tensor_parallel_size
+            self._awake = {WEIGHTS, CACHE}
+            self._outlets: list[Outlet] = []
+            # Draws that were collected, with their version.
+            self._drawn: list[tuple[Drawn, int]] = []
+            arguments = engine_arguments(
+                Path(folder),
+                device=device,
+                dtype=str(self.dtype).removeprefix("torch."),
+                slots=slots,
+                max_length=length,
+                tensor_parallel_size=tensor_parallel_size,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enforce_eager=enforce_eager,
+                engine_kwargs=engine_kwargs or {},
+            )
+            if lora is not None:
+                arguments |= adapter_arguments(skeleton.adapters, sees=self.reads_images)
+            if routed_experts:
+                arguments["enable_return_routed_experts"] = True
+            check_names(arguments)
+            check_heads(Path(folder), device)
+            from .core import started
 
-        self._engine = started(arguments, type(skeleton.model).__name__)
-        self._engine.call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
-        self._routes = Routes.of(folder, self._engine.call("layers_with_experts")[0]) if routed_experts else None
+            self._engine = started(arguments, type(skeleton.model).__name__, process)
+            self._engine.call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
+            self._routes = Routes.of(folder, self._engine.call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Loads these weights; the first publication is also compared by checksums.

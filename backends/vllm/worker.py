@@ -29,8 +29,8 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
 from verl_fn.backends.vllm.arguments import EngineArgumentError, row_of
-from verl_fn.backends.vllm.core import portable
 from verl_fn.backends.vllm.loading import load, whole
+from verl_fn.backends.vllm.process import portable
 from verl_fn.backends.weight_sync.inlet import Inlet, give_up
 from verl_fn.state import uniform_at
 

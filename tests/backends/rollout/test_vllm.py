@@ -2,7 +2,10 @@
 
 import importlib.util
 import itertools
+import os
+import signal
 
+import psutil
 import pytest
 from ranks import Ranks
 
@@ -78,6 +81,11 @@ def test_other_models(vllm_python, monkeypatch, arch):
         "sleep_and_wake",
         "not_finite",
         "other_draws_are_an_error",
+        "vllm_process_cases.models_are_inspected_in_the_core",
+        "vllm_process_cases.variables_set_later",
+        "vllm_process_cases.two_threads",
+        "vllm_process_cases.what_a_process_gets_as_it_starts",
+        "vllm_process_cases.processes_that_end_early",
     ],
 )
 def test_case(alone, case):
@@ -143,6 +151,21 @@ def test_graphs_are_recorded_for_every_number_of_rows(tiny, slots, options, last
 def test_a_core_that_ends(alone):
     """After the other cases, since their engine ends."""
     alone("vllm_update_cases.ends_of_the_core")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_process_of_a_core_that_nobody_starts_ends(vllm_python, killed):
+    process, call = _process(vllm_python)
+    core = psutil.Process(call("vllm_process_cases.waiting"))
+    if not killed:
+        os.kill(process.stopped.pop(), signal.SIGCONT)
+        process.pipes[0].send(None)
+        process.processes[0].join(60)
+    process.kill()
+    _, alive = psutil.wait_procs([core], timeout=60)
+    for one in alive:
+        one.kill()
+    assert not alive and process.processes[0].exitcode == (-signal.SIGKILL if killed else 0)
 
 
 @pytest.mark.parametrize("name", ["VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"])
