@@ -11,10 +11,9 @@ from run_configs import TINY, tiny_run
 
 from verl_fn.cli import main
 from verl_fn.cli.commands import COMMANDS
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, printable
 from verl_fn.runs import RunError
 from verl_fn.runs.loop import train
-from verl_fn.runs.screen import printable
 
 SILENT = lambda line: None  # noqa: E731
 loop = importlib.import_module("verl_fn.runs.loop")

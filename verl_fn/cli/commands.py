@@ -26,8 +26,7 @@ from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, 
 from verl_fn.config.load import algorithm_options
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UsageError
-from verl_fn.runs.screen import complain, say
+from verl_fn.errors import UsageError, complain, say
 
 
 def train(args: argparse.Namespace) -> int:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from verl_fn import __version__, user_files
-from verl_fn.errors import UsageError, UserError
-from verl_fn.runs.screen import OutputClosed, complain, say
+from verl_fn.errors import OutputClosed, UsageError, UserError, complain, say
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 PREPARED = ("gsm8k", "arithmetic", "squares", "smollm2")

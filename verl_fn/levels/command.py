@@ -16,8 +16,7 @@ import attrs
 
 from verl_fn.atomic import check_empty
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.errors import UsageError
-from verl_fn.runs.screen import say
+from verl_fn.errors import UsageError, say
 
 from . import provenance, report
 from .levels import LEVELS, ranks_of

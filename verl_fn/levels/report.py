@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.megatron.importing import TESTED
+from verl_fn.errors import printable
 from verl_fn.report import plots
 from verl_fn.runs.logs import read_metrics
-from verl_fn.runs.screen import printable
 
 from .levels import LEVELS
 from .provenance import Repository

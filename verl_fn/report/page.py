@@ -25,14 +25,13 @@ from verl_fn.config import ConfigError, flat
 from verl_fn.config.load import default_table
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, printable
 from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, settled, without_signal
-from verl_fn.runs.screen import printable
 
 SHOWN = 32  # prompts in the table of held-out answers
 # Keys in which runs with several seeds differ.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from verl_fn.errors import printable
 from verl_fn.runs.checkpoints import step_of
 from verl_fn.runs.logs import read_metrics
-from verl_fn.runs.screen import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,7 @@ from verl_fn.config.names import is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import Source
 from verl_fn.driver import ranks
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, say
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.steps import Loss
 
@@ -68,7 +68,6 @@ from .fitting import (
 from .folder import Run
 from .memory import GIB, engine_weights, largest, model_sizes, offloads, phases, role_memory, share
 from .prepare import prepare
-from .screen import say
 from .state import algorithm_of
 
 # Tokens of the tables, of a response at most, and problems of the step.

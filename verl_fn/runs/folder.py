@@ -16,8 +16,9 @@ from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan
 from verl_fn.data.prepare import write_answers
+from verl_fn.errors import say as print_line
 
-from . import RunError, screen
+from . import RunError
 from .checkpoints import (
     REMOVED,
     WRITING,
@@ -67,7 +68,7 @@ class Run:
         RunError: the folder or a link in it cannot be written, or the plan's models lie among its checkpoints.
     """
 
-    def __init__(self, plan: Plan, say: Say = screen.say) -> None:
+    def __init__(self, plan: Plan, say: Say = print_line) -> None:
         self.folder = Path(plan.trainer.dir)
         self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep

@@ -17,6 +17,7 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
+from verl_fn.errors import say as print_line
 from verl_fn.state import Params, TrainState
 from verl_fn.torchrun import leading
 
@@ -35,7 +36,6 @@ from .memory import check_memory, explained
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
 from .recorder import Drawn
-from .screen import say as print_line
 from .state import (
     RunState,
     algorithm_of,

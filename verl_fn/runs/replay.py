@@ -12,6 +12,7 @@ from verl_fn import build
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import torchrun_size
+from verl_fn.errors import say as print_line
 
 from . import RunError
 from .checkpoints import checkpoints, step_of
@@ -24,7 +25,6 @@ from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
-from .screen import say as print_line
 from .state import RunState, algorithm_of, initial_state, offloaded_roles, on_one_gpu, run_of
 from .steps import RANKS, ROWS_WAITING, Pace, advance
 
