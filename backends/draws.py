@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -15,6 +16,8 @@ from verl_fn.backends.protocol import Request, Sample, Sampling
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Probability 1 in fixed point: sums of whole numbers are exact in any order of addition.
 ONE = 2.0**50
+# The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
+LOGITS = 2**25
 
 
 class Draws:
@@ -55,12 +58,28 @@ class Draws:
         """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
         parts = self._drawn(logits, u)
         self._parts.append(parts)
-        return self._checked(*parts[:2])
+        return self._checked(*(part[:, 0] for part in parts[:2]))
 
-    def columns(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> tuple[Tensor, ...]:
-        """Draws as ``draw`` does, and returns what ``results`` would, on the device of the logits."""
-        parts = self._drawn(logits, u)
-        return self._checked(*parts[:2]), *self._columns([part.flatten() for part in parts])[1:]
+    def columns(
+        self, logits: Float[Tensor, "n V"], u: Float64[Tensor, " n"], kernel: Callable[..., Any] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Draws as ``draw`` does, and returns what ``results`` would, on the device of the logits.
+
+        Args:
+            logits: in any dtype; float32 ones may be overwritten.
+            u: the number in [0, 1) of each row.
+            kernel: for GPUs, ``fused_kernels.draw``, which draws unless top-k, top-p or the likeliest are asked for.
+        """
+        if kernel is not None and self._exact is None and self.temperature > 0 and not self.cut:
+            tokens, log_probs, near = kernel(logits, u, self.temperature, self.noise)
+            return tokens, log_probs, log_probs, near
+        size = max(1, LOGITS // logits.shape[1])
+        parts = [
+            self._drawn(some.float(), of_them)
+            for some, of_them in zip(logits.split(size), u[:, None].split(size), strict=True)
+        ]
+        whole = [torch.cat(part).flatten() for part in zip(*parts, strict=True)]
+        return self._checked(whole[0], whole[1]), *self._columns(whole)[1:]
 
     def results(self) -> tuple[Tensor, ...]:
         """Returns the draws since the last call in order: tokens, log-probs with and without the cut, near ties."""
@@ -110,9 +129,9 @@ class Draws:
         prob = torch.softmax(logits, -1).gather(1, token)
         return token, prob, best[:, 0] - best[:, 1] < 2 * self.noise
 
-    def _checked(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+    def _checked(self, token: Int[Tensor, " n"], prob: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Returns the tokens, or ``nothing`` where the logits were NaN."""
-        return token.masked_fill(prob.isnan(), self.nothing)[:, 0]
+        return token.masked_fill(prob.isnan(), self.nothing)
 
     def _cut(self, probs: Float[Tensor, "n V"]) -> tuple[Float[Tensor, "n V"], Tensor]:
         """Returns the probabilities after top-k and then top-p, and whether noise could change the set of tokens.

@@ -25,8 +25,6 @@ from verl_fn.state import Batch, uniform_at
 
 # The cache has a multiple of so many places, so that a somewhat longer call needs no other graphs.
 PLACES = 32
-# So many rows are cut by top-k and top-p at a time: a bound of their fp32 logits.
-ROWS = 256
 # The steps between two looks of the host: rows that end meanwhile keep their slots until the next look.
 STEPS = 8
 # The most tokens of prompts that are computed at a time: a bound of the memory that this takes.
@@ -154,13 +152,7 @@ class FusedDecoder(LlamaDecoder):
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
         logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
-        if draws.cut or draws.temperature == 0:
-            split = zip(logits.split(ROWS), u[:, None].split(ROWS), strict=True)
-            parts = [draws.columns(some.float(), of_them) for some, of_them in split]
-            tokens, log_probs, full, near = (torch.cat(column) for column in zip(*parts, strict=True))
-        else:
-            tokens, log_probs, near = kernels.draw(logits, u, draws.temperature, draws.noise)
-            full = log_probs
+        tokens, log_probs, full, near = draws.columns(logits, u, kernels.draw)
         kernels.advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:

@@ -349,7 +349,7 @@ class Vllm(Growing):
             return
         parts, self._drawn = self._drawn, []
         drawn, versions = last_draws(parts)
-        if (bad := drawn.columns[1].isnan()).any():
+        if (bad := drawn.columns[0] == self.vocab).any():
             self._interrupt()
             self._engine.reset_prefix_cache()
             self._engine.call("clear_cache")

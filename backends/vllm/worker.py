@@ -34,9 +34,6 @@ from verl_fn.backends.vllm.process import portable
 from verl_fn.backends.weight_sync.inlet import Inlet, give_up
 from verl_fn.state import uniform_at
 
-# The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
-LOGITS = 2**25
-
 # vLLM compiles this kernel for many seconds when it tries its own sampler at the start. ``DrawingSampler`` takes the
 # place of that sampler afterwards, so until then, from the import of this module on, the kernel does nothing.
 KERNEL = "apply_top_k_top_p_triton"
@@ -202,6 +199,11 @@ class DrawingSampler(Sampler):
         super().__init__(logprobs_mode=runner.model_config.logprobs_mode)
         self.runner, self.vocab, self.noise = runner, vocab, noise
         self._draws: Draws | None = None
+        self._kernel = None
+        if runner.device.type == "cuda":
+            from verl_fn.backends.sampler.fused_kernels import draw
+
+            self._kernel = draw
 
     def begin(self, sampling: Sampling) -> None:
         """Starts a run without rows.
@@ -213,6 +215,7 @@ class DrawingSampler(Sampler):
         self._seeds = torch.zeros(0, dtype=torch.int64, device=self.runner.device)
         self._rows: list[Any] = []
         self._places: list[Tensor] = []
+        self._columns: list[tuple[Tensor, ...]] = []
         # Of the requests in vLLM's batch; it seldom changes between two steps.
         self._present: list[str] = []
         self._present_rows: Any = np.zeros(0, int)
@@ -236,17 +239,15 @@ class DrawingSampler(Sampler):
             self._present_rows = np.array([row_of(name) for name in self._present])
             self._present_seeds = self._seeds[torch.tensor(self._present_rows, device=self._seeds.device)]
         places = self.runner.seq_lens[:count].long()
-        uniforms = uniform_at(self._present_seeds[:count], places)[:, None]
-        logits = logits[:, : self.vocab].float()
-        size = max(1, LOGITS // self.vocab)
-        parts = [self._draws.draw(logits[i : i + size], uniforms[i : i + size]) for i in range(0, count, size)]
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        uniforms = uniform_at(self._present_seeds[:count], places)
+        columns = self._draws.columns(logits[:, : self.vocab], uniforms, self._kernel)
         # A row of which only a part of the prompt was computed has no token yet.
         partial = self.runner.discard_request_mask.np[:count]
         self._rows.append(np.where(partial, -1, self._present_rows))
         self._places.append(places)
-        # Without a finite logit the draw is beyond the vocabulary, and its log-prob NaN: an error once collected.
-        drawn = tokens.clamp(max=self.vocab - 1).to(torch.int32)
+        self._columns.append(columns)
+        # Without a finite logit the draw is beyond the vocabulary: an error once collected.
+        drawn = columns[0].clamp(max=self.vocab - 1).to(torch.int32)
         return SamplerOutput(sampled_token_ids=drawn[:, None], logprobs_tensors=None)
 
     def collected(self) -> Drawn | None:
@@ -255,8 +256,9 @@ class DrawingSampler(Sampler):
         if not self._rows:
             return None
         rows = torch.from_numpy(np.concatenate(self._rows))
-        places, columns = torch.cat(self._places).cpu(), self._draws.results()
-        self._rows.clear()
-        self._places.clear()
+        places = torch.cat(self._places).cpu()
+        columns = [torch.cat(column).cpu() for column in zip(*self._columns, strict=True)]
+        for parts in (self._rows, self._places, self._columns):
+            parts.clear()
         whole = rows >= 0
         return Drawn(rows[whole], places[whole], tuple(column[whole] for column in columns))
