@@ -77,7 +77,7 @@ def add_image_tokens(tokenizer: Any, arch: str) -> dict[str, int]:
 
 
 def image_template(arch: str, template: str = TEMPLATE) -> str:
-    """Returns a chat template with an architecture's mark for an image in place of IMAGE; by default a minimal one."""
+    """Returns a chat template with an architecture's mark for images in place of IMAGE; by default a minimal one."""
     tokens = _tokens(arch)
     shown = tokens.get("boi_token_index") or tokens.get("image_token_id", "")
     if tokens is QWEN:
@@ -242,8 +242,8 @@ def new_tower(
 ) -> Path:
     """Writes a model with images: a language model as it is, and a random tower and connector before it.
 
-    The tower has two layers as wide as the language model's, unless ``overrides`` say otherwise, and weights that keep
-    the size of what goes through them. The tokenizer is the language model's, with tokens for images.
+    The tower has two layers as wide as the language model's, unless ``overrides`` say otherwise. Its weights keep the
+    size of what goes through them. The tokenizer is the language model's, with tokens for images.
 
     Args:
         folder: is made if it does not exist.
@@ -266,7 +266,9 @@ def new_tower(
         raise ModelError(f"{arch} has a language model of its own; take smolvlm or idefics3 before another one")
     text, tokenizer = read_config(text_model), read_tokenizer(text_model)
     if text.model_type != "llama":
-        raise ModelError(f"{text_model} is of the type {text.model_type}; {arch} goes before models of the type llama")
+        raise ModelError(
+            f"{text_model} is of the type {text.model_type}; {arch} goes before models of the type llama"
+        )
     ids = add_image_tokens(tokenizer, arch)
     if tokenizer.chat_template:
         tokenizer.chat_template = image_template(arch, PARTS) + tokenizer.chat_template

@@ -158,7 +158,9 @@ def new_model(args: argparse.Namespace) -> int:
     try:
         if args.text_model is not None:
             if args.chars is not None or args.chat_template:
-                raise ConfigError("--text-model brings its tokenizer and template; leave out --chars and --chat-template")
+                raise ConfigError(
+                    "--text-model brings its tokenizer and template; leave out --chars and --chat-template"
+                )
             folder = new_tower(args.folder, args.text_model, **given, **fields)
         else:
             chars = TASKS[args.task].alphabet if args.chars is None else args.chars

@@ -9,6 +9,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+import vllm_update_cases
 import vllm_worker_cases
 from vision_cases import cut_into_tiles, encoded, seeing
 
@@ -91,6 +92,38 @@ def in_flight():
     samples += stream
     engine()._engine.call(vllm_worker_cases.before_steps, None)
     return gap({3: old, 4: new}, pack(samples))
+
+
+def frozen_tower():
+    """Whether each publication has a tower, and the worst gap after it, with a tower that is frozen.
+
+    The tower is sent again after the engine has dropped its weights, and after an edit.
+    """
+    frozen, sent, worst = Local(folder(), sgd(0.1), freeze_vision_tower=True), [], 0.0
+    params = weights(0)
+    tower = frozen.load_pretrained().params
+    tower = {name: params[name] for name in tower.keys() - set(tower.trained())}
+
+    def publish(version):
+        names = []
+        engine().publish(version, vllm_update_cases.Noted(frozen.weights(params), names))
+        sent.append(any(name in tower for name in names))
+        assert any(name not in tower for name in names)
+        return gap({version: params}, pack(engine().generate(asked(), version=version)))
+
+    worst = max(worst, publish(6))
+    for version, seed in ((7, 9), (8, 11)):
+        other = weights(seed)
+        params = attrs.evolve(params, leaves={name: tower.get(name, t) for name, t in other.items()})
+        worst = max(worst, publish(version))
+    engine().sleep(2)
+    engine().wake()
+    worst = max(worst, publish(9))
+    with torch.no_grad():
+        for t in tower.values():
+            t.mul_(-1.5)
+    worst = max(worst, publish(10), publish(11))
+    return sent, worst
 
 
 def another_prompt():

@@ -51,6 +51,12 @@ def test_weights_in_flight_compute_images_again(alone):
 
 
 @runs
+def test_a_frozen_tower_is_published_once(alone):
+    sent, worst = alone("frozen_tower")
+    assert sent == [True, False, False, True, True, False] and worst <= 1e-4
+
+
+@runs
 def test_another_prompt_than_the_trainers_is_an_error(alone):
     alone("another_prompt")
 
