@@ -116,7 +116,7 @@ class Vllm(Growing):
         skeleton, self.shapes = model_of(folder, lora)
         self._lora = lora
         self._config = read_config(folder)
-        self.reads_images = reads_images(self._config)
+        self.reads_images = reads_images(self._config, device)
         length = int(min(longest_of(self._config), math.inf if max_length is None else max_length))
         super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")

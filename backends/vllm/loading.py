@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.models.siglip import SiglipVisionModel
 
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
@@ -76,6 +77,9 @@ def load(
     if adapters is not None:
         renamed = renaming(model)
         tensors = ((renamed(name), t) for name, t in tensors)
+    if isinstance(getattr(model, "vision_tower", None), SiglipVisionModel):
+        # vLLM's has the level of names that published files have, and transformers' has not.
+        tensors = ((name.replace("vision_tower.", "vision_tower.vision_model."), t) for name, t in tensors)
     with torch.no_grad():
         names: set[str] = (
             _load_by_layers(loader, config, tensors, tower) if in_layers else loader.load_weights(tensors)

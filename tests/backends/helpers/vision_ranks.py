@@ -96,6 +96,7 @@ def publish(engines, version, source):
     send([engine.outlet for engine in engines], version, source.held or source)
     for thread in threads:
         thread.join()
+    assert all(one.sampler.version == version for one in engines if one.inlet is not None)
     return [any("visual." in name for name in one.sent[-1]) for one in engines if one.inlet is not None]
 
 
