@@ -273,15 +273,8 @@ def new_tower(
     if tokenizer.chat_template:
         tokenizer.chat_template = image_template(arch, PARTS) + tokenizer.chat_template
     size = max(text.vocab_size, len(tokenizer))
-    fields = {name: value for name, value in text.to_dict().items() if not name.startswith("_")}
-    whole = vision_fields(arch, {**fields, "vocab_size": size}, ids, image_size)
-    vision = whole["vision_config"]
-    with quiet():
-        known = AutoConfig.for_model(arch).vision_config.to_dict()
-    if unknown := sorted(set(overrides) - set(known)):
-        raise ModelError(f"the tower of {arch} has no field {unknown[0]}, so it would have no effect")
-    vision |= overrides
-    vision["initializer_range"] = overrides.get("initializer_range", vision["hidden_size"] ** -0.5)
+    whole = vision_fields(arch, {**_own_fields(text), "vocab_size": size}, ids, image_size)
+    whole["vision_config"] |= _tower_fields(arch, whole["vision_config"], overrides)
     folder = Path(folder)
     with refused(f"{folder} cannot be made of {text_model}"), quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -296,6 +289,26 @@ def new_tower(
             tokenizer.save_pretrained(aside)
             write_image_processor(aside, arch, image_size)
     return folder
+
+
+def _own_fields(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+
+
+def _tower_fields(arch: str, vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a random tower has instead of ``vision``'s.
+
+    Raises:
+        ModelError: the architecture's tower has no such field.
+    """
+    from transformers import AutoConfig
+
+    with quiet():
+        known = AutoConfig.for_model(arch).vision_config.to_dict()
+    if unknown := sorted(set(overrides) - set(known)):
+        raise ModelError(f"the tower of {arch} has no field {unknown[0]}, so it would have no effect")
+    width = overrides.get("hidden_size", vision["hidden_size"])
+    return {"initializer_range": width**-0.5, **overrides}
 
 
 def _random_model(

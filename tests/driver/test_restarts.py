@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from vision_cases import encoded, seen_batch, seeing
+from vision_cases import encoded, seeing, seen_batch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import faults
