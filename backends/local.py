@@ -26,7 +26,7 @@ from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -169,19 +169,23 @@ class Local(Base):
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
-        adapters = self._built().adapters
+        skeleton, adapters = self._built(), self._built().adapters
         buffers = in_parts(params.buffers)
         unmerged = apart(adapters.without(params) | buffers, adapters.own(params))
-        specs = specs_of(adapters.merged_like(params) | buffers)
         # Merged weights are made for each publication.
         frozen = params.keys() - set(params.trained()) - {f"{layer}.weight" for layer in adapters.layers}
         part = functools.partial(exact.rounded, dtype=self.dtype) if self.exact else itself
-        return Weights(
-            specs,
-            lambda: itertools.chain(adapters.merged(params, part, part), buffers.items()),
-            apart=unmerged,
-            frozen=frozenset(frozen),
-        )
+
+        def source(params: Params) -> Weights:
+            return Weights(
+                specs_of(adapters.merged_like(params) | buffers),
+                lambda: itertools.chain(adapters.merged(params, part, part), buffers.items()),
+                apart=unmerged,
+                frozen=frozenset(frozen & params.keys()),
+            )
+
+        tower, others = parted(params, skeleton.frozen_names)
+        return keeping(source(params), source(others), tower)
 
     # The two steps
 

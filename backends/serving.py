@@ -12,7 +12,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,10 +31,11 @@ from verl_fn.backends.protocol import (
     Sample,
     Sampling,
     StaleWeightsError,
+    WeightSource,
     check_sampling,
     serves,
 )
-from verl_fn.backends.weight_sync.publication import PARTS
+from verl_fn.backends.weight_sync.publication import PARTS, Apart, check_specs
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
 
@@ -93,6 +94,8 @@ class Serving(ABC):
         self.version: int | None = None
         # How many publications have succeeded.
         self.verify, self._published = verify, 0
+        # Identifies the frozen weights that the engine keeps; None if it has none.
+        self._base: str | None = None
         # Calls of several threads would share the cache.
         self._lock = threading.RLock()
         # A step has the weights for itself, and a publication too. Taken after ``_lock``.
@@ -176,6 +179,25 @@ class Serving(ABC):
         None while a call waits for weights that arrive in flight.
         """
         return None if self._arriving else self._steps
+
+    def _part(
+        self, source: WeightSource, apart: Apart | None, shapes: Mapping[str, torch.Size]
+    ) -> tuple[WeightSource, str | None]:
+        """Returns what the engine needs of a source, and what identifies the frozen weights; None if it keeps none.
+
+        Args:
+            source: the weights.
+            apart: the same weights, with the frozen ones apart.
+            shapes: the shapes of the model's weights by name.
+
+        Raises:
+            ValueError: the names or shapes are not the model's.
+        """
+        check_specs(source.specs if apart is None else apart.whole.specs, shapes, self.folder)
+        if apart is None:
+            return source, None
+        base = apart.identify()
+        return apart.changing if base == self._base else apart.whole, base
 
     @property
     def _checked(self) -> bool:

@@ -58,7 +58,7 @@ from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import PIXELS, beside_tokens
 from verl_fn.backends.memory import fits
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -239,13 +239,14 @@ class Fsdp(Base):
             LayoutError: the parameters are of another layout.
         """
         self.layout.check(params)
-        adapters, layout = self._built().adapters, self.layout
+        skeleton, layout = self._built(), self.layout
+        adapters = skeleton.adapters
         buffers = {name: layout.shard(t, self.device) for name, t in in_parts(params.buffers).items()}
         base, own = adapters.without(params) | buffers, adapters.own(params)
         specs, sent, cut = specs_of(adapters.merged_like(params) | buffers), layout.sent, layout.published
         unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
 
-        def read(rows: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        def read(params: Params, rows: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield from adapters.merged(params, rows, whole)
             yield from ((name, rows(t)) for name, t in buffers.items())
 
@@ -254,8 +255,18 @@ class Fsdp(Base):
             part = functools.partial(_rounded_whole, dtype=self.dtype)
             merged = functools.partial(adapters.merged, params, part, part)
             return Weights(specs, lambda: itertools.chain(merged(), ((n, whole(t)) for n, t in buffers.items())))
-        held = Weights(specs, lambda: read(sent), cut(specs), apart=unmerged)
-        return Weights(specs, lambda: read(whole), held=held)
+        tower, others = parted(params, skeleton.frozen_names)
+        fewer = specs_of(adapters.merged_like(others) | buffers)
+        held = keeping(
+            Weights(specs, lambda: read(params, sent), cut(specs), apart=unmerged),
+            Weights(fewer, lambda: read(others, sent), cut(fewer)),
+            tower,
+            local=local_of,
+        )
+        gathered = Weights(specs, lambda: read(params, whole), held=held)
+        # Engines of several ranks could disagree about which tensors the ranks gather together.
+        tower = {} if dist.get_world_size() > 1 else tower
+        return keeping(gathered, Weights(fewer, lambda: read(others, whole)), tower, local=local_of)
 
     # The two steps
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.atomic import check_empty, replaced_folder
-from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
+from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
 from verl_fn.backends.hf.processor import image_processor_class
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.vision import FAMILIES, GRIDS, PIXEL_MASKS
 from verl_fn.errors import closest, did_you_mean, install
 
@@ -35,6 +36,15 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}"
     "{% endfor %}{% endif %}{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+)
+# Put before a chat template for text: content that is a list of parts becomes text, with a mark for each image.
+PARTS = (
+    "{%- set made = namespace(messages=[]) -%}{%- for message in messages -%}{%- set content -%}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] or [] -%}"
+    "{{- 'IMAGE' if part['type'] == 'image' else part['text'] -}}{%- endfor -%}{%- endif -%}{%- endset -%}"
+    "{%- set made.messages = made.messages + [dict(message, content=content)] -%}{%- endfor -%}"
+    "{%- set messages = made.messages -%}"
 )
 PATCH, MERGE = 8, 2  # patches of 8 x 8 pixels, of which 2 x 2 become one feature
 
@@ -66,13 +76,13 @@ def add_image_tokens(tokenizer: Any, arch: str) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items() if name.strip()}
 
 
-def image_template(arch: str) -> str:
-    """Returns a minimal chat template for messages with images."""
+def image_template(arch: str, template: str = TEMPLATE) -> str:
+    """Returns a chat template with an architecture's mark for images in place of IMAGE; by default a minimal one."""
     tokens = _tokens(arch)
     shown = tokens.get("boi_token_index") or tokens.get("image_token_id", "")
     if tokens is QWEN:
         shown = tokens["vision_start_token_id"] + shown + tokens["vision_end_token_id"]
-    return TEMPLATE.replace("IMAGE", shown)
+    return template.replace("IMAGE", shown)
 
 
 def _tokens(arch: str) -> dict[str, str]:
@@ -219,6 +229,86 @@ def new_model(
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return folder
+
+
+def new_tower(
+    folder: str | Path,
+    text_model: str | Path,
+    *,
+    arch: str = "smolvlm",
+    seed: int = 0,
+    image_size: int = 32,
+    **overrides: Any,
+) -> Path:
+    """Writes a model with images: a language model as it is, and a random tower and connector before it.
+
+    The tower has two layers as wide as the language model's, unless ``overrides`` say otherwise. Its weights keep the
+    size of what goes through them. The tokenizer is the language model's, with tokens for images.
+
+    Args:
+        folder: is made if it does not exist.
+        text_model: the folder of the language model.
+        arch: ``smolvlm`` or ``idefics3``.
+        seed: of the random weights.
+        image_size: the side of the largest image that the model reads, in pixels.
+        overrides: further fields of the tower's config.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelError: the language model or the fields do not fit, or the folder is not writable.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if arch not in FAMILIES or PIXEL_MASKS not in FAMILIES[arch].fields:
+        raise ModelError(f"{arch} has a language model of its own; take smolvlm or idefics3 before another one")
+    text, tokenizer = read_config(text_model), read_tokenizer(text_model)
+    if text.model_type != "llama":
+        raise ModelError(
+            f"{text_model} is of the type {text.model_type}; {arch} goes before models of the type llama"
+        )
+    ids = add_image_tokens(tokenizer, arch)
+    if tokenizer.chat_template:
+        tokenizer.chat_template = image_template(arch, PARTS) + tokenizer.chat_template
+    size = max(text.vocab_size, len(tokenizer))
+    whole = vision_fields(arch, {**_own_fields(text), "vocab_size": size}, ids, image_size)
+    whole["vision_config"] |= _tower_fields(arch, whole["vision_config"], overrides)
+    folder = Path(folder)
+    with refused(f"{folder} cannot be made of {text_model}"), quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(arch, **whole))
+        given = AutoModelForCausalLM.from_pretrained(text_model, dtype=text.dtype, **LOCAL)
+        given.resize_token_embeddings(size)
+        getattr(model.model, FAMILIES[arch].text).load_state_dict(given.base_model.state_dict())
+        model.lm_head.load_state_dict(given.lm_head.state_dict())
+        model.generation_config = given.generation_config
+        with replaced_folder(folder) as aside:
+            model.to(text.dtype).save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+            write_image_processor(aside, arch, image_size)
+    return folder
+
+
+def _own_fields(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+
+
+def _tower_fields(arch: str, vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a random tower has instead of ``vision``'s.
+
+    Raises:
+        ModelError: the architecture's tower has no such field.
+    """
+    from transformers import AutoConfig
+
+    with quiet():
+        known = AutoConfig.for_model(arch).vision_config.to_dict()
+    if unknown := sorted(set(overrides) - set(known)):
+        raise ModelError(f"the tower of {arch} has no field {unknown[0]}, so it would have no effect")
+    width = overrides.get("hidden_size", vision["hidden_size"])
+    return {"initializer_range": width**-0.5, **overrides}
 
 
 def _random_model(

@@ -205,9 +205,17 @@ class Skeleton(nn.Module):
         return next(name for name, module in self.model.named_modules() if module is self.output_layer)
 
     def _outside_tower(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_parameters()) - self._inside_tower()
+
+    def _inside_tower(self) -> frozenset[str]:
         assert self.tower is not None
         inside = set(self.tower.parameters())
-        return frozenset(name for name, p in self.model.named_parameters() if p not in inside)
+        return frozenset(name for name, p in self.model.named_parameters() if p in inside)
+
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """The parameters of a tower that is not trained."""
+        return self._inside_tower() if self.frozen_tower else frozenset()
 
     def freeze_tower(self, frozen: bool, folder: str | Path) -> None:
         """Sets whether the module that sees images is not trained.

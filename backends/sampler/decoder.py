@@ -48,11 +48,12 @@ class Decoder(Protocol):
     vocab: int
     model: torch.nn.Module
 
-    def begin(self, frozen: Collection[str] = ()) -> None:
-        """Allocates places for all of ``shapes``; their contents are lost.
+    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
+        """Allocates places for all of ``shapes``; their contents are lost, but for ``kept``.
 
         Args:
             frozen: the names of tensors that nobody writes, so the decoder may compute with them without a copy.
+            kept: the names of weights that stay as they are and are not written; a model with images has some.
         """
         ...
 
@@ -243,13 +244,13 @@ class GeneralDecoder:
         # tokens.
         self._behind = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def begin(self, frozen: Collection[str] = ()) -> None:
-        self._frozen = frozenset(frozen)
+    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
+        self._frozen = frozenset(frozen).difference(kept)
         # A tensor of a state is never written to, so what is copied needs a place of its own.
-        kept = {name: t for name, t in self._weights.items() if name not in self._taken}
-        self._taken = set()
+        stays = {name: t for name, t in self._weights.items() if name in kept or name not in self._taken}
+        self._taken.intersection_update(kept)
         self._weights = {
-            name: kept[name] if name in kept else torch.empty(shape, dtype=self._dtype, device=self.device)
+            name: stays[name] if name in stays else torch.empty(shape, dtype=self._dtype, device=self.device)
             for name, shape in self.shapes.items()
             if name not in self._frozen
         }

@@ -27,7 +27,7 @@ from verl_fn.backends.sampler.decoder import Decoder, ExactDecoder, GeneralDecod
 from verl_fn.backends.sampler.fused import FusedDecoder, GraphRun
 from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite, seeds_of
-from verl_fn.backends.weight_sync import check_specs, receive
+from verl_fn.backends.weight_sync import kept_of, receive
 from verl_fn.state import Batch, isolated, uniform_at, with_images
 
 # The most prompt tokens of one prefill: a bound of its memory.
@@ -140,16 +140,19 @@ class Sampler(Serving):
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        source = here(weights)
-        check_specs(source.specs, self.decoder.shapes, self.folder)
+        given = here(weights)
         with self._publication(), isolated(), torch.inference_mode():
+            source, base = self._part(given, kept_of(given), self.decoder.shapes)
             if not self.capabilities.versions_per_token:
                 self._calls += 1
             self.version = None
-            self.decoder.begin(getattr(source, "frozen", ()))
+            if base != self._base:
+                self._base = None
+            kept = self.decoder.shapes.keys() - {spec.name for spec in source.specs}
+            self.decoder.begin(getattr(source, "frozen", ()), kept)
             receive(source, self.decoder.write, checked=self._checked)
             self.decoder.finish()
-            self._published += 1
+            self._published, self._base = self._published + 1, base
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
@@ -159,7 +162,7 @@ class Sampler(Serving):
             self.decoder.drop_cache()
             if level > 1:
                 self.decoder.drop_weights()
-                self.version, self._failure = None, ""
+                self.version, self._base, self._failure = None, None, ""
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""

@@ -75,10 +75,10 @@ class FusedDecoder(LlamaDecoder):
         self._forget()
         self._fused: FusedWeights | None = None
 
-    def begin(self, frozen: Collection[str] = ()) -> None:
+    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         if not self._places:
             self._forget()
-        super().begin(frozen)
+        super().begin(frozen, kept)
 
     def finish(self) -> None:
         assert self._places is not None, "begin comes first"

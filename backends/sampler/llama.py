@@ -205,7 +205,7 @@ class LlamaDecoder:
         self._weights: LlamaWeights | None = None
         self._places: Places | None = None
 
-    def begin(self, frozen: Collection[str] = ()) -> None:
+    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         self._weights = None
         if not self._places:
             self._places = Places.of(self.config, self.shapes, self.dtype, self.device, paired=self.paired)

@@ -87,8 +87,8 @@ RECORDED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 LAUNCHED = 2048
 # The arguments that say what vLLM records.
 RECORDING = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
-# The families that were compared with the trainer, by transformers' model type.
-SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+# The families whose images are passed on, by transformers' model type.
+SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "gemma3")
 IN_PARTS = ("pixel_values", "pixel_attention_mask")  # an image has several rows of these tensors
 TORCHVISION = "0.26.0"
 
@@ -184,7 +184,7 @@ def engine_arguments(
         if name in KEPT:
             raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
     config = read_config(folder)
-    check_images(config, folder)
+    check_images(config, folder, device)
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)  # a model of states only has none
     if heads and heads % tensor_parallel_size:
@@ -209,7 +209,7 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
         "hf_overrides": corrections(config),
-        **image_arguments(config),
+        **image_arguments(config, device),
     }
     if device == "cpu":
         arguments |= {"kv_cache_memory_bytes": cache_bytes(text, dtype, slots, max_length)}
@@ -337,30 +337,44 @@ def row_of(request: str) -> int:
     return int(request.split("-")[1])
 
 
-def reads_images(config: Any) -> bool:
-    """Returns whether prompts of a model may have images in vLLM."""
-    return config.model_type in SEEING
+def reads_images(config: Any, device: str | torch.device) -> bool:
+    """Returns whether prompts of a model may have images in vLLM.
+
+    Its attention on CPUs hides the later tokens of an image from the earlier ones.
+    """
+    family = family_of(config)
+    hidden = family is not None and family.blocks and torch.device(device).type == "cpu"
+    return config.model_type in SEEING and not hidden
 
 
-def check_images(config: Any, folder: Path) -> None:
-    """Raises an error for a model with images if vLLM lacks a package that it needs for them.
+def check_images(config: Any, folder: Path, device: str) -> None:
+    """Raises an error for a model with images that vLLM cannot show images.
 
     Raises:
-        ModelError: torchvision is not installed.
+        ModelError: torchvision is not installed, or an image is wider than the window of attention.
     """
-    if reads_images(config) and importlib.util.find_spec("torchvision") is None:
+    if not reads_images(config, device):
+        return
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if (family := family_of(config)) and family.blocks and window and tokens_of_tile(config) > window:
+        raise ModelError(
+            f"{folder}: the tokens of an image attend to each other, and vLLM omits that for more than "
+            f"sliding_window = {window} tokens; an image has {tokens_of_tile(config)}: set rollout.name=sampler"
+        )
+    if importlib.util.find_spec("torchvision") is None:
         raise ModelError(
             f"{folder}: vLLM needs torchvision for models with images: "
             f"{install('--no-deps', f'torchvision=={TORCHVISION}')}, or set rollout.name=sampler"
         )
 
 
-def image_arguments(config: Any) -> dict[str, Any]:
+def image_arguments(config: Any, device: str) -> dict[str, Any]:
     """Returns arguments of vLLM's ``EngineArgs`` for a model with images; none for a model of text.
 
     vLLM reads its own processor, and so the tokenizer, but it processes nothing.
     """
-    if not reads_images(config):
+    family = family_of(config)
+    if family is None or not reads_images(config, device):
         return {}
     return {
         "skip_tokenizer_init": False,
@@ -368,6 +382,8 @@ def image_arguments(config: Any) -> dict[str, Any]:
         "limit_mm_per_prompt": {"video": 0},
         # vLLM would compute the largest image that its processor allows, to see how much memory that takes.
         "skip_mm_profiling": True,
+        # Tokens that see each other are computed in one step.
+        "disable_chunked_mm_input": family.blocks,
     }
 
 

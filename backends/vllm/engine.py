@@ -29,7 +29,7 @@ from verl_fn.backends.protocol import (
     here,
 )
 from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_finite, seeds_of
-from verl_fn.backends.weight_sync import apart_of, check_specs
+from verl_fn.backends.weight_sync import apart_of, kept_of
 from verl_fn.backends.weight_sync.inlet import Arriving
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
@@ -116,10 +116,8 @@ class Vllm(Growing):
         with core_process(device) as process:
             skeleton, self.shapes = model_of(folder, lora)
             self._lora = lora
-            # Identifies the model that adapters are added to; None where the engine has none.
-            self._base: str | None = None
             self._config = read_config(folder)
-            self.reads_images = reads_images(self._config)
+            self.reads_images = reads_images(self._config, device)
             length = int(min(longest_of(self._config), math.inf if max_length is None else max_length))
             super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
             self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
@@ -161,7 +159,7 @@ class Vllm(Growing):
                 until a publication succeeds.
         """
         with self._publication():
-            # Not before, since another thread may replace or drop the model that adapters are added to.
+            # Not before, since another thread may replace or drop the weights that the engine keeps.
             source, base = self._chosen(here(weights))
             self._require(WEIGHTS, "publish")
             if not self.capabilities.versions_per_token:
@@ -190,22 +188,19 @@ class Vllm(Growing):
             self._engine.reset_encoder_cache()
 
     def _chosen(self, source: WeightSource) -> tuple[WeightSource, str | None]:
-        """Returns what the engine needs of a source, and what identifies its model without adapters.
+        """Returns what the engine needs of a source, and what identifies the weights that it keeps.
 
         Raises:
             ValueError: the names or shapes are not the model's, or there are no adapters apart from the model.
         """
         if self._lora is None:
-            check_specs(source.specs, self.shapes, self.folder)
-            return source, None
+            return self._part(source, kept_of(source), self.shapes)
         if (apart := apart_of(source)) is None:
             raise ValueError(
                 "the engine takes adapters apart from the model, and these weights have none: set "
                 "rollout.adapters=merged"
             )
-        check_specs(apart.whole.specs, self.shapes, self.folder)
-        base = apart.identify()
-        return apart.adapters if base == self._base else apart.whole, base
+        return self._part(source, apart, self.shapes)
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of the cache at level 1, moving weights to the CPU, and also of weights at level 2."""

@@ -24,7 +24,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.models.siglip import SiglipVisionModel
 
+from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.backends.vllm.adapters import is_adapter, renaming
 from verl_fn.backends.weight_sync import IncompleteWeights, arriving, whole_of_parts
@@ -43,7 +45,7 @@ def load(
     conversions: Sequence[Any] = (),
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Replaces all weights of vLLM's model.
+    """Replaces all weights of vLLM's model; if the source has none of the tower that sees images, all others.
 
     Args:
         model: the model.
@@ -59,7 +61,7 @@ def load(
             model was not loaded, or not all of it.
     """
     loader: Any = model
-    in_layers = not in_place(model)
+    in_layers, tower = not in_place(model), kept_tower(model, config, source)
     between = (lambda: _keep_pending(model)) if in_layers else lambda: None
     places = {} if in_layers else _embeddings(model)
     tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
@@ -75,12 +77,36 @@ def load(
     if adapters is not None:
         renamed = renaming(model)
         tensors = ((renamed(name), t) for name, t in tensors)
+    if isinstance(getattr(model, "vision_tower", None), SiglipVisionModel):
+        # vLLM's has the level of names that published files have, and transformers' has not.
+        tensors = ((name.replace("vision_tower.", "vision_tower.vision_model."), t) for name, t in tensors)
     with torch.no_grad():
-        names: set[str] = _load_by_layers(loader, config, tensors) if in_layers else loader.load_weights(tensors)
-    if missing := [name for name, _ in model.named_parameters() if name not in names]:
+        names: set[str] = (
+            _load_by_layers(loader, config, tensors, tower) if in_layers else loader.load_weights(tensors)
+        )
+    loaded = (name for name, _ in model.named_parameters() if not name.startswith(tower))
+    if missing := [name for name in loaded if name not in names]:
         raise IncompleteWeights(
             f"vLLM took the weights and left {len(missing)} of its parameters as they were, such as {missing[0]}"
         )
+
+
+def kept_tower(model: Any, config: Any, source: WeightSource) -> tuple[str, ...]:
+    """Returns how the names of vLLM's tower begin, if a source has none of its weights; else nothing."""
+    family = family_of(config.hf_config)
+    if family is None or any(family.tower in spec.name.split(".") for spec in source.specs):
+        return ()
+    return tuple(f"{name.rstrip('.')}." for name in model.get_mm_mapping().tower_model)
+
+
+class _Layers:
+    """The layers of a model outside of its tower, for vLLM's loading by layers, which goes through ``modules``."""
+
+    def __init__(self, model: torch.nn.Module, tower: tuple[str, ...]) -> None:
+        self._layers = [layer for name, layer in model.named_modules() if not f"{name}.".startswith(tower)]
+
+    def modules(self) -> list[torch.nn.Module]:
+        return self._layers
 
 
 def in_place(model: torch.nn.Module) -> bool:
@@ -122,13 +148,16 @@ def _without_adapters(
             yield name, t
 
 
-def _load_by_layers(model: Any, config: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
+def _load_by_layers(
+    model: Any, config: Any, tensors: Iterator[tuple[str, Tensor]], tower: tuple[str, ...]
+) -> set[str]:
     tied = _tied(model)
+    layers: Any = _Layers(model, tower) if tower else model
     for p in model.parameters():
         if isinstance(loader := getattr(p, "weight_loader", None), functools.partial):
             # As of MiniMax's norms. vLLM asks a loader for its name.
             loader.__name__ = type(loader).__name__  # type: ignore[attr-defined]
-    initialize_layerwise_reload(model)
+    initialize_layerwise_reload(layers)
     try:
         loaded: set[str] = model.load_weights(tensors)
         for name, layer in model.named_modules():
@@ -136,7 +165,7 @@ def _load_by_layers(model: Any, config: Any, tensors: Iterator[tuple[str, Tensor
                 _check_loaded(name, layer)
     finally:
         # Also after a failure, since a layer that keeps its partial weights would mix them with the next ones.
-        finalize_layerwise_reload(model, config)
+        finalize_layerwise_reload(layers, config)
     for layer in tied:
         layer.quant_method.process_weights_after_loading(layer)
     return loaded

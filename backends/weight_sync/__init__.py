@@ -11,6 +11,9 @@ from .publication import (
     check_specs,
     checksum,
     in_parts,
+    keeping,
+    kept_of,
+    parted,
     receive,
     specs_of,
     whole_of_parts,
@@ -18,5 +21,5 @@ from .publication import (
 
 __all__ = [
     "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs", "checksum",
-    "in_parts", "receive", "specs_of", "whole_of_parts",
+    "in_parts", "keeping", "kept_of", "parted", "receive", "specs_of", "whole_of_parts",
 ]  # fmt: skip

@@ -35,8 +35,9 @@ from .publication import IncompleteWeights
 SLOTS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a slot
 GROUP_SECONDS = 600
-# What a sender can send: the model with its adapters merged in, the model and its adapters, or only the adapters.
-MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
+# What a sender can send: the model with its adapters merged in, or of it what is not frozen; the model and its
+# adapters, or only the adapters.
+MERGED, CHANGED, WHOLE, ADAPTERS = "merged", "changed", "whole", "adapters"
 
 # Timeout of each message of the authentication.
 SECONDS_TO_ANSWER = 10

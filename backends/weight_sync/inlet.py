@@ -18,6 +18,7 @@ from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSou
 
 from .channel import (
     ADAPTERS,
+    CHANGED,
     MERGED,
     SECONDS_TO_ANSWER,
     WHOLE,
@@ -290,14 +291,22 @@ class Arriving:
     @property
     def apart(self) -> Apart | None:
         """The same model with its adapters not merged, where the senders have adapters."""
-        if WHOLE not in self.senders[0].offers:
-            return None
-        whole, adapters = (attrs.evolve(self, kind=kind) for kind in (WHOLE, ADAPTERS))
-        return Apart(whole, adapters, self._identify)
+        return self._apart(WHOLE, ADAPTERS)
 
-    def _identify(self) -> str:
+    @property
+    def kept(self) -> Apart | None:
+        """The same weights with the frozen ones apart, where the senders have frozen ones."""
+        return self._apart(MERGED, CHANGED)
+
+    def _apart(self, kind: str, part: str) -> Apart | None:
+        if part not in self.senders[0].offers:
+            return None
+        whole, changing = (attrs.evolve(self, kind=name) for name in (kind, part))
+        return Apart(whole, changing, functools.partial(self._identify, part))
+
+    def _identify(self, part: str) -> str:
         for sender in self.senders:
-            send_message(sender.open, ("identify",))
+            send_message(sender.open, ("identify", part))
         return " ".join(str(sender.next()[1]) for sender in self.senders)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:

@@ -15,6 +15,7 @@ from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, WeightSource
 
 from .channel import (
     ADAPTERS,
+    CHANGED,
     MERGED,
     SECONDS_TO_ANSWER,
     SLOTS,
@@ -31,7 +32,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import Cut, Weights, apart_of, checksum, in_dtype
+from .publication import Cut, Weights, apart_of, checksum, in_dtype, kept_of
 
 TRIES = 3  # to connect to an engine
 
@@ -88,13 +89,15 @@ class Outlet(End):
         self.kind = ""
         self.announced = False
 
-    def offer(self, version: int, sources: Mapping[str, WeightSource], identify: Callable[[], str]) -> Wish | None:
+    def offer(
+        self, version: int, sources: Mapping[str, WeightSource], identify: Mapping[str, Callable[[], str]]
+    ) -> Wish | None:
         """Announces weights to the engine.
 
         Args:
             version: of the weights.
             sources: by name, what the engine can choose from.
-            identify: identifies the model without adapters.
+            identify: for each source that lacks frozen weights, identifies these.
 
         Returns:
             What the engine asks for; None if it refuses the weights.
@@ -111,7 +114,7 @@ class Outlet(End):
         with self._refusable():
             kind, *rest = reply
             if kind == "identify":
-                send_message(self.open, ("base", identify()))
+                send_message(self.open, ("base", identify[rest[0]]()))
                 kind, *rest = receive_message(self.open)
             if kind == "start":
                 *asked, receiver = rest
@@ -273,9 +276,12 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
 
     The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
     """
-    apart = apart_of(source)
-    sources = {MERGED: source} | ({WHOLE: apart.whole, ADAPTERS: apart.adapters} if apart else {})
-    identify = apart.identify if apart else str
+    sources, identify, parts = {MERGED: source}, {}, {}
+    for kind, part, apart in ((MERGED, CHANGED, kept_of(source)), (WHOLE, ADAPTERS, apart_of(source))):
+        if apart is not None:
+            sources |= {kind: apart.whole, part: apart.changing}
+            identify[part] = apart.identify
+            parts[part] = frozenset(spec.name for spec in apart.changing.specs)
     for outlet in outlets:
         outlet.announced = False
     try:
@@ -285,7 +291,6 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         size = min((wish.max_bytes for wish in wanted.values()), default=BUCKET_BYTES)
         dtype = next((wish.dtype for wish in wanted.values()), None)
         checked = any(wish.checked for wish in wanted.values())
-        adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
         accepting = list(wanted)
         # The size counts once tensors are converted.
         narrowest = min((spec.dtype.itemsize for spec in chosen.specs), default=1)
@@ -295,10 +300,10 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         for bucket in chosen.buckets(int(part_bytes(size) / growth), checked=checked and own):
             if checked and not own:
                 bucket = tuple(attrs.evolve(c, checksum=checksum(c.values, dtype)) for c in bucket)
-            alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
-            accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
+            given = {kind: tuple(c for c in bucket if c.name in names) for kind, names in parts.items()}
+            accepting = [o for o in accepting if o.put(given.get(wanted[o].kind, bucket))]
             # Before the source makes the next one.
-            del bucket, alone
+            del bucket, given
         for outlet in accepting:
             outlet.end()
     except BaseException as error:
@@ -316,9 +321,9 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     kinds, dtypes = {wish.kind for wish in wishes} or {MERGED}, {wish.dtype for wish in wishes}
     if len(dtypes) > 1:
         raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
-    if MERGED in kinds and len(kinds) > 1:
+    if kinds & {MERGED, CHANGED} and kinds & {WHOLE, ADAPTERS}:
         raise ValueError("some engines of one publication take only adapters, and others take them merged")
-    return sources[WHOLE if WHOLE in kinds else kinds.pop()]
+    return sources[next(kind for kind in (MERGED, WHOLE, CHANGED, ADAPTERS) if kind in kinds)]
 
 
 def _cut_of(source: WeightSource) -> Cut | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.errors import UserError
-from verl_fn.state import version_of
+from verl_fn.state import Params, version_of
 
 # Versions and checksums of tensors that are alive; the weights that adapters are added to rarely change in a run.
 _CHECKSUMS = WeakTensorKeyDictionary()
@@ -69,6 +70,7 @@ class Weights:
         cut: the rows that ``read`` returns; None where it returns whole tensors.
         held: the rows that this rank holds, to send without gathering; None if one rank sends all.
         apart: the same model with its adapters not merged; None for a model without adapters.
+        kept: the same weights with what engines keep apart; None if an engine gets all of them each time.
         frozen: the names of tensors that are a state's own and that no update writes: an engine of this process can
             compute with them without a copy.
 
@@ -93,6 +95,7 @@ class Weights:
     cut: Cut | None = None
     held: Weights | None = None
     apart: Apart | None = None
+    kept: Apart | None = None
     frozen: frozenset[str] = frozenset()
 
     @classmethod
@@ -157,7 +160,7 @@ def apart(
         >>> import torch
         >>> base = {"m.weight": torch.ones(2, 2)}
         >>> first, second = (apart(base, {"m.lora_A.weight": torch.full((1, 2), x)}) for x in (1.0, 2.0))
-        >>> [spec.name for spec in first.whole.specs], [spec.name for spec in first.adapters.specs]
+        >>> [spec.name for spec in first.whole.specs], [spec.name for spec in first.changing.specs]
         (['m.weight', 'm.lora_A.weight'], ['m.lora_A.weight'])
         >>> first.identify() == second.identify()
         True
@@ -169,11 +172,46 @@ def apart(
         specs = specs_of(tensors)
         return Weights(specs, lambda: ((name, rows(t)) for name, t in tensors.items()), cut(specs))
 
-    def identify() -> str:
-        held = [(name, t.dtype, tuple(t.shape), _checksum(t, local(t))) for name, t in base.items()]
-        return hashlib.sha256(repr(held).encode()).hexdigest()
+    return Apart(source({**base, **adapters}), source(adapters), functools.partial(_identity, base, local))
 
-    return Apart(source({**base, **adapters}), source(adapters), identify)
+
+def keeping(
+    whole: Weights,
+    changing: Weights,
+    frozen: Mapping[str, Tensor],
+    *,
+    local: Callable[[Tensor], Tensor] = lambda t: t,
+) -> Weights:
+    """Returns a source of all weights, from which an engine that has the frozen ones can take the others only.
+
+    Args:
+        whole: all weights.
+        changing: the ones that are not frozen.
+        frozen: the frozen tensors; without any, engines take all weights each time.
+        local: returns what this process holds of a tensor, to identify it.
+
+    Example:
+        >>> import torch
+        >>> tower, text = {"tower": torch.ones(2)}, {"text": torch.zeros(2)}
+        >>> source = keeping(Weights.of(tower | text), Weights.of(text), tower)
+        >>> [spec.name for spec in source.specs], [spec.name for spec in source.kept.changing.specs]
+        (['tower', 'text'], ['text'])
+    """
+    if not frozen:
+        return whole
+    return attrs.evolve(whole, kept=Apart(whole, changing, functools.partial(_identity, frozen, local)))
+
+
+def parted(params: Params, names: Collection[str]) -> tuple[dict[str, Tensor], Params]:
+    """Returns the parameters of these names, and the others."""
+    inside = {name: t for name, t in params.items() if name in names}
+    leaves = {name: t for name, t in params.items() if name not in names}
+    return inside, attrs.evolve(params, leaves=leaves) if inside else params
+
+
+def _identity(tensors: Mapping[str, Tensor], local: Callable[[Tensor], Tensor]) -> str:
+    held = [(name, t.dtype, tuple(t.shape), _checksum(t, local(t))) for name, t in tensors.items()]
+    return hashlib.sha256(repr(held).encode()).hexdigest()
 
 
 def _checksum(t: Tensor, part: Tensor) -> int:
@@ -204,16 +242,16 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Apart:
-    """A model and its adapters, not merged.
+    """Weights of which an engine keeps the frozen ones: a model and its adapters, or a model with a frozen tower.
 
     Attributes:
-        whole: the model without adapters, followed by the adapters.
-        adapters: only the adapters, for an engine that has the model.
-        identify: returns a string that differs where the model without adapters differs.
+        whole: all weights.
+        changing: only the ones that are not frozen, for an engine that has the others.
+        identify: returns a string that differs if the frozen weights differ.
     """
 
     whole: WeightSource
-    adapters: WeightSource
+    changing: WeightSource
     identify: Callable[[], str]
 
 
@@ -221,6 +259,12 @@ def apart_of(source: WeightSource) -> Apart | None:
     """Returns the unmerged form of a source; None where it has no adapters."""
     unmerged: Apart | None = getattr(source, "apart", None)
     return unmerged
+
+
+def kept_of(source: WeightSource) -> Apart | None:
+    """Returns the same weights with the frozen ones apart; None if an engine gets all of them each time."""
+    kept: Apart | None = getattr(source, "kept", None)
+    return kept
 
 
 class IncompleteWeights(UserError, RuntimeError):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from vision_cases import encoded, seeing, seen_batch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import faults
@@ -193,6 +194,26 @@ def test_calls_of_another_thread_wait_until_a_restarted_engine_has_its_weights(r
         drawn = w.processes.submit(sample)
         os.kill(first.pid, signal.SIGKILL)
         assert w.get(drawn) == whole
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_restarted_engine_gets_a_frozen_tower_again(ray_cluster, tmp_path, lag):
+    """One of two engines is killed after a publication without the tower; both answer as before."""
+    folder = seeing(tmp_path / "model", "smolvlm")
+    frozen = ("actor.freeze_vision_tower=true", "rollout.max_restarts=2")
+    with injected(tmp_path), ray_workers(plan_of(tmp_path / "run", folder, lag, *frozen)) as w:
+        actor, batch = w.trainers["actor"], seen_batch(folder)
+        state = actor.load_pretrained(folder, Key.from_seed(0))
+        w.get(w.rollout.publish(0, actor.weights(state.params)))
+        grads, _ = w.get(actor.forward_backward(state, batch, cross_entropy()))
+        state, _ = w.get(actor.apply_update(state, grads))
+        w.get(w.rollout.publish(1, actor.weights(state.params)))
+        ids, images = zip(*encoded(folder)[0], strict=True)
+        requests = requests_for(ids, Sampling(6, n=2), Key.from_seed(1), images=images)
+        whole, before = named(w.get(w.rollout.generate(requests, version=1))), pids(w)
+        os.kill(before[0], signal.SIGKILL)
+        assert named(w.get(w.rollout.generate(requests, version=1))) == whole
+        assert pids(w)[0] != before[0] and pids(w)[1:] == before[1:]
 
 
 def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):

@@ -65,14 +65,19 @@ class StaleLocal(Local):
 
 
 class StaleChecksums(Local):
-    """Identifies the model under adapters by checksums that it took once."""
+    """Identifies the weights that engines keep by checksums that it took once; ``what`` is ``apart`` or ``kept``."""
 
-    identity = None
+    identity, what = None, "apart"
 
     def weights(self, params):
         source = super().weights(params)
-        self.identity = self.identity or source.apart.identify()
-        return attrs.evolve(source, apart=attrs.evolve(source.apart, identify=lambda: self.identity))
+        given = getattr(source, self.what)
+        self.identity = self.identity or given.identify()
+        return attrs.evolve(source, **{self.what: attrs.evolve(given, identify=lambda: self.identity)})
+
+
+class StaleTower(StaleChecksums):
+    what = "kept"
 
 
 class WritesToBatch(Mock):

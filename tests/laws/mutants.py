@@ -14,7 +14,7 @@ from mutant_in_flight import FLIGHTS
 from mutant_layouts import LAYOUTS
 from mutant_losses import LOSSES
 from mutant_outputs import OTHER_OUTPUTS, OUTPUTS
-from mutant_purity import PURITY, StaleChecksums, StaleLocal
+from mutant_purity import PURITY, StaleChecksums, StaleLocal, StaleTower
 from mutant_rollouts import SAMPLES
 from mutant_updates import UPDATES
 
@@ -31,6 +31,7 @@ __all__ = [
     "VOCAB",
     "StaleChecksums",
     "StaleLocal",
+    "StaleTower",
     "mock",
     "optimizer",
     "rollout",

@@ -8,6 +8,7 @@ import torch
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
 from verl_fn.steps import Loss, constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
 from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout, tiny_batch
@@ -57,6 +58,14 @@ def test_check_backend_catches_a_stale_copy_of_a_model(tmp_path):
 def test_check_backend_catches_stale_checksums(tmp_path):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1)
     stale = mutants.StaleChecksums(folder, mutants.optimizer(), lora=Lora(rank=1), max_tokens=24)
+    require_caught(check_backend, stale, "Persistence")
+
+
+def test_check_backend_catches_stale_checksums_of_a_tower(tmp_path):
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    folder, options = new_model(tmp_path, chars="abcd", arch="smolvlm", **sizes), {"max_tokens": 24}
+    check_backend(Local(folder, mutants.optimizer(), freeze_vision_tower=True, **options))
+    stale = mutants.StaleTower(folder, mutants.optimizer(), freeze_vision_tower=True, **options)
     require_caught(check_backend, stale, "Persistence")
 
 

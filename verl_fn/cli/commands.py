@@ -140,7 +140,7 @@ def new_model(args: argparse.Namespace) -> int:
     """Writes a tiny random model."""
     from verl_fn.atomic import check_empty
     from verl_fn.backends.hf.folder import ModelError
-    from verl_fn.backends.hf.new_model import new_model, with_served_heads
+    from verl_fn.backends.hf.new_model import new_model, new_tower, with_served_heads
     from verl_fn.data.tasks import TASKS
 
     if args.task not in TASKS:
@@ -153,12 +153,18 @@ def new_model(args: argparse.Namespace) -> int:
     fields = dict(_field(override) for override in args.overrides)
     if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
         raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")
-    fields = with_served_heads(fields)
-    chars = TASKS[args.task].alphabet if args.chars is None else args.chars
+    given = {"arch": args.arch, "seed": args.seed}
     try:
-        folder = new_model(
-            args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
-        )
+        if args.text_model is not None:
+            if args.chars is not None or args.chat_template:
+                raise ConfigError(
+                    "--text-model brings its tokenizer and template; leave out --chars and --chat-template"
+                )
+            folder = new_tower(args.folder, args.text_model, **given, **fields)
+        else:
+            chars = TASKS[args.task].alphabet if args.chars is None else args.chars
+            given |= {"chars": chars, "chat_template": args.chat_template}
+            folder = new_model(args.folder, **given, **with_served_heads(fields))
     except ModelError as error:
         raise ConfigError(str(error)) from error
     say(f"wrote {folder}")

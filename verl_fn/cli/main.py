@@ -177,6 +177,12 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
     model.add_argument("--chars", help="its characters, instead of a task's")
     model.add_argument("--arch", default="qwen3", help="transformers model type; by default %(default)s")
+    model.add_argument(
+        "--text-model",
+        type=path,
+        metavar="FOLDER",
+        help="with --arch smolvlm or idefics3: its language model and tokenizer, before which a random tower is put",
+    )
     model.add_argument("--seed", type=int, default=0, help="of the weights; by default %(default)s")
     model.add_argument(
         "--chat-template",
@@ -188,7 +194,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         nargs="*",
         default=[],
         metavar="key=value",
-        help="fields of that architecture's config, such as hidden_size=64",
+        help="fields of that architecture's config, such as hidden_size=64; with --text-model, of the tower's",
     )
 
     export = command("export", "copy a trained model, in another dtype if asked, as a Hugging Face folder")

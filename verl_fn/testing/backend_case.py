@@ -202,16 +202,17 @@ def _edited(case: BackendCase, state: Handle[TrainState]) -> None:
     require(
         now is None or now != before,
         "Persistence",
-        "after an edit of the parameters in place, adapters apart have the identity of the weights before",
+        "after an edit of the parameters in place, the weights that engines keep have the identity from before",
         "a checksum that is kept for a tensor, whatever was written to it since",
     )
 
 
 def _identity(case: BackendCase, state: Handle[TrainState]) -> str | None:
-    """Returns what identifies the model without adapters to an engine in this process; None for other weights."""
+    """Returns what identifies the weights that engines keep: the model without adapters, or a frozen tower."""
     source = case.backend.weights(state.params)
-    apart = getattr(getattr(source, "held", None) or source, "apart", None)
-    return None if apart is None else str(apart.identify())
+    held = getattr(source, "held", None) or source
+    named = [getattr(held, name, None) for name in ("apart", "kept")]
+    return " ".join(str(apart.identify()) for apart in named if apart is not None) or None
 
 
 def _scale(state: TrainState) -> None:

@@ -32,3 +32,15 @@ def test_a_rank_without_images_takes_part(two, model, arch, name):
     in_tower = [n for n in trained if "visual." in n or "vision_" in n]
     assert bool(in_tower) == ("frozen" not in name)
     assert all("lora" in n for n in trained) == ("adapters" in name)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_frozen_tower_is_sent_once_to_each_engine(two, model, lora):
+    found = two.run("vision_ranks.tower_sent_once", model("qwen3_vl"), lora)
+    assert found[0] == ([[True, True], [False, False], [False, True], [True, True]], True)
+
+
+def test_a_frozen_tower_is_sent_once_in_one_process(one, two, model):
+    """Ranks that gather tensors for engines of their own read all of them each time."""
+    assert one.run("vision_ranks.tower_in_one_process", model("qwen3_vl")) == [[True, False]]
+    assert two.run("vision_ranks.tower_in_one_process", model("qwen3_vl")) == [[True, True], [True, True]]

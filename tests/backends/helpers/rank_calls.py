@@ -147,7 +147,7 @@ def held_rows(folder, options, gathers):
     if lora:
         kept = many.weights(many.apply_update(states[1], grads, donate=False)[0].params).held
         assert held.apart.identify() == kept.apart.identify()
-        for kind in ("whole", "adapters"):
+        for kind in ("whole", "changing"):
             worst = max(worst, _gap(getattr(weights.apart, kind), getattr(held.apart, kind), 0))
         before = held.apart.identify()
         next(iter(states[1].params.base.values())).mul_(2.0)

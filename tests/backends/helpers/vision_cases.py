@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.processor import encode_text, parts_of, read_processor
@@ -46,6 +47,14 @@ def cut_into_tiles(folder, tiles=2):
     tokenizer.add_tokens(names, special_tokens=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def name_tokens(folder):
+    """Gives a tokenizer the names and tokens that vLLM's processor of Gemma 3 asks for, as published ones have."""
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=named)
+    tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
+    tokenizer.save_pretrained(folder)
 
 
 def picture(number, shape):

@@ -1,11 +1,15 @@
 """Functions that run in a process of their own with vLLM on GPUs."""
 
 import tempfile
+from pathlib import Path
+from unittest import mock
 
 import torch
+from vision_cases import encoded, name_tokens, seeing
 from vllm_update_cases import published_at
 
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.backends.sampler import Sampler
@@ -135,6 +139,30 @@ def sleeping(shape):
     engine.wake(["cache"])
     assert [s.tokens.tolist() for s in engine.generate(asked, version=1)] == expected
     return awake, first, second, partly, used()
+
+
+def images(arch):
+    """The worst gap after each of two publications, and the last one if the trainer hides later image tokens."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
+    folder = seeing(Path(tempfile.mkdtemp()), arch, **sizes)
+    if arch == "gemma3":
+        name_tokens(folder)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda")
+    engine, gaps = made(folder, dtype="float32", slots=16, max_length=128), []
+    ids, shown = zip(*encoded(folder)[0], strict=True)
+
+    def worst(params, batch):
+        exact = trainer.forward(params, batch, ["logprobs"]).logprobs
+        return float((exact - batch["rollout_log_probs"]).abs().max())
+
+    for version, state in enumerate((trainer.load_pretrained(), trainer.init(Key.from_seed(9)))):
+        engine.publish(version, trainer.weights(state.params))
+        asked = requests_for(ids, Sampling(8, n=3), KEY, images=shown)
+        batch = pack(engine.generate(asked, version=version))
+        gaps.append(worst(state.params, batch))
+        with mock.patch.object(Seen, "blocks", None):
+            hidden = worst(state.params, batch)
+    return gaps, hidden
 
 
 def recorded_experts():

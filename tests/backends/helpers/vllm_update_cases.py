@@ -63,10 +63,17 @@ class Noted:
 
     @property
     def apart(self):
-        if (given := getattr(self.inner, "apart", None)) is None:
+        return self._noted(getattr(self.inner, "apart", None))
+
+    @property
+    def kept(self):
+        return self._noted(getattr(self.inner, "kept", None))
+
+    def _noted(self, given):
+        if given is None:
             return None
-        whole, alone = (attrs.evolve(self, inner=source) for source in (given.whole, given.adapters))
-        return attrs.evolve(given, whole=whole, adapters=alone)
+        whole, alone = (attrs.evolve(self, inner=source) for source in (given.whole, given.changing))
+        return attrs.evolve(given, whole=whole, changing=alone)
 
     def buckets(self, max_bytes, *, checked=False):
         for i, bucket in enumerate(self.inner.buckets(4096, checked=checked)):

@@ -60,6 +60,24 @@ def test_what_came_from_a_folder_is_not_written(tiny, tmp_path, head):
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+def test_a_frozen_tower_is_referred_to_beside_adapters_only(tmp_path):
+    """Without adapters a checkpoint is a Hugging Face folder, so it holds the tower."""
+    folder = new_model(tmp_path / "model", chars="abcd", arch="smolvlm", hidden_size=32, num_attention_heads=2)
+    for options, files in (({"lora": LORA}, {ADAPTERS, REST}), ({}, {WEIGHTS, REST})):
+        backend = Local(folder, TX, freeze_vision_tower=True, **options)
+        state, saved = backend.load_pretrained(), tmp_path / f"saved {len(options)}"
+        backend.save(state, saved)
+        assert written(saved) == files
+        held = [name for file in saved.glob("*.safetensors") for name in load_file(file) if "vision_model" in name]
+        assert bool(held) == (not options)
+        assert tree.equal(Local(folder, TX, freeze_vision_tower=True, **options).restore(saved), state)
+    tensors = load_file(folder / WEIGHTS)
+    next(t for name, t in tensors.items() if "vision_model" in name).view(torch.int32).view(-1)[3] ^= 1
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelError, match="another file than it was"):
+        Local(folder, TX, freeze_vision_tower=True, lora=LORA).restore(tmp_path / "saved 1")
+
+
 def changed_leaf(state):
     name = "model.norm.weight"
     leaves = {n: t + 1 if n == name else t.clone() for n, t in state.params.items()}

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -12,8 +13,10 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from vision_cases import ARCHS, SIZES, encoded, picture
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.processor import encode_text, read_processor
+from verl_fn.backends.hf.new_model import new_model, new_tower
+from verl_fn.backends.hf.processor import encode_text, parts_of, read_processor
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.cli import main
 
 OWN = {
     "qwen2_5_vl": Qwen2_5_VLProcessor,
@@ -114,3 +117,58 @@ def test_what_is_refused(folder, tmp_path):
         read_processor(tmp_path / "bare")
     with pytest.raises(ModelError, match="image_size = 20 is not a multiple of 16"):
         new_model(tmp_path / "odd", chars="ab", arch="qwen3_vl", image_size=20)
+
+
+@pytest.fixture
+def text_model(tmp_path):
+    """A language model of the Llama type, whose template has roles and wants text."""
+    folder = new_model(tmp_path / "text", chars="abcd? \n", arch="llama", hidden_size=32, chat_template=True)
+    tokenizer = read_tokenizer(folder)
+    tokenizer.chat_template = "{% for m in messages %}<bos>{{ m['role'][0] + m['content'] + '\n' }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("arch", ["smolvlm", "idefics3"])
+def test_a_random_tower_before_a_language_model(text_model, tmp_path, arch):
+    folder = new_tower(tmp_path / "made", text_model, arch=arch, seed=3, num_hidden_layers=1)
+    weights, text = load_file(folder / "model.safetensors"), load_file(text_model / "model.safetensors")
+    kept = {name: weights[name.replace("model.", "model.text_model.", 1)] for name in text}
+    assert all(torch.equal(t[: len(text[name])], text[name]) for name, t in kept.items())
+    tower = {name: t for name, t in weights.items() if "vision_model" in name}
+    assert not any("layers.1." in name for name in tower)
+    query = next(t for name, t in tower.items() if name.endswith("q_proj.weight"))
+    assert abs(float(query.std()) * 32**0.5 - 1.0) < 0.1
+    again = load_file(new_tower(tmp_path / "again", text_model, arch=arch, seed=3, num_hidden_layers=1)
+                      / "model.safetensors")  # fmt: skip
+    assert weights.keys() == again.keys() and all(torch.equal(t, again[name]) for name, t in weights.items())
+    processor = read_processor(folder)
+    before, tokenizer = read_tokenizer(text_model), processor.tokenizer
+    messages = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": " d\n"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == before.apply_chat_template(
+        messages, tokenize=False
+    )
+    parts = [{"role": "user", "content": parts_of("a<image>b?")}]
+    shown = tokenizer.apply_chat_template(parts, tokenize=False)
+    assert shown == "<bos>ua<image>b?\n"
+    ids, images = encode_text(shown, [picture(0, (32, 32))], processor)
+    assert ids.count(processor.config.image_token_id) == 4 and images.fields["pixels"].shape == (1, 3, 32, 32)
+    assert tokenizer.encode("abcd", add_special_tokens=False) == before.encode("abcd", add_special_tokens=False)
+
+
+def test_towers_that_cannot_be_made(text_model, tmp_path, folder, capsys):
+    for arguments, says in (
+        ({"arch": "qwen3_vl"}, "qwen3_vl has a language model of its own; take smolvlm or idefics3"),
+        ({"depth": 3}, "the tower of smolvlm has no field depth"),
+        ({"image_size": 20}, "image_size = 20 is not a multiple of 16 pixels"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            new_tower(tmp_path / "made", text_model, **arguments)
+    with pytest.raises(ModelError, match="is of the type qwen3_vl; smolvlm goes before models of the type llama"):
+        new_tower(tmp_path / "made", folder("qwen3_vl"))
+    command = ["new-model", str(tmp_path / "made"), "--arch", "smolvlm", "--text-model", str(text_model)]
+    assert main([*command, "--chars", "ab"]) == 2
+    assert "leave out --chars and --chat-template" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+    assert main([*command, "num_hidden_layers=1", "image_size=48"]) == 0
+    assert read_processor(tmp_path / "made").config.vision_config.image_size == 48

@@ -1,18 +1,21 @@
 """The embedded engine on prompts with images, beside the trainer."""
 
 import itertools
+from unittest import mock
 
 import attrs
 import pytest
 import torch
-from vision_cases import ARCHS, encoded, seeing
+from vision_cases import ARCHS, encoded, seeing, seen_batch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.protocol import Sampling
+from verl_fn.backends.protocol import PublicationFailed, Sampling
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.sampler.decoder import GeneralDecoder
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights
 from verl_fn.state import Key, pack, requests_for, tree, unpack
-from verl_fn.steps import sgd
+from verl_fn.steps import cross_entropy, sgd
 
 KEY = Key.from_seed(4)
 
@@ -76,6 +79,90 @@ def test_new_weights_in_flight_compute_images_again(model):
         drawn = batch["versions"] == version
         own = trainer.forward(params, batch).logprobs
         assert float((own - batch["rollout_log_probs"])[drawn].abs().max()) <= 1e-4
+
+
+def arriving(sampler, version, weights):
+    """Publishes, and returns the names of the tensors that the engine got."""
+    names = []
+    with mock.patch.object(GeneralDecoder, "write", autospec=True, side_effect=GeneralDecoder.write) as write:
+        sampler.publish(version, weights)
+    for call in write.call_args_list:
+        names.append(call.args[1].name)
+    return set(names)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_tower_is_published_once(model, arch, dtype):
+    """And again if it was edited, if weights were dropped, and to another engine; tensors are shared in fp32."""
+    trainer = Local(model(arch), sgd(0.1), freeze_vision_tower=True)
+    sampler, state = Sampler(model(arch), dtype=dtype), trainer.load_pretrained()
+    tower = state.params.keys() - set(state.params.trained())
+    assert tower and all("vis" in name for name in tower)
+    first, others = set(sampler.decoder.shapes), set(sampler.decoder.shapes) - tower
+    assert arriving(sampler, 0, trainer.weights(state.params)) == first
+    grads, _ = trainer.forward_backward(state, seen_batch(model(arch)), cross_entropy())
+    state, _ = trainer.apply_update(state, grads)
+    assert arriving(sampler, 1, trainer.weights(state.params)) == others
+    same_as_whole(sampler, trainer, state)
+    with torch.no_grad():
+        state.params[min(tower)].add_(1.0)
+    assert arriving(sampler, 2, trainer.weights(state.params)) == first
+    same_as_whole(sampler, trainer, state)
+    assert arriving(sampler, 3, trainer.weights(state.params)) == others
+    sampler.sleep()
+    assert arriving(sampler, 4, trainer.weights(state.params)) == first
+    assert arriving(Sampler(model(arch)), 4, trainer.weights(state.params)) == first
+
+
+def test_a_tower_that_is_shared_is_never_written(model):
+    """Two states have towers of their own; the engine computes with the first one's, and then with a copy."""
+    folder = model("smolvlm")
+    trainer, sampler = Local(folder, sgd(0.1), freeze_vision_tower=True), Sampler(folder)
+    first = trainer.load_pretrained()
+    tower = {name: first.params[name] for name in first.params.keys() - set(first.params.trained())}
+    before = {name: t.clone() for name, t in tower.items()}
+    for version in range(2):
+        sampler.publish(version, trainer.weights(first.params))
+    assert all(sampler.decoder._weights[name].data_ptr() == t.data_ptr() for name, t in tower.items())
+    others = {name: t + 1.0 for name, t in first.params.items()}
+    sampler.publish(2, Weights.of(others))
+    assert tree.equal(tower, before)
+    assert all(torch.equal(t, sampler.decoder._weights[name]) for name, t in others.items())
+
+
+def same_as_whole(sampler, trainer, state):
+    """The engine's weights are the ones of an engine that gets all of them."""
+    other = Sampler(sampler.folder, dtype=sampler.dtype)
+    other.publish(0, attrs.evolve(trainer.weights(state.params), kept=None))
+    assert sampler.decoder._weights.keys() == other.decoder._weights.keys()
+    assert all(torch.equal(t, other.decoder._weights[name]) for name, t in sampler.decoder._weights.items())
+
+
+def test_a_publication_that_fails_leaves_a_frozen_tower_where_it_was(model):
+    trainer = Local(model("smolvlm"), sgd(0.1), freeze_vision_tower=True)
+    sampler, state = Sampler(model("smolvlm"), in_flight=True), trainer.load_pretrained()
+    weights = trainer.weights(state.params)
+    changing = weights.kept.changing
+
+    def lost(what):
+        """The source without its last tensor."""
+        return attrs.evolve(what, read=lambda: list(what.read())[:-1])
+
+    sampler.publish(0, weights)
+    for broken in (
+        attrs.evolve(weights, kept=attrs.evolve(weights.kept, changing=lost(changing))),
+        attrs.evolve(weights, kept=attrs.evolve(weights.kept, whole=lost(weights), identify=lambda: "another")),
+    ):
+        with pytest.raises(IncompleteWeights, match="the publication ended early"):
+            sampler.publish(1, broken)
+        with pytest.raises(PublicationFailed):
+            sampler.generate(asked(model("smolvlm")))
+        kept = sampler._base is not None
+        names = arriving(sampler, 2, weights)
+        assert names == {spec.name for spec in (changing if kept else weights).specs}
+        same_as_whole(sampler, trainer, state)
+    assert not kept
 
 
 def test_samples_are_unpacked_with_their_images(model):

@@ -36,6 +36,16 @@ def test_families(name):
     assert found["outcome"] == "right"
 
 
+@pytest.mark.parametrize("arch", ["gemma3", "smolvlm", "qwen3_vl"])
+def test_images(arch, monkeypatch):
+    """In fp32 without TF32; the tokens of an image of Gemma 3 attend to each other."""
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    gaps, hidden = _run("images", arch)
+    print(arch, "gaps", gaps, "with later image tokens hidden", hidden)
+    assert max(gaps) < 0.01
+    assert arch != "gemma3" or hidden > 0.1
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_weights_in_flight(eager):
     gaps = _run("in_flight", "0.5b", eager)

@@ -206,7 +206,7 @@ class Engine:
 
     def publish(self, source):
         base = source.apart.identify()
-        chosen = source.apart.adapters if base == self.base else source.apart.whole
+        chosen = source.apart.changing if base == self.base else source.apart.whole
         self.base = base
         self.sent.append([spec.name for spec in chosen.specs])
         for spec in chosen.specs:
