@@ -31,15 +31,19 @@ SHARED = {
         *("weight_sync_benchmark",),
     ],
     "Ray, with faults": ["failures", "overlap", "restarts", "turns", "updates_in_flight"],
-    "Megatron": ["levels", "megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_optimizer"],
+    "Megatron": [
+        *("levels", "megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_offload"),
+        *("megatron_optimizer", "megatron_publication"),
+    ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 VLLM = Path(__file__).with_name("vllm_imports.py")
 # What takes longest starts first, so that all workers end at about the same time.
 FIRST = [
-    *("ranks", "Ray, with faults", "Ray", "Megatron", "smollm2", "mutants", "backend_laws", "served_model", "vllm"),
-    *("damage", "ahead", "step_benchmark", "lora", "lora_run", "report", "config_fuzz", "sampler", "calls"),
-    *("damaged_models", "replay", "docs", "interrupt", "hostile_rewards", "torchrun", "bad_input", "damaged_files"),
+    *("Megatron", "ranks", "Ray, with faults", "Ray", "megatron_families", "mutants", "backend_laws", "served_model"),
+    *("vllm", "vllm_images", "torchrun", "memory", "exactness", "verifiers", "smollm2", "damage", "ahead"),
+    *("step_benchmark", "lora", "lora_run", "report", "config_fuzz", "sampler", "calls", "exact_run", "check_run"),
+    *("damaged_models", "replay", "docs", "interrupt", "hostile_rewards", "bad_input", "damaged_files"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The house stays in order: short files and functions, and the whole config only where it is read and planned."""
 
 import ast
+import functools
 import tomllib
 from pathlib import Path
 
@@ -24,6 +25,7 @@ MUTANTS = {
 EDGE = ("verl_fn/config/", "verl_fn/cli/")
 
 
+@functools.cache
 def functions(file):
     return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 

@@ -51,6 +51,8 @@ def test_another_with_more_imports_is_forked_from_it(warm, tmp_path):
 
 def test_its_processes_start_warm_ones(warm):
     assert ran(warm, "-c", "import sys; print(sys.executable)")[1] == f"{warm}\n"
+    code = "from multiprocessing import spawn; print(spawn.get_executable().decode())"
+    assert ran(warm, "-c", code)[1] == f"{warm}\n"
 
 
 def test_files_are_inherited(warm):

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 
 # Compilers start threads as they are imported, and a process with threads cannot be forked.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -9,5 +10,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 from verl_fn.backends.vllm.arguments import prepare_environment
 
 prepare_environment("cpu")
+# vLLM does without Ray, and a Ray that is imported here would keep this process's settings in Ray's actors.
+assert "ray" not in sys.modules
+sys.modules["ray"] = None
 for name in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "verl_fn.backends.vllm"):
     importlib.import_module(name)
+del sys.modules["ray"]

@@ -207,6 +207,7 @@ def _take_over(request, files):
     os.chdir(request["folder"])
     os.umask(request["umask"])
     sys.executable = request["executable"]
+    multiprocessing.spawn.set_executable(sys.executable)
     prompt = "PYTHONUNBUFFERED" in os.environ or "-u" in options(request["argv"])[0]
     # A server that was forked itself has such objects already, which would close these files as they go.
     sys.stdin = os.fdopen(0, closefd=False)

@@ -24,6 +24,18 @@ def ray_cluster(warm):
         yield
 
 
+@pytest.fixture
+def vllm_actors(ray_cluster, vllm_python, monkeypatch):
+    """Actors that are started now have imported vLLM, and so have the cores of their engines."""
+    remote = ray.remote
+
+    def imported(*args, **options):
+        more = {"runtime_env": {"py_executable": vllm_python}} if "concurrency_groups" in options else {}
+        return remote(*args, **options, **more)
+
+    monkeypatch.setattr(ray, "remote", imported)
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars=TASKS["reverse"].alphabet, hidden_size=32, head_dim=32)

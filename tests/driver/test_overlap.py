@@ -125,6 +125,7 @@ def steps_logged(folder, count, process):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(warm, warm_ray, model, tmp_path):
     """It learns from the very samples that waited when it was saved."""
     whole, folder = tmp_path / "whole", tmp_path / "a"

@@ -143,7 +143,7 @@ def test_a_run_with_faults_is_the_run_without(ray_cluster, model, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_vllm_engine_that_is_killed_while_it_draws(ray_cluster, tmp_path):
+def test_a_vllm_engine_that_is_killed_while_it_draws(vllm_actors, tmp_path):
     """The same tokens, of the same version, from another process."""
     # vLLM's attention on CPUs wants heads of at least 32.
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -95,7 +95,7 @@ def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tm
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it")
-def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
+def test_vllm_takes_turns(vllm_actors, tmp_path, monkeypatch):
     # vLLM's attention on CPUs wants heads of at least 32.
     heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, **heads)

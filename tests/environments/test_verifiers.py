@@ -287,7 +287,7 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(package_py
     train(
         make_plan(load("recipes/sft_products.toml", [
             *settings, f"data.train_files=['{tmp_path}/conversations.jsonl']", f"model.path={tmp_path}/new_model",
-            f"trainer.dir={tmp_path}/sft", "trainer.total_training_steps=40", "data.train_batch_size=64",
+            f"trainer.dir={tmp_path}/sft", "trainer.total_training_steps=20", "data.train_batch_size=32",
         ])),
         silent,
     )  # fmt: skip

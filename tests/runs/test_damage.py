@@ -139,7 +139,7 @@ def test_a_really_full_disk(run, tiny, tmp_path, warm):
     assert int((tmp_path / "failed").read_text()) >= 8
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)])
+@pytest.mark.parametrize("how", [pytest.param((), marks=pytest.mark.slow), ("--async-save",)])
 def test_kills_at_random_moments_cost_nothing(warm, tmp_path, how):
     """The benchmark with few kills: every resume ends with the bytes of the run that nobody disturbed."""
     command = [warm, "-m", "verl_fn.cli", "bench", "crash", "--kills", "3", *how, "--json", tmp_path / "f.json"]

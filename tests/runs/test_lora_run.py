@@ -114,6 +114,7 @@ def test_targets_that_match_nothing_end_a_run_in_one_line(model, tmp_path, capsy
     assert "target_modules names 'wq'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ray_and_ranks_give_the_same_lora_run(warm_ray, model, tmp_path):  # noqa: F811
     """Through handles the reference is the actor's base too: one rank bitwise, two sharded ones up to rounding."""
     pytest.importorskip("ray")

@@ -461,6 +461,7 @@ def check_splits(case: BackendCase, state: Handle[TrainState]) -> None:
     at_once, reported = case.gradients(state, loss=Loss((counted(first), *others)))
     if rows_per_call == [len(case.batch)]:
         warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=4)
+    outputs = case.outputs(state.params).by_name
     for name, split in some_splits(case.batch, case.key, loss.together).items():
         case.require_agreement(
             "Split invariance",
@@ -473,7 +474,7 @@ def check_splits(case: BackendCase, state: Handle[TrainState]) -> None:
         case.require_close(
             "Split invariance",
             f"one call of forward against {name}:",
-            case.outputs(state.params).by_name,
+            outputs,
             split.join_outputs([case.outputs(state.params, part) for part in split]).by_name,
             "results that are not put back into the order of the rows",
             floor=None,

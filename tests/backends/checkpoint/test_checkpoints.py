@@ -42,9 +42,7 @@ def contents(folder):
     [
         ({}, "init", False),
         ({"replicate": 2}, "init", True),
-        ({"sp": 2}, "init", False),
-        ({"replicate": 4}, "init", True),
-        ({"head": "value", "sp": 4}, "init", False),
+        ({"head": "value", "sp": 2}, "init", False),
         ({"lora": LORA}, "load_pretrained", False),
         ({"lora": LORA, "head": "value", "replicate": 2}, "load_pretrained", True),
     ],

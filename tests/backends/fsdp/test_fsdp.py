@@ -40,8 +40,7 @@ def untied(tmp_path_factory):
     [
         {"sp": 2, "checkpointing": "offload"},
         {"replicate": 2, "reshard_after_forward": False, "head": "value"},
-        {"lora": LORA},
-        {"row_layout": "padded"},
+        {"lora": LORA, "row_layout": "padded"},
     ],
     ids=str,
 )
@@ -56,7 +55,6 @@ def test_moments_in_bf16_on_two_ranks(two, shallow, tmp_path):
 def test_gradients_summed_in_bf16_on_two_ranks(two, shallow):
     (dtypes, gap), _ = two.run("summed_in_bf16", shallow)
     assert dtypes == {torch.float32} and 0 < gap < BF16
-    two.run("laws", shallow, {"reduce_dtype": "bfloat16"}, BF16)
 
 
 def test_families_on_two_ranks(two, tmp_path):
@@ -87,7 +85,7 @@ def test_broken_backends_are_caught_on_one_rank(one, shallow, name):
 
 
 def test_laws_in_bf16(two, shallow):
-    options = {"dtype": "bfloat16", "head": "value", "lora": LORA, "checkpointing": True}
+    options = {"dtype": "bfloat16", "reduce_dtype": "bfloat16", "head": "value", "lora": LORA, "checkpointing": True}
     two.run("laws", shallow, options, BF16)
 
 
@@ -96,10 +94,8 @@ def test_laws_in_bf16(two, shallow):
     [
         {},
         {"sp": 4},
-        {"replicate": 2},
-        {"replicate": 2, "sp": 2, "head": "value"},
+        {"replicate": 2, "head": "value"},
         {"lora": LORA, "sp": 2, "replicate": 2},
-        {"lora": LORA, "head": "value"},
     ],
     ids=str,
 )
@@ -116,15 +112,15 @@ def test_without_adapters_the_parameters_are_the_base_model(two, folder, options
     assert max(two.run("adapters_off", folder, options | {"lora": LORA})) <= tolerance
 
 
-@pytest.mark.parametrize("options", [{}, {"sp": 2, "checkpointing": "offload"}], ids=str)
-def test_compiled_layers_compute_the_same(two, shallow, options):
-    worst = two.run("compiled", shallow, options, 9)[0]
+def test_compiled_layers_compute_the_same(two, shallow):
+    worst = two.run("compiled", shallow, {"checkpointing": "offload"}, 9)[0]
     assert worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
 
 
 def test_layers_are_compiled_once_for_all_sizes(two, untied):
-    two.run("compiled_once", untied, {"sp": 2})
+    """Of ranks that share the sequence, which also compute the same."""
+    assert 0.0 < max(two.run("compiled_once", untied, {"sp": 2})) <= 1e-5
 
 
 KEPT = {"reshard_after_forward": False, "dtype": "bfloat16"}
@@ -255,7 +251,7 @@ def test_first_steps_beside_a_backend_that_each_rank_has(two, untied):
 NARROW = {"lora": LORA, "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"lora": LORA}, NARROW], ids=str)
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}, NARROW], ids=str)
 def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_path, options):
     """Saved by four, restored by two and by one process, saved again, and restored by four: bitwise."""
     from rank_cases import optimizer

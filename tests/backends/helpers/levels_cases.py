@@ -116,8 +116,21 @@ def nan_in_one_gradient_of_the_critic():
 
 
 @fault
+def few_layouts():
+    """No fault: one layout of level 2, and of level 3 the run alone."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(parity, "DENSE", parity.DENSE[2:3]))
+    stack.enter_context(mock.patch.object(parity, "SHARDED", ()))
+    return stack
+
+
+@fault
 def frozen_parameter():
-    return updated(lambda name, old, new, b: old if name.endswith("layers.1.mlp.down_proj.weight") else new)
+    stack = few_layouts()
+    stack.enter_context(
+        updated(lambda name, old, new, b: old if name.endswith("layers.1.mlp.down_proj.weight") else new)
+    )
+    return stack
 
 
 @fault
@@ -316,9 +329,8 @@ def ranks_with(name):
     file = Path(tempfile.mkdtemp()) / "python"
     file.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -c {shlex.quote(code)} "$@"\n')
     file.chmod(0o700)
-    stack = contextlib.ExitStack()
+    stack = few_layouts()
     stack.enter_context(mock.patch.object(sys, "executable", str(file)))
-    stack.enter_context(mock.patch.object(parity, "DENSE", ("megatron:tp=2,sp=true",)))
     return stack
 
 

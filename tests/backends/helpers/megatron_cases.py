@@ -619,7 +619,7 @@ def beside_a_loop(folder, sizes):
     """The gradient norms of the benchmark's loop in place and of the backend, which both update twice and more."""
     megatron_on_cpu.install()
     args = Namespace(
-        backend="megatron", shape="tiny", device=DEVICE, rounds=1, rows=4, sizes=sizes.items(), provider=()
+        backend="megatron", shape="tiny", device=DEVICE, rounds=1, rows=2, sizes=sizes.items(), provider=()
     )
     result = residency.compare(args, str(folder))
     assert result["ranks"] == dist.get_world_size() and result["tokens_a_second_a_gpu"]["ours"] > 0

@@ -1,8 +1,9 @@
 """What the ranks of test_megatron_optimizer.py do; each function runs on all of them together."""
 
+import attrs
 import megatron_mutants
 import megatron_optimizer_mutants as mutants
-from megatron_cases import laws, megatron, run
+from megatron_cases import local, megatron, run
 from rank_cases import KEY, error_of, loss_for
 
 from verl_fn.algorithms.workers import get_here
@@ -10,11 +11,25 @@ from verl_fn.backends.fsdp import Fsdp
 from verl_fn.state import Grads, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, frozen, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, tiny_batch
-from verl_fn.testing.backend_case import BackendCase, check_persistence
-from verl_fn.testing.backends import check_updates
+from verl_fn.testing.backend_case import BackendCase, check_donation, check_persistence, check_restore, check_zero
+from verl_fn.testing.backends import check_layouts, check_updates
 
-__all__ = ["laws", "run"]
+__all__ = ["run"]
 THEIRS = {"updates_by": "megatron"}
+
+
+def laws(folder, options, tolerance, name):
+    """The laws of states and updates, and the layout against one process; passes do not depend on who updates."""
+    backend = megatron(folder, THEIRS | options, getattr(megatron_mutants, name))
+    loss = loss_for(options.get("head", "lm"))
+    case = BackendCase(backend, loss, tiny_batch(), tolerance, KEY, get_here)
+    first, second = case.trained("first"), case.trained("second")
+    check_persistence(case, first, second)
+    check_donation(case, first)
+    check_zero(case, first)
+    check_updates(case, first, backend.optimizer)
+    check_restore(case, first)
+    check_layouts(case, attrs.evolve(case, backend=local(folder, options)), first)
 
 
 def beside_ours(folder, options, name="Megatron", placed=None):

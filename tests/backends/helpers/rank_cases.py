@@ -157,15 +157,19 @@ def compiled(folder, options, rows):
 
 
 def compiled_once(folder, options):
-    """After one micro-batch each way, others of other sizes find their code made."""
+    """After micro-batches of two sizes, all others find their code made; how far off their gradients are."""
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         backend = Fsdp(folder, optimizer(), max_tokens=24, compile=True, **options)
         state, size = backend.init(KEY), dist.get_world_size() // options.get("sp", 1)
-        first, others = tiny_batch(rows=2 * size), tiny_batch(rows=6 * size)
-        for batch, stance in ((first, "default"), (others, "fail_on_recompile")):
+        first, second, others = (tiny_batch(rows=count * size) for count in (2, 3, 6))
+        for batch, stance in ((first, "default"), (second, "default"), (others, "fail_on_recompile")):
             with torch.compiler.set_stance(stance):
                 backend.forward(state.params, batch)
-                backend.forward_backward(state, batch, ppo_clip())
+                grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    plain = Fsdp(folder, optimizer(), max_tokens=24, **options)
+    wanted = whole_of(plain.forward_backward(plain.init(KEY), others, ppo_clip())[0])
+    found, scale = whole_of(grads), 1e-3 * float(wanted.global_norm())
+    return max(float((found[name] - g).norm()) / max(float(g.norm()), scale) for name, g in wanted.items())
 
 
 def holds(folder):
@@ -382,11 +386,10 @@ def never_trained(folder, into):
 
 
 def compared(folder):
-    """First steps of the ranks together beside one process, which each rank has, in both orders; and the laws."""
+    """First steps of the ranks together beside one process, which each rank has, in both orders."""
     one, many, batch = (
         Local(folder, optimizer(), max_tokens=24), Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
     )  # fmt: skip
-    check_backend(many, one, loss=ppo_clip())
     found = [compare_backends(a, b, batch, ppo_clip()) for a, b in ((one, many), (many, one))]
     return [(first.loss, first.grad_norm, first.gradients[first.worst]) for first in found]
 

@@ -237,15 +237,15 @@ def in_files(folder, count, dtype):
 
 
 @pytest.mark.parametrize(
-    ("fields", "options"),
+    ("files", "fields", "options"),
     [
-        ({}, {}), ({}, {"replicate": 2}), ({}, {"head": "value", "lora": Lora(rank=3)}),
-        ({"tie_word_embeddings": False}, {"lora": Lora(rank=3)}), ({"tie_word_embeddings": False}, {"head": "value"}),
+        (3, {}, {}), (1, {}, {"replicate": 2}), (3, {}, {"head": "value", "lora": Lora(rank=3)}),
+        (1, {"tie_word_embeddings": False}, {"lora": Lora(rank=3)}),
+        (3, {"tie_word_embeddings": False}, {"head": "value"}),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("files", [1, 3])
-def test_each_rank_reads_only_its_rows(four, tmp_path, fields, options, files):
+def test_each_rank_reads_only_its_rows(four, tmp_path, files, fields, options):
     """Bitwise what one process has, for random weights too, which the first rank alone makes whole."""
     folder = new_model(tmp_path, chars="abcde", hidden_size=16, **fields)
     if files > 1:

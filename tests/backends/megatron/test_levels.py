@@ -46,8 +46,8 @@ MOE = {
     "mlp_only_layers": [],
 }  # fmt: skip
 
-# All levels of one family run by default.
-SLOW = ("qwen2", "qwen3", "qwen3_moe")
+# Qwen3 has the attention of Qwen3-MoE and the other layers of Llama.
+WHOLE = ("llama", "qwen2", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,18 @@ def run(megatron_ranks, models, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def stopped(megatron_ranks, models, tmp_path_factory):
-    """The first part of level 1 without a fault: its folder and its outcome."""
-    out = tmp_path_factory.mktemp("stopped")
-    request = Request((1,), "config.json", str(models("llama")), True, "cpu", str(out))
-    arguments = json.dumps(attrs.asdict(request)), "level_1", str(out / "level_1"), None
-    return out / "level_1", Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
+def sound(megatron_ranks, models, tmp_path_factory):
+    """Runs a part of a level without a fault once; returns its folder and its outcome."""
+    out, made = tmp_path_factory.mktemp("sound"), {}
+
+    def of(part):
+        if part not in made:
+            request = Request((int(part[6]),), "config.json", str(models("llama")), True, "cpu", str(out))
+            arguments = json.dumps(attrs.asdict(request)), part, str(out / part), None
+            made[part] = out / part, Outcome.of(megatron_ranks(1).run("levels_cases.part", *arguments)[0])
+        return made[part]
+
+    return of
 
 
 # For each planted fault: the level and its part, and what the reason says.
@@ -156,17 +162,46 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAILS)
-def test_planted_faults_fail(run, fault):
-    level, reason = FAILS[fault]
-    found = run(level, "qwen3_moe" if level == 4 else "llama", fault)
-    assert found.verdict == Verdict.FAIL and reason in found.reason, found.reason
+# These faults of level 0 are seen beside transformers, and the others in the run.
+OF_THE_MODEL = {
+    "dropped_mapping", "swapped_gate_and_up", "swapped_norms", "wrong_rotary_base", "wrong_activation",
+    "wrong_layers", "provider_that_raises",
+}  # fmt: skip
 
 
 @pytest.fixture
-def resume(run, stopped, tmp_path):
+def level_0(run, sound):
+    """Runs the part of level 0 that sees a fault, beside the other part without it."""
+    parts = ["level_0_model", "level_0"]
+
+    def of(fault):
+        other = parts[fault in OF_THE_MODEL]
+        return run(0, fault=fault, done={other: sound(other)[1]})
+
+    return of
+
+
+@pytest.mark.parametrize("fault", FAILS)
+def test_planted_faults_fail(run, level_0, fault):
+    level, reason = FAILS[fault]
+    found = run(level, "qwen3_moe" if level == 4 else "llama", fault) if level else level_0(fault)
+    assert found.verdict == Verdict.FAIL and reason in found.reason, found.reason
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_levels_pass_without_a_fault(run, sound, monkeypatch, level):
+    """With one layout of level 2 and none of level 3; tests below make the other levels pass."""
+    monkeypatch.setattr(parity, "DENSE", parity.DENSE[2:3])
+    monkeypatch.setattr(parity, "SHARDED", ())
+    done = {part: sound(part)[1] for part in ("level_0_model", "level_0")} if level == 0 else {}
+    found = run(level, fault="few_layouts", done=done)
+    assert found.verdict == Verdict.PASS, found.reason
+
+
+@pytest.fixture
+def resume(run, sound, tmp_path):
     """Continues a copy of the stopped run, and returns the verdict of level 1."""
-    folder, outcome = stopped
+    folder, outcome = sound("level_1")
     shutil.copytree(folder, tmp_path / "level_1", symlinks=True)
     return lambda fault: run(1, fault=fault, done={"level_1": outcome})
 
@@ -183,8 +218,8 @@ def test_faults_of_a_resumed_run_fail(resume, fault):
 
 
 @pytest.mark.parametrize("fault", BLOCKS)
-def test_what_is_no_fault_of_the_model_blocks(run, fault):
-    found = run(0, fault=fault)
+def test_what_is_no_fault_of_the_model_blocks(level_0, fault):
+    found = level_0(fault)
     assert found.verdict == Verdict.BLOCKED and BLOCKS[fault] in found.reason, found.reason
 
 
@@ -201,7 +236,8 @@ def levels(megatron_python, monkeypatch, capsys, tmp_path):
     return command
 
 
-@pytest.mark.parametrize("arch", ["llama", *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", WHOLE)
 def test_levels_pass(levels, config, arch, tmp_path):
     asked = [0, 1, 2, 3, *([4] if arch == "qwen3_moe" else [])]
     status, report, of = levels(*asked, "--model", config(arch), "--device", "cpu")

@@ -45,7 +45,7 @@ def test_fewer_rows_than_ranks(megatron_ranks, small):
 
 @pytest.mark.parametrize(
     ("size", "options", "name"),
-    [(1, {}, "Megatron"), (2, {"checkpointing": True}, "FreesBuffers"), (2, {"head": "value"}, "Megatron")],
+    [(1, {}, "Megatron"), (2, {"checkpointing": True, "head": "value"}, "FreesBuffers")],
     ids=str,
 )
 def test_laws(megatron_ranks, small, size, options, name):

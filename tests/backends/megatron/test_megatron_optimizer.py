@@ -63,7 +63,7 @@ def test_updates_of_several_buckets_are_ours(megatron_ranks, small):
 )
 def test_laws(megatron_ranks, small, size, options, name):
     folder = small(num_hidden_layers=2 if "pp" in options else 1)
-    call(megatron_ranks(size), "laws", folder, {"updates_by": "megatron", **options}, FP32, name)
+    call(megatron_ranks(size), "laws", folder, options, FP32, name)
 
 
 def test_a_run_goes_through_all_backends(megatron_ranks, small, tmp_path):
