@@ -241,6 +241,16 @@ def notices(
             f"data.val_size = {table.val_size} leaves out all held-out problems of {', '.join(map(repr, left_out))}; "
             "raise it, or mix the rows of data.val_files"
         )
+    yield from _of_flags(trained, answers)
+    for key, problems in (("data.train_files", training), ("data.val_files", validation)):
+        if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
+            many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
+            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
+    yield from _special("data.train_files", training, trained, tokenizer, answers)
+    yield from _special("data.val_files", validation, held_out, tokenizer, False)
+
+
+def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if encoded := trained.count(JSON):
         yield f"data.train_files: {encoded} of {len(trained)} prompts are JSON, which the model sees as text"
     if begun := trained.count(BEGUN):
@@ -256,12 +266,6 @@ def notices(
             f"data.train_files: all responses are labelled {'good' if good else 'bad'}: a preference is learned from "
             "responses of both kinds"
         )
-    for key, problems in (("data.train_files", training), ("data.val_files", validation)):
-        if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
-            many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
-            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
-    yield from _special("data.train_files", training, trained, tokenizer, answers)
-    yield from _special("data.val_files", validation, held_out, tokenizer, False)
 
 
 def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:

@@ -233,7 +233,8 @@ def a_loader_without_a_name():
     model.norm = torch.nn.LayerNorm(4, bias=False)
     model.norm.weight.weight_loader = functools.partial(default_weight_loader)
     record_metadata_for_reloading(model)
-    loading._load_by_layers(model, mock.Mock(dtype=torch.float32), iter([("norm.weight", torch.full((4,), 3.0))]))
+    tensors = iter([("norm.weight", torch.full((4,), 3.0))])
+    loading._load_by_layers(model, mock.Mock(dtype=torch.float32), tensors, ())
     return model.norm.weight.tolist()
 
 
