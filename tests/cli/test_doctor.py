@@ -56,6 +56,14 @@ def test_a_torch_without_cuda_beside_a_gpu(machine, monkeypatch):
     assert "pip install --python" in found("torch for CUDA").mend
 
 
+def test_packages_without_bytecode_are_named(tmp_path, monkeypatch):
+    assert found("bytecode").mend == ""
+    # Python looks below this folder for bytecode, and there is none.
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    one = found("bytecode")
+    assert "torch, transformers" in one.mend and f"{sys.executable} -m compileall" in one.mend and not one.needed
+
+
 def test_the_cuda_of_torch_is_read_from_its_files():
     import torch
 

@@ -37,6 +37,8 @@ OPTIONAL = {
     "datasets": ("verl_fn[datasets]", "data.train_files of the Hugging Face hub"),
     "reasoning-gym": ("verl_fn[reasoning-gym]", "data.task=reasoning_gym:SET"),
 }
+# Packages of thousands of modules.
+LARGE = ("torch", "transformers", "vllm")
 LEAST_SHM = 2 * 2**30  # bytes; publications and Ray's objects lie there
 
 
@@ -64,7 +66,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Looks for all that runs on this machine need or can use."""
     gpus = _gpus()
-    return [*_python(), *_required(), *_devices(gpus), *_for_gpus(bool(gpus)), *_optional(), *_places()]
+    return [*_python(), *_required(), *_devices(gpus), *_for_gpus(bool(gpus)), *_optional(), *_bytecode(), *_places()]
 
 
 def report(findings: list[Finding]) -> str:
@@ -160,6 +162,18 @@ def _optional() -> Iterator[Finding]:
     for name, (extra, use) in OPTIONAL.items():
         version = version_of(name)
         yield Finding(name, version, "" if version else f"for {use}: {install(repr(extra))}", needed=False)
+
+
+def _bytecode() -> Iterator[Finding]:
+    """Yields whether large packages have bytecode, which some installers leave to an import that may not write it."""
+    specs = [importlib.util.find_spec(name) for name in LARGE]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
+    lacking = [file.parent for file in files if not Path(importlib.util.cache_from_source(str(file))).exists()]
+    mend = (
+        f"every process compiles the sources of {', '.join(folder.name for folder in lacking)} as it imports them: "
+        f"{sys.executable} -m compileall -q -j 0 {' '.join(map(str, dict.fromkeys(f.parent for f in lacking)))}"
+    )
+    yield Finding("bytecode", "" if lacking else "of all large packages", mend if lacking else "", needed=False)
 
 
 def _places() -> Iterator[Finding]:
