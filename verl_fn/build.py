@@ -304,14 +304,6 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     )
 
 
-def preload(rollout: RolloutPlan, device: str) -> None:
-    """Starts what a rollout engine of this process will need and takes long to import."""
-    if rollout.name == "vllm":
-        from verl_fn.backends.vllm.process import preload
-
-        preload(device)
-
-
 def policy_tokenizer(plan: RolloutPlan) -> Any:
     """Reads the tokenizer of the policy, whose chat template gets the run's arguments and date.
 

@@ -168,6 +168,8 @@ def _explained(error: Exception, model: str) -> Exception:
     """Returns what to raise for an error of vLLM's start."""
     if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
         return ModelError(f"{model}: vLLM does not know this model ({error}); set rollout.name=sampler")
+    if "core initialization failed" in str(error):
+        return EngineError("vLLM's core was killed, or crashed, as it started; see the output above")
     if "gpu memory utilization" in str(error).lower():
         return EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}")
     return error

@@ -30,9 +30,6 @@ Task = Callable[[Connection], bool]
 SPAWN = multiprocessing.get_context("spawn")
 # What the core imports. It has initialized no GPU afterwards.
 IMPORTED = ("verl_fn.backends.vllm.core", "verl_fn.backends.vllm.worker")
-# The process that waits for the next engine of this process, if there is one.
-_waiting: list[Core] = []
-_taking = threading.Lock()
 
 
 class Started(SpawnProcess):
@@ -53,11 +50,9 @@ class Core:
 
     Attributes:
         pipe: to the process; it has the core's error once the core has failed.
-        environment: the variables with which the process was started.
     """
 
     def __init__(self) -> None:
-        self.environment = dict(os.environ)
         self._make()
         self.process.start()
         # multiprocessing would wait for the process as this one ends.
@@ -119,34 +114,15 @@ def _end(process: SpawnProcess, pipe: Connection) -> None:
     pipe.close()
 
 
-def preload(device: str) -> None:
-    """Starts the process of the next engine's core, unless one waits already; it ends with this process.
-
-    Args:
-        device: ``cpu`` or ``cuda``, the engine's.
-    """
-    prepare_environment(device)
-    with _taking:
-        if not _waiting:
-            _waiting.append(Core())
-
-
 @contextlib.contextmanager
 def core_process(device: str) -> Iterator[Core]:
-    """Yields a process for a core: the one that waits, or a new one; it ends here if it was given no core to run.
-
-    Variables may have been set since the waiting process was started, and vLLM reads some as it is imported. Then a
-    new one takes its place.
+    """Yields a process for a core, which imports vLLM from now on; it ends here if it was given no core to run.
 
     Args:
         device: ``cpu`` or ``cuda``, the engine's.
     """
     prepare_environment(device)
-    with _taking:
-        core = _waiting.pop() if _waiting else Core()
-    if core.environment != dict(os.environ) or not core.waits:
-        core.end()
-        core = Core()
+    core = Core()
     try:
         yield core
     finally:

@@ -60,17 +60,17 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             driver = attrs.evolve(plan.driver, device=device)
             build.set_up_process(driver, plan.ray.ranks)
             cluster.start(places, driver, plan.ray.ranks, plan.code)
-            cluster.groups["rollout"].make("map", build.preload, None, plan.rollout, device)
             # An actor may run in another folder than the driver, whose folder has the user's own code.
             engine = (build.conversing, plan.rollout, device, plan.env, os.getcwd())
             components: list[tuple[Any, ...]] = [("rollout", "rollout", *engine)]
-            training: dict[str, Any] = {}
+            training = {}
             for name, roles in groups.items():
                 group = cluster.groups[name]
                 if any(role.strategy != "local" for role in roles):
                     cluster.join(group, device)
-                components += [(name, role.name, build.trainer, role, plan.driver, device) for role in roles]
-                training |= {role.name: RemoteTrain(cluster, group, role.name) for role in roles}
+                for role in roles:
+                    components.append((name, role.name, build.trainer, role, plan.driver, device))
+                    training[role.name] = RemoteTrain(cluster, group, role.name)
             # Before the components, since an error here comes sooner.
             at_driver = build.at_driver(plan)
             cluster.build(*components)

@@ -1,5 +1,6 @@
 """The process of vLLM's core, which starts before there is something for it to run."""
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -11,10 +12,12 @@ from vllm.model_executor.models import registry
 from vllm_cases import KEY, PROMPTS, folder, params, trainer
 
 from verl_fn.backends.vllm import EngineArgumentError, EngineError, Vllm
-from verl_fn.backends.vllm import process as core_processes
+from verl_fn.backends.vllm import engine as engines
 from verl_fn.backends.vllm.core import _core_in
-from verl_fn.backends.vllm.process import core_process, preload
+from verl_fn.backends.vllm.process import Core, core_process
 from verl_fn.state import Sampling, requests_for
+
+kept = []
 
 
 def made(**more):
@@ -27,12 +30,22 @@ def core_of(engine):
 
 
 def waiting():
-    """The process that waits for the next engine; there is one, however often it is asked for."""
-    preload("cpu")
-    (core,) = core_processes._waiting
-    preload("cpu")
-    assert core_processes._waiting == [core]
-    return core.process.pid
+    """A process that nobody gives a core."""
+    kept.append(Core())
+    return kept[0].process.pid
+
+
+@contextlib.contextmanager
+def processes():
+    """The processes that wait for a core meanwhile."""
+    inner, seen = Core.__init__, []
+
+    def begin(self):
+        inner(self)
+        seen.append(psutil.Process(self.process.pid))
+
+    with mock.patch.object(Core, "__init__", begin):
+        yield seen
 
 
 def tokens(engine):
@@ -68,19 +81,19 @@ def models_are_inspected_in_the_core():
 
 
 def variables_set_later():
-    """An engine takes the process that waits, unless a variable was set since; then the core sees it, too."""
-    before = waiting()
-    first = made()
-    assert core_of(first).pid == before and not core_processes._waiting
-    old = psutil.Process(waiting())
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="7"):
-        second = made()
-    assert core_of(second).pid != old.pid and not old.is_running()
-    assert second._engine.call(seen, "CUDA_VISIBLE_DEVICES") == [("7", False)]
-    assert first._engine.call(seen, "CUDA_VISIBLE_DEVICES")[0] == (os.environ.get("CUDA_VISIBLE_DEVICES"), False)
-    # What vLLM itself sets in this process while it reads its arguments.
-    name = "VLLM_DISABLE_SHARED_EXPERTS_STREAM"
-    assert first._engine.call(seen, name)[0][0] == os.environ[name] == "1"
+    """The core sees variables that are set after its process was started."""
+    arguments = engines.engine_arguments
+
+    def late(*args, **options):
+        os.environ["SET_LATER"] = "1"
+        return arguments(*args, **options)
+
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="7"), processes() as begun:
+        with mock.patch.object(engines, "engine_arguments", late):
+            engine = made()
+        assert [core_of(engine).pid] == [one.pid for one in begun]
+        assert engine._engine.call(seen, "CUDA_VISIBLE_DEVICES") == [("7", False)]
+        assert engine._engine.call(seen, "SET_LATER") == [("1", False)]
 
 
 def two_threads():
@@ -99,28 +112,30 @@ def two_threads():
 
 def what_a_process_gets_as_it_starts():
     """With settings that only a new process takes, the core starts in one, and the process that waits ends."""
-    with mock.patch.dict(os.environ, VLLM_ENABLE_CUDA_COMPATIBILITY="0"):
-        old = psutil.Process(waiting())
-        engine = made()
-        assert core_of(engine).pid != old.pid and not old.is_running()
-        assert tokens(engine)
-        core_of(engine).kill()
-        engine._engine.ended.result(60)
+    with mock.patch.dict(os.environ, VLLM_ENABLE_CUDA_COMPATIBILITY="0"), processes() as begun:
+        one = made()
+        assert core_of(one).pid != begun[0].pid and not begun[0].is_running()
+        assert tokens(one)
+        core_of(one).kill()
+        one._engine.ended.result(60)
         with pytest.raises(EngineError, match="was killed"):
-            tokens(engine)
+            tokens(one)
 
 
 def processes_that_end_early():
-    """A process that has been killed is replaced; the one of an engine that cannot be made ends at once."""
-    waiting()
-    (core,) = core_processes._waiting
-    core.process.kill()
-    core.process.join()
-    engine = made()
-    assert tokens(engine) and core_of(engine).pid != core.process.pid
-    before = psutil.Process(waiting())
-    with pytest.raises(EngineArgumentError, match="no_such"):
+    """The process of an engine that cannot be made ends at once; an engine whose process is killed is not made."""
+    with processes() as begun, pytest.raises(EngineArgumentError, match="no_such"):
         made(engine_kwargs={"no_such": 1})
-    assert not before.is_running()
+    assert not begun[0].is_running()
     with pytest.raises(ValueError, match="To serve at least one request"):
         made(engine_kwargs={"kv_cache_memory_bytes": 4096})
+    arguments = engines.engine_arguments
+
+    def kill(*args, **options):
+        begun[0].kill()
+        begun[0].wait()
+        return arguments(*args, **options)
+
+    crashed = pytest.raises(EngineError, match="was killed, or crashed, as it started")
+    with processes() as begun, mock.patch.object(engines, "engine_arguments", kill), crashed:
+        made()
