@@ -174,7 +174,7 @@ def _serve(kind: type[Ours | Raw], pipe: Any, *args: Any) -> None:
 
 
 class Process:
-    """One engine in a process of its own, which starts beside other ones.
+    """One engine in a process of its own; several start side by side.
 
     Its methods raise a RuntimeError if it failed, with its traceback.
     """
@@ -198,7 +198,8 @@ class Process:
 
     def stop(self) -> None:
         """Ends the process."""
-        self.pipe.send(None)
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
         self.process.join(20)
         self.process.kill()
 

@@ -196,7 +196,7 @@ def _check(config: Any, folder: str | Path) -> None:
     known = ["default", *sorted(ROPE_INIT_FUNCTIONS)]
     if unknown := [kind for kind in map(_kind, _ropes(config)) if kind not in (*known, "None")]:
         raise ModelError(
-            f"{folder}/config.json sets rotary embeddings of kind {unknown[0]!r}, which transformers does not know"
+            f"{folder}/config.json sets rotary embeddings of kind {unknown[0]!r}, unknown to transformers"
             f"{did_you_mean(unknown[0], known)}; it knows {', '.join(known)}"
         )
     if any("dynamic" in _kind(rope) for rope in _ropes(config)):

@@ -263,7 +263,7 @@ def new_tower(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if arch not in FAMILIES or PIXEL_MASKS not in FAMILIES[arch].fields:
-        raise ModelError(f"{arch} has a language model of its own; take smolvlm or idefics3 before another one")
+        raise ModelError(f"{arch} has a language model of its own; set --arch smolvlm or idefics3 for another one")
     text, tokenizer = read_config(text_model), read_tokenizer(text_model)
     if text.model_type != "llama":
         raise ModelError(
@@ -278,7 +278,8 @@ def new_tower(
     folder = Path(folder)
     with refused(f"{folder} cannot be made of {text_model}"), quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(arch, **whole))
+        config = AutoConfig.for_model(arch, **whole)
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
         given = AutoModelForCausalLM.from_pretrained(text_model, dtype=text.dtype, **LOCAL)
         given.resize_token_embeddings(size)
         getattr(model.model, FAMILIES[arch].text).load_state_dict(given.base_model.state_dict())

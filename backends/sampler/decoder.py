@@ -27,7 +27,7 @@ from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import Seen, attentions
 from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.weight_sync import whole_of_parts
-from verl_fn.state import POSITIONS, Batch, split_by_tokens
+from verl_fn.state import POSITIONS, Batch, split_by_tokens, version_of
 
 NAME = "verl_fn_decode"
 # The most tokens, padding included, that a decoder without a cache computes at a time.
@@ -47,6 +47,11 @@ class Decoder(Protocol):
     shapes: dict[str, torch.Size]
     vocab: int
     model: torch.nn.Module
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing was written to the tensors of a state with which the decoder computes without a copy."""
+        ...
 
     def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         """Allocates places for all of ``shapes``; their contents are lost, but for ``kept``.
@@ -236,9 +241,10 @@ class GeneralDecoder:
         self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
-        # The names of a state's own tensors that this publication may take, and of the ones that were taken.
+        # The names of a state's own tensors that this publication may take, and of the ones that were taken, with the
+        # version that each had.
         self._frozen: frozenset[str] = frozenset()
-        self._taken: set[str] = set()
+        self._taken: dict[str, int] = {}
         self._cache = Cache(0, 0)
         # For each slot, how far the positions of text lie behind its places, since images have fewer positions than
         # tokens.
@@ -248,7 +254,7 @@ class GeneralDecoder:
         self._frozen = frozenset(frozen).difference(kept)
         # A tensor of a state is never written to, so what is copied needs a place of its own.
         stays = {name: t for name, t in self._weights.items() if name in kept or name not in self._taken}
-        self._taken.intersection_update(kept)
+        self._taken = {name: version for name, version in self._taken.items() if name in kept}
         self._weights = {
             name: stays[name] if name in stays else torch.empty(shape, dtype=self._dtype, device=self.device)
             for name, shape in self.shapes.items()
@@ -259,7 +265,7 @@ class GeneralDecoder:
         if chunk.name in self._frozen:
             if self._fits(chunk):
                 self._weights[chunk.name] = chunk.values.view(self.shapes[chunk.name])
-                self._taken.add(chunk.name)
+                self._taken[chunk.name] = version_of(chunk.values)
                 return
             if chunk.name not in self._weights:
                 shape = self.shapes[chunk.name]
@@ -273,6 +279,10 @@ class GeneralDecoder:
         values = chunk.values
         whole = values.numel() == self.shapes[chunk.name].numel()
         return whole and values.dtype == self._dtype and values.device == self.device
+
+    @property
+    def intact(self) -> bool:
+        return all(version_of(self._weights[name]) == version for name, version in self._taken.items())
 
     def finish(self) -> None:
         self._buffers = {name: whole_of_parts(self._weights[name]) for name in self.skeleton.constants}
@@ -306,7 +316,7 @@ class GeneralDecoder:
         self._cache = Cache(0, 0)
 
     def drop_weights(self) -> None:
-        self._weights, self._taken = {}, set()
+        self._weights, self._taken = {}, {}
 
     def _logits(
         self, tokens: Tensor, where: Where, last: Tensor | None, seen: Seen | None = None

@@ -142,6 +142,8 @@ class Sampler(Serving):
         """
         given = here(weights)
         with self._publication(), isolated(), torch.inference_mode():
+            if not self.decoder.intact:
+                self._base = None
             source, base = self._part(given, kept_of(given), self.decoder.shapes)
             if not self.capabilities.versions_per_token:
                 self._calls += 1

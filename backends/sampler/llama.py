@@ -205,6 +205,10 @@ class LlamaDecoder:
         self._weights: LlamaWeights | None = None
         self._places: Places | None = None
 
+    @property
+    def intact(self) -> bool:
+        return True
+
     def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         self._weights = None
         if not self._places:

@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import cloudpickle
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.vllm.arguments import OWN_MODELS, EngineArgumentError, EngineError
-from verl_fn.backends.vllm.process import Core
+from verl_fn.backends.vllm.process import KILLED, Core
 
 # Seconds that a core that has failed may take to end its workers and to say why.
 LAST_WORDS = 30.0
@@ -132,8 +132,9 @@ def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:
         try:
             engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         except Exception as error:
-            said = _last_words(process.pipe) if not process.waits and process.pipe.poll(LAST_WORDS) else None
-            raise _explained(said or error, arguments["model"]) from error
+            # Another engine may know the class of the model.
+            registry._try_inspect_model_cls.cache_clear()
+            raise _explained(process.failure or _said(process) or error, arguments["model"]) from error
     engine.ended = Future()
     core = engine.engine_core
     watched = (process.pipe, engine.ended, core.resources, core.outputs_queue, core.utility_results)
@@ -169,7 +170,7 @@ def _explained(error: Exception, model: str) -> Exception:
     if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
         return ModelError(f"{model}: vLLM does not know this model ({error}); set rollout.name=sampler")
     if "core initialization failed" in str(error):
-        return EngineError("vLLM's core was killed, or crashed, as it started; see the output above")
+        return EngineError(KILLED)
     if "gpu memory utilization" in str(error).lower():
         return EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}")
     return error
@@ -185,6 +186,12 @@ def _watch(
     for reply in list(replies.values()):
         if not reply.done():
             reply.set_exception(EngineDeadError())
+
+
+def _said(process: Core) -> Exception | None:
+    """Returns the error that a core sent that has begun; None if it sent none."""
+    begun = process.process.pid is not None and not process.waits
+    return _last_words(process.pipe) if begun and process.pipe.poll(LAST_WORDS) else None
 
 
 def _last_words(pipe: Connection) -> Exception | None:

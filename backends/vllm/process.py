@@ -25,6 +25,7 @@ from typing import Any
 from verl_fn.backends.vllm.arguments import EngineError, prepare_environment
 from verl_fn.errors import UserError
 
+KILLED = "vLLM's core was killed, or crashed, as it started; see the output above"
 # What the process runs; it gets the pipe, and returns whether more may come.
 Task = Callable[[Connection], bool]
 SPAWN = multiprocessing.get_context("spawn")
@@ -50,9 +51,11 @@ class Core:
 
     Attributes:
         pipe: to the process; it has the core's error once the core has failed.
+        failure: the error with which the process has failed during a call.
     """
 
     def __init__(self) -> None:
+        self.failure: Exception | None = None
         self._make()
         self.process.start()
         # multiprocessing would wait for the process as this one ends.
@@ -76,10 +79,17 @@ class Core:
         """Calls a function in the process, before the core runs there; returns its result.
 
         Raises:
-            Exception: as the function.
+            Exception: as the function, or the error with which the process has failed.
         """
-        self.pipe.send_bytes(ForkingPickler.dumps(functools.partial(answer, function)))
-        succeeded, result = self.pipe.recv()
+        try:
+            self.pipe.send_bytes(ForkingPickler.dumps(functools.partial(answer, function)))
+            reply = self.pipe.recv()
+        except (EOFError, OSError):
+            reply = EngineError(KILLED)
+        if isinstance(reply, Exception):
+            self.failure = reply
+            raise reply
+        succeeded, result = reply
         if not succeeded:
             raise result
         return result
@@ -116,7 +126,7 @@ def _end(process: SpawnProcess, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def core_process(device: str) -> Iterator[Core]:
-    """Yields a process for a core, which imports vLLM from now on; it ends here if it was given no core to run.
+    """Yields a process that imports vLLM for a core; it ends here if it was given no core to run.
 
     Args:
         device: ``cpu`` or ``cuda``, the engine's.

@@ -35,8 +35,8 @@ from .publication import IncompleteWeights
 SLOTS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a slot
 GROUP_SECONDS = 600
-# What a sender can send: the model with its adapters merged in, or of it what is not frozen; the model and its
-# adapters, or only the adapters.
+# What a sender can send: the model with its adapters merged in, or the same without frozen tensors; the model and
+# its adapters, or only the adapters.
 MERGED, CHANGED, WHOLE, ADAPTERS = "merged", "changed", "whole", "adapters"
 
 # Timeout of each message of the authentication.

@@ -276,12 +276,15 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
 
     The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
     """
-    sources, identify, parts = {MERGED: source}, {}, {}
+    sources: dict[str, WeightSource] = {}
+    identify, parts = {}, {}
     for kind, part, apart in ((MERGED, CHANGED, kept_of(source)), (WHOLE, ADAPTERS, apart_of(source))):
         if apart is not None:
             sources |= {kind: apart.whole, part: apart.changing}
             identify[part] = apart.identify
             parts[part] = frozenset(spec.name for spec in apart.changing.specs)
+    # What was passed may be a part that the engine chose.
+    sources[MERGED] = source
     for outlet in outlets:
         outlet.announced = False
     try:

@@ -70,7 +70,7 @@ class Weights:
         cut: the rows that ``read`` returns; None where it returns whole tensors.
         held: the rows that this rank holds, to send without gathering; None if one rank sends all.
         apart: the same model with its adapters not merged; None for a model without adapters.
-        kept: the same weights with what engines keep apart; None if an engine gets all of them each time.
+        kept: the same weights with the frozen ones apart; None if an engine gets all of them each time.
         frozen: the names of tensors that are a state's own and that no update writes: an engine of this process can
             compute with them without a copy.
 

@@ -60,6 +60,9 @@ def test_packages_without_bytecode_are_named(tmp_path, monkeypatch):
     assert found("bytecode").mend == ""
     # Python looks below this folder for bytecode, and there is none.
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert found("bytecode").mend == ""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     one = found("bytecode")
     assert "torch, transformers" in one.mend and f"{sys.executable} -m compileall" in one.mend and not one.needed
 

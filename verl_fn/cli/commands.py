@@ -151,7 +151,7 @@ def new_model(args: argparse.Namespace) -> int:
     if twice := [char for i, char in enumerate(args.chars or "") if char in args.chars[:i]]:
         raise ConfigError(f"--chars has {twice[0]!r} twice; name each character once")
     fields = dict(_field(override) for override in args.overrides)
-    if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
+    if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template", "text_model"} & set(fields)):
         raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")
     given = {"arch": args.arch, "seed": args.seed}
     try:

@@ -165,15 +165,22 @@ def _optional() -> Iterator[Finding]:
 
 
 def _bytecode() -> Iterator[Finding]:
-    """Yields whether large packages have bytecode, which some installers leave to an import that may not write it."""
+    """Yields whether large packages have bytecode: some installers leave that to an import that may not write it."""
     specs = [importlib.util.find_spec(name) for name in LARGE]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
-    lacking = [file.parent for file in files if not Path(importlib.util.cache_from_source(str(file))).exists()]
+    lacking = [file.parent for file in files if not _compiled(file)]
     mend = (
         f"every process compiles the sources of {', '.join(folder.name for folder in lacking)} as it imports them: "
         f"{sys.executable} -m compileall -q -j 0 {' '.join(map(str, dict.fromkeys(f.parent for f in lacking)))}"
     )
     yield Finding("bytecode", "" if lacking else "of all large packages", mend if lacking else "", needed=False)
+
+
+def _compiled(file: Path) -> bool:
+    """Returns whether a module has bytecode, or its next import may write it."""
+    cached = Path(importlib.util.cache_from_source(str(file)))
+    there = next(place for place in cached.parents if place.exists())
+    return cached.exists() or (not sys.dont_write_bytecode and os.access(there, os.W_OK))
 
 
 def _places() -> Iterator[Finding]:

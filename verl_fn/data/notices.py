@@ -103,7 +103,7 @@ def joined(parts: Sequence[Traits]) -> Traits:
     ]
     return Traits(
         np.concatenate([np.zeros(0, np.uint64), *(part.prompts for part in parts)]),
-        np.concatenate([np.zeros(0, np.uint8), *(part.flags for part in parts)]),
+        np.concatenate([np.zeros(0, np.uint16), *(part.flags for part in parts)]),
         np.concatenate([np.zeros(0, np.int32), *groups]),
         tuple(places),
     )

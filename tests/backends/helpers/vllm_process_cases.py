@@ -1,4 +1,4 @@
-"""The process of vLLM's core, which starts before there is something for it to run."""
+"""The process of vLLM's core starts before there is something for it to run."""
 
 import contextlib
 import os
@@ -67,7 +67,7 @@ def no_such_model():
 
 
 def models_are_inspected_in_the_core():
-    """With an empty cache of vLLM's, in the process that waits, which has initialized no GPU."""
+    """With an empty cache of vLLM's, in the process that waits; it has initialized no GPU."""
     model = registry.ModelRegistry.models["GPT2LMHeadModel"]
     with core_process("cpu") as core:
         initialized, pid = core.call(gpu)
@@ -136,6 +136,13 @@ def processes_that_end_early():
         begun[0].wait()
         return arguments(*args, **options)
 
-    crashed = pytest.raises(EngineError, match="was killed, or crashed, as it started")
-    with processes() as begun, mock.patch.object(engines, "engine_arguments", kill), crashed:
-        made()
+    killed = mock.patch.object(engines, "engine_arguments", kill)
+    # vLLM looks at the model's class in the process, unless a file or this process knows it.
+    unknown = mock.patch.object(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", return_value=None)
+    for known in (True, False):
+        if not known:
+            registry._try_inspect_model_cls.cache_clear()
+        crashed = pytest.raises(EngineError, match="was killed, or crashed, as it started")
+        with processes() as begun, killed, contextlib.nullcontext() if known else unknown, crashed:
+            made()
+    assert tokens(made())

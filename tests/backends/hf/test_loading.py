@@ -178,7 +178,7 @@ def test_frequencies_that_follow_the_rows_before_are_refused(tmp_path, setting):
     with pytest.raises(ModelError, match=r"rotary embeddings of kind 'dynamic'.*set rope_type to 'default'"):
         load(folder)
     edit_config(folder, **{setting: {"rope_type": "longrop", "factor": 4.0, "rope_theta": theta}})
-    with pytest.raises(ModelError, match=r"kind 'longrop', which transformers does not know.*mean longrope"):
+    with pytest.raises(ModelError, match=r"kind 'longrop', unknown to transformers.*mean longrope"):
         load(folder)
 
 

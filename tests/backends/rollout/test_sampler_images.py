@@ -129,6 +129,14 @@ def test_a_tower_that_is_shared_is_never_written(model):
     sampler.publish(2, Weights.of(others))
     assert tree.equal(tower, before)
     assert all(torch.equal(t, sampler.decoder._weights[name]) for name, t in others.items())
+    # The tower of a state that was edited gives way to another state's with the values of before.
+    sampler = Sampler(folder)
+    sampler.publish(0, trainer.weights(first.params))
+    second = trainer.load_pretrained()
+    with torch.no_grad():
+        first.params[min(tower)].add_(1.0)
+    sampler.publish(1, trainer.weights(second.params))
+    same_as_whole(sampler, trainer, second)
 
 
 def same_as_whole(sampler, trainer, state):
