@@ -77,7 +77,7 @@ def test_links_and_files_exist(page):
     for target in re.findall(r"\]\(([^)#]+)\)", BLOCKS.sub("", text)):
         assert target.startswith("http") or (page.parent / target).exists(), target
     folders = "recipes|examples|tests|scripts|benchmarks|state|steps|backends|verl_fn"
-    for file in re.findall(rf"(?<![\w/])(?:{folders})/[\w/]+\.(?:toml|py|json)", text):
+    for file in re.findall(rf"(?<![\w/])(?:{folders})/[\w/]+\.(?:toml|py|jsonl?)\b", text):
         assert (ROOT / file).exists(), file
 
 

@@ -158,7 +158,7 @@ def test_a_random_tower_before_a_language_model(text_model, tmp_path, arch):
 
 def test_towers_that_cannot_be_made(text_model, tmp_path, folder, capsys):
     for arguments, says in (
-        ({"arch": "qwen3_vl"}, "qwen3_vl has a language model of its own; take smolvlm or idefics3"),
+        ({"arch": "qwen3_vl"}, "qwen3_vl has a language model of its own; set --arch smolvlm or idefics3"),
         ({"depth": 3}, "the tower of smolvlm has no field depth"),
         ({"image_size": 20}, "image_size = 20 is not a multiple of 16 pixels"),
     ):
