@@ -46,8 +46,7 @@ MOE = {
     "mlp_only_layers": [],
 }  # fmt: skip
 
-# Qwen3 has the attention of Qwen3-MoE and the other layers of Llama.
-WHOLE = ("llama", "qwen2", "qwen3_moe")
+WHOLE = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
