@@ -55,7 +55,7 @@ USED = {
     # The engine refuses other versions of vLLM (vllm.arguments.TESTED).
     "vllm": {
         "backends/vllm/adapters.py": {"_adapter_manager"},
-        "backends/vllm/core.py": {"_run_in_subprocess"},
+        "backends/vllm/core.py": {"_run_in_subprocess", "_try_inspect_model_cls"},
     },
 }
 
