@@ -100,7 +100,7 @@ def kept_tower(model: Any, config: Any, source: WeightSource) -> tuple[str, ...]
 
 
 class _Layers:
-    """The layers of a model outside of its tower, for vLLM's loading by layers, which goes through ``modules``."""
+    """The layers of a model outside of its tower; vLLM's loading by layers goes through ``modules``."""
 
     def __init__(self, model: torch.nn.Module, tower: tuple[str, ...]) -> None:
         self._layers = [layer for name, layer in model.named_modules() if not f"{name}.".startswith(tower)]

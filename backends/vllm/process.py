@@ -62,7 +62,7 @@ class Core:
         self._unused = Finalize(self, _end, (self.process, self.pipe), exitpriority=0)
 
     def _make(self, begin: Task | None = None) -> None:
-        # The other end is closed here when the process has started, which drops its arguments.
+        # A process that has started drops its arguments, and so the other end is closed here.
         self.pipe, theirs = SPAWN.Pipe()
         self.process = Started(target=serve, args=(theirs, begin), name="EngineCore")
 

@@ -55,7 +55,7 @@ class Member:
 
 @attrs.define(eq=False)
 class Call(Reference[Any]):
-    """A call to the first members of a group, which are known by their numbers; ``Cluster.get`` returns its result.
+    """A call to the first members of a group by their numbers; ``Cluster.get`` returns its result.
 
     Attributes:
         result: makes the result of the members' results.
