@@ -180,6 +180,8 @@ def _dropout(config: Any) -> Iterator[tuple[Any, str, float]]:
 
 def _check(config: Any, folder: str | Path) -> None:
     """Raises an error for settings that a pure step cannot have, or that no model has."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     language_model = config.get_text_config()
     if not hasattr(language_model, "get_text_config"):
         # transformers keeps tables that this architecture does not know as they are.
@@ -191,8 +193,6 @@ def _check(config: Any, folder: str | Path) -> None:
         count = getattr(language_model, name, 1)
         if type(count) is not int or count < 1:
             raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     known = ["default", *sorted(ROPE_INIT_FUNCTIONS)]
     if unknown := [kind for kind in map(_kind, _ropes(config)) if kind not in (*known, "None")]:
         raise ModelError(

@@ -132,7 +132,7 @@ def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:
         try:
             engine: Engine = Engine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
         except Exception as error:
-            # Another engine may know the class of the model.
+            # vLLM would remember for the next engine, too, that it could not look at the class of the model.
             registry._try_inspect_model_cls.cache_clear()
             raise _explained(process.failure or _said(process) or error, arguments["model"]) from error
     engine.ended = Future()

@@ -359,7 +359,7 @@ class Vllm(Growing):
             self._drawn.append((drawn, self.version))
 
     def _send(self, version: int, source: WeightSource, checked: bool) -> None:
-        """Sends weights to vLLM's workers from this process, which may get them from training ranks itself."""
+        """Sends weights from this process to vLLM's workers; training ranks may send them here meanwhile."""
         if not self._outlets:
             secret = os.urandom(16)
             addresses = self._engine.call("listen", "127.0.0.1", secret)

@@ -2,7 +2,7 @@
 
 import pytest
 from megatron_support import EXPERTS, HELPERS
-from ranks import Ranks
+from ranks import Ranks, ranks_by_size
 from warm_python import warm_python
 
 from verl_fn.backends.hf.new_model import new_model
@@ -32,16 +32,8 @@ def megatron_python(warm):
 @pytest.fixture(scope="session")
 def megatron_ranks(megatron_python):
     """Starts ranks that share what one process has imported, or returns those that it has started before."""
-    kept = {}
-
-    def ranks(size):
-        if size not in kept:
-            kept[size] = Ranks(size, python=megatron_python)
-        return kept[size]
-
-    yield ranks
-    for one in kept.values():
-        one.kill()
+    with ranks_by_size(megatron_python) as of:
+        yield of
 
 
 @pytest.fixture(scope="session")

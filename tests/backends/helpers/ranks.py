@@ -1,5 +1,6 @@
 """Processes that stay: each is a rank of one process group and runs the functions that it is sent."""
 
+import contextlib
 import importlib
 import multiprocessing.connection
 import multiprocessing.spawn
@@ -118,3 +119,18 @@ class Ranks:
         """Ends the ranks at once, also those that wait for each other."""
         for process in self.processes:
             process.kill()
+
+
+@contextlib.contextmanager
+def ranks_by_size(python):
+    """Yields a function that starts so many ranks, or returns the ones that it has started before."""
+    kept = {}
+
+    def of(size):
+        if size not in kept:
+            kept[size] = Ranks(size, python=python)
+        return kept[size]
+
+    yield of
+    for one in kept.values():
+        one.kill()

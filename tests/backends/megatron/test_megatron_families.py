@@ -2,7 +2,7 @@
 
 import pytest
 from megatron_support import HELPERS, MARKS
-from ranks import Ranks
+from ranks import ranks_by_size
 from warm_python import warm_python
 
 from verl_fn.benchmarks.families import FOR_MEGATRON, ROWS, batch_of, compared, reference
@@ -45,17 +45,8 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def ranks(warm):
     """Processes that have imported Megatron with the stand-in for transformer-engine."""
-    started = {}
-    with warm_python(HELPERS / "transformer_engine_imports.py", python=warm) as python:
-
-        def of(size):
-            if size not in started:
-                started[size] = Ranks(size, python=python)
-            return started[size]
-
+    with warm_python(HELPERS / "transformer_engine_imports.py", python=warm) as python, ranks_by_size(python) as of:
         yield of
-        for one in started.values():
-            one.kill()
 
 
 def check(ranks, tmp_path, name, size, options):

@@ -7,12 +7,13 @@ import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
+import attrs
 import pytest
 import torch
 from made_tensors import made
 from published import CPU, SECRET, tensors
 
-from verl_fn.backends.weight_sync import IncompleteWeights, Weights, channel, receive
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights, channel, keeping, receive
 from verl_fn.backends.weight_sync.channel import ALIGNMENT, SLOTS, SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, part_bytes, send
@@ -206,3 +207,16 @@ def test_a_sender_that_answers_too_late_connects_again(monkeypatch):
     inlet.receive(1, lambda source: receive(source, lambda chunk: names.append(chunk.name)))
     sending.join()
     assert names == [name for name, t in tensors().items() if t.numel()] and len(answers) == 2
+
+
+def test_the_part_that_an_engine_chose_is_what_its_workers_get():
+    """An engine passes on what arrives, which is a part here, to workers that know of no part."""
+    whole, text = tensors(), {"text": torch.arange(3.0)}
+    source = keeping(Weights.of(whole | text), Weights.of(text), whole)
+    chosen, taken = attrs.evolve(source.kept.changing, kept=source.kept), {}
+    worker = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+    sent = threading.Thread(target=send, args=([Outlet(worker.address, SECRET, CPU)], 1, chosen), daemon=True)
+    sent.start()
+    worker.receive(1, lambda arriving: receive(arriving, lambda c: taken.update({c.name: c.values.tolist()})))
+    sent.join(60)
+    assert taken == {"text": [0.0, 1.0, 2.0]}
