@@ -68,7 +68,7 @@ class Draws:
         Args:
             logits: in any dtype; float32 ones may be overwritten.
             u: the number in [0, 1) of each row.
-            kernel: for GPUs, ``fused_kernels.draw``; it draws unless top-k, top-p or the likeliest are asked for.
+            kernel: for GPUs, ``hf.kernels.draw``; it draws unless top-k, top-p or the likeliest are asked for.
         """
         if kernel is not None and self._exact is None and self.temperature > 0 and not self.cut:
             tokens, log_probs, near = kernel(logits, u, self.temperature, self.noise)

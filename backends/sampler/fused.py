@@ -146,14 +146,15 @@ class FusedDecoder(LlamaDecoder):
 
     def _step(self, lanes: Lanes, n: int, draws: Draws) -> None:
         """Appends the last token of each active row to the cache, and draws the next one."""
-        from verl_fn.backends.sampler import fused_kernels as kernels
+        from verl_fn.backends.hf.kernels import draw
+        from verl_fn.backends.sampler.fused_kernels import advance
 
         slots = lanes.active[:n]
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
         logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
-        tokens, log_probs, full, near = draws.columns(logits, u, kernels.draw)
-        kernels.advance(lanes, slots, places, tokens, log_probs, full, near)
+        tokens, log_probs, full, near = draws.columns(logits, u, draw)
+        advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
         from verl_fn.backends.sampler import fused_kernels as kernels

@@ -14,14 +14,13 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from verl_fn.backends.draws import ONE
 from verl_fn.backends.sampler.decoder import Lanes
 
-# Bytes of keys that a program of ``step_attention`` reads at a time, and logits that a program of ``draw`` does.
-KEY_BYTES, LOGITS = 16384, 4096
+# Bytes of keys that a program of ``step_attention`` reads at a time.
+KEY_BYTES = 16384
 # A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
 MOST_SPLITS = 16
 
@@ -260,81 +259,6 @@ def _combine(sums, masses, out, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: t
     whole = tl.sum(mass)
     result = tl.sum(parts * mass[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
-
-
-def draw(
-    logits: Float[Tensor, "n V"], u: Float64[Tensor, " n"], temperature: float, noise: float
-) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Draws as ``Draws.draw`` without top-k and top-p, and without fp32 logits of all rows in memory.
-
-    Args:
-        logits: in the dtype of the output layer.
-        u: the number in [0, 1) of each row.
-        temperature: divides the logits; above 0.
-        noise: how much two computations of a logit may differ, divided by the temperature.
-
-    Returns:
-        For each row its token, or ``V`` if logits are not finite, its log-prob, and whether the draw is a near tie.
-    """
-    n, V = logits.shape
-    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    log_probs = torch.empty(n, dtype=torch.float32, device=logits.device)
-    near = torch.empty(n, dtype=torch.bool, device=logits.device)
-    blocks = triton.next_power_of_2(triton.cdiv(V, LOGITS))
-    _draw[(n,)](
-        logits, u, tokens, log_probs, near, V, logits.stride(0), temperature, noise, ONE=ONE, BLOCK=LOGITS,
-        BLOCKS=blocks, num_warps=8,
-    )  # fmt: skip
-    return tokens, log_probs, near
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _draw(
-    logits, u, tokens, log_probs, near, V, stride, temperature, noise,
-    ONE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    base = logits + row * stride
-    at = tl.arange(0, BLOCK)
-    top = -float("inf")
-    mass = 0.0
-    for start in range(0, V, BLOCK):
-        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-        new = tl.maximum(top, tl.max(x))
-        level = tl.maximum(new, -3e38)
-        mass = mass * tl.exp(top - level) + tl.sum(tl.exp(x - level))
-        top = new
-    bad = (mass != mass) | (top == float("inf")) | (top == -float("inf"))
-    if bad:
-        tl.store(tokens + row, V)
-        tl.store(log_probs + row, 0.0)
-        tl.store(near + row, False)
-    else:
-        block = tl.arange(0, BLOCKS)
-        masses = tl.zeros((BLOCKS,), tl.int64)
-        for start in range(0, V, BLOCK):
-            x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-            whole = (tl.exp(x - top) / mass * ONE).to(tl.int64)
-            masses = tl.where(block == start // BLOCK, tl.sum(whole), masses)
-        total = tl.sum(masses)
-        goal = tl.ceil((1.0 - tl.load(u + row)) * total.to(tl.float64)).to(tl.int64)
-        before = tl.cumsum(masses, 0)
-        start = tl.minimum(tl.sum((before < goal).to(tl.int32)), (V - 1) // BLOCK) * BLOCK
-        base_mass = tl.sum(tl.where(block < start // BLOCK, masses, 0))
-        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-        prob = tl.exp(x - top) / mass
-        whole = (prob * ONE).to(tl.int64)
-        reached = base_mass + tl.cumsum(whole, 0)
-        index = tl.minimum(tl.sum((reached < goal).to(tl.int32)), tl.minimum(V - 1 - start, BLOCK - 1))
-        mine = at == index
-        p = tl.sum(tl.where(mine, prob, 0.0))
-        own = tl.sum(tl.where(mine, whole, 0))
-        above = tl.sum(tl.where(mine, reached, 0))
-        reach = 2 * noise * goal.to(tl.float32) * (1.0 - goal.to(tl.float32) / total.to(tl.float32))
-        gap = tl.minimum(above - goal, goal - (above - own)).to(tl.float32)
-        tl.store(tokens + row, start + index)
-        tl.store(log_probs + row, tl.log(p * (ONE / total.to(tl.float32))))
-        tl.store(near + row, gap < reach)
 
 
 def advance(

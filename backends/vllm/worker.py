@@ -201,7 +201,7 @@ class DrawingSampler(Sampler):
         self._draws: Draws | None = None
         self._kernel = None
         if runner.device.type == "cuda":
-            from verl_fn.backends.sampler.fused_kernels import draw
+            from verl_fn.backends.hf.kernels import draw
 
             self._kernel = draw
 
