@@ -100,7 +100,7 @@ def start(file: str, folder: str) -> dict[str, float]:
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.config.schema import DataConfig
     from verl_fn.data.loading import file_data
-    from verl_fn.data.notices import notices, of_template, traits_of
+    from verl_fn.data.notices import notices, of_template
     from verl_fn.state import Key
 
     tokenizer = read_tokenizer(folder, {}, "2026-01-01")
@@ -109,7 +109,7 @@ def start(file: str, folder: str) -> dict[str, float]:
     data = file_data(table, tokenizer)
     for _ in notices(data.training, data.validation, table, tokenizer, answers=False):
         pass
-    for _ in of_template(traits_of(data.training, tokenizer), table, tokenizer):
+    for _ in of_template([data.training], table, tokenizer):
         pass
     wall, spent = time.perf_counter() - before, _cpu() - cpu
     before = time.perf_counter()

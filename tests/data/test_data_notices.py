@@ -6,7 +6,7 @@ import pytest
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.judged import Judged
-from verl_fn.data.notices import notices, of_template, traits_of
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Problem
 
 
@@ -63,14 +63,14 @@ def test_what_a_chat_template_takes_from_outside():
     tokenizer.chat_template = "{{ strftime_now('%d') if tools }}{{ 'b' if thinking else 'a' }}"
     table = DataConfig(chat_template_kwargs={"thinking": True, "thinkin": 1}, date="2026-01-02")
     rows = [attrs.evolve(one, chat_template_kwargs={"tone": "a"}) for one in problems(chat("a"), chat("b"))]
-    assert list(of_template(traits_of(rows, tokenizer), table, tokenizer)) == [
+    assert list(of_template([rows], table, tokenizer)) == [
         "the chat template prints the date; this run prints 2026-01-02 on all days (data.date sets another)",
         "chat_template_kwargs.thinkin has no effect: the chat template has no variable of that name",
         "chat_template_kwargs.tone has no effect: the chat template has no variable of that name",
     ]
     tokenizer.chat_template = "{{ thinking }}"
     table = attrs.evolve(table, chat_template_kwargs={"thinking": True})
-    assert list(of_template(traits_of([], tokenizer), table, tokenizer)) == []
+    assert list(of_template([[]], table, tokenizer)) == []
 
 
 def test_a_batch_larger_than_the_data():

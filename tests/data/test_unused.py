@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ from verl_fn.data.columns import MARKS, learned_turns
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
-from verl_fn.data.notices import notices, of_template, traits_of
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.checks import _check_tools
@@ -121,15 +122,40 @@ def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_pa
     tokenizer = char_tokenizer("abc\n")
     tokenizer.chat_template = CHAT_TEMPLATE + "{# tool_calls #}"
     problems = read_files([jsonl(tmp_path, *rows)], "answers")
-    assert list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer)) == [
-        "the chat template does not show these fields of messages, so the model does not see them: id (1 rows), "
-        "name (1 rows), tool_call_id (1 rows)"
+    assert list(of_template([problems], DataConfig(), tokenizer)) == [
+        "the chat template does not show these fields of messages, so the model does not see them: "
+        "assistant.tool_calls (1 rows), assistant.tool_calls.id (1 rows), tool.tool_call_id (1 rows), "
+        "user.name (1 rows)"
     ]
     # In a prompt of which nothing is learned, a mark has no effect.
     prompts = [Problem((USER, SAID | {"weight": 0}, USER), "b")]
-    assert next(of_template(traits_of(prompts, tokenizer), DataConfig(), tokenizer)).endswith(
-        "see them: weight (1 rows)"
+    assert next(of_template([prompts], DataConfig(), tokenizer)).endswith("see them: assistant.weight (1 rows)")
+
+
+def test_a_field_that_the_template_reads_of_another_role_or_of_a_tool_is_named():
+    prompts = [Problem((USER | {"name": "x"}, SAID, {"role": "tool", "content": "c", "name": "f"}), "b")] * 20
+    named = "{% if message.role == 'tool' %}{{ message.name }}{% endif %}"
+    every = (
+        "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{% for message in messages %}{{ message.content }}"
     )
+    tokenizer = char_tokenizer("abc\n")
+    for template, unread in {
+        every + "{% endfor %}": "tool.name (20 rows), user.name (20 rows)",
+        every + named + "{% endfor %}": "user.name (20 rows)",
+        every + "{{ message['name'] }}{% endfor %}": "",
+        every + "{{ message.get('name') }}{% endfor %}": "",
+        every + "{{ message | tojson }}{% endfor %}": "",
+        every + "{% for key, value in message.items() %}{{ value }}{% endfor %}{% endfor %}": "",
+        every + named + "{% if message.role != 'tool' and loop.last %}{{ message.name }}{% endif %}{% endfor %}": (
+            "user.name (20 rows)"
+        ),
+    }.items():
+        tokenizer.chat_template = template
+        said = [line.rpartition("see them: ")[2] for line in of_template([prompts], DataConfig(), tokenizer)]
+        assert said == [unread] * bool(unread), template
+    # Something of a turn may be shown only until another one follows.
+    turns = [attrs.evolve(prompts[0], prompt=(USER, SAID | {"name": "x"}, USER))]
+    assert list(of_template([turns], DataConfig(), tokenizer)) == []
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -208,12 +234,12 @@ def test_roles_that_a_template_does_not_know_are_named(tmp_path):
     tokenizer = char_tokenizer("abc\n")
     tokenizer.chat_template = CHAT_TEMPLATE
     problems = read_files([jsonl(tmp_path, *rows)], "answers")
-    said = list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer))
+    said = list(of_template([problems], DataConfig(), tokenizer))
     assert len(said) == 1 and said[0].startswith(
         "messages have roles that the chat template does not name: gpt (1 rows)"
     )
     tokenizer.chat_template = CHAT_TEMPLATE + "{# 'gpt' #}"
-    assert not list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer))
+    assert not list(of_template([problems], DataConfig(), tokenizer))
     with pytest.raises(DataError, match="no message of the assistant to learn from; its roles are user, gpt"):
         read_files([jsonl(tmp_path, {"messages": [USER, gpt]})], "answers")
 

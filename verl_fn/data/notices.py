@@ -12,12 +12,13 @@ from typing import Any
 import attrs
 import numpy as np
 
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
-from verl_fn.backends.hf.tokenizer import prints_date, template_text
+from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
-from verl_fn.data.rendering import token_ids
+from verl_fn.data.rendering import Message, in_parts, token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
@@ -26,6 +27,7 @@ JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD = (1 << bi
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
+MOST_RENDERED = 8  # problems of a group, to see which fields the template reads
 
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
 
@@ -36,7 +38,8 @@ class Group:
 
     Attributes:
         data_source: as of the problems.
-        fields: names of fields of the messages, without role, content and marks that are followed.
+        fields: of the messages, each behind its role, such as ``user.name`` and ``assistant.tool_calls.id``; without
+            role, content and marks that are followed.
         arguments: names of arguments of the chat template.
         roles: of the messages, without the usual ones.
     """
@@ -180,15 +183,22 @@ def _is_json(prompt: Any) -> bool:
 
 
 def _fields_and_roles(problem: Problem) -> tuple[set[str], set[str]]:
-    said: list[Any] = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())]
-    parts: list[Any] = [problem.prompt, getattr(problem, "messages", ""), *said]
-    messages = [message for part in parts if not isinstance(part, str) for message in part]
-    names = {name for message in messages for name in message}
-    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    followed = MARKS if said or parts[1] else ()
-    fields = names | {name for call in calls for name in call}
-    roles = {message["role"] for message in messages}
-    return fields - {"role", "content", "function", "type", *followed}, roles.difference(ROLES)
+    messages = [message for messages in _conversations(problem) for message in messages]
+    known = {"role", "content", *(MARKS if hasattr(problem, "messages") or hasattr(problem, "chosen") else ())}
+    fields = {f"{message['role']}.{name}" for message in messages for name in message if name not in known}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            fields |= {f"{message['role']}.tool_calls.{name}" for name in call if name not in ("function", "type")}
+    return fields, {message["role"] for message in messages}.difference(ROLES)
+
+
+def _conversations(problem: Problem) -> list[list[Message]]:
+    """Returns the messages of a problem, once for each of its responses."""
+    if messages := getattr(problem, "messages", ()):
+        return [list(messages)]
+    prompt = [] if isinstance(problem.prompt, str) else list(problem.prompt)
+    responses = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())] or [""]
+    return [prompt + ([] if isinstance(response, str) else list(response)) for response in responses]
 
 
 def _hashable(problem: Problem) -> bytes:
@@ -280,11 +290,73 @@ def _lacks(problem: Problem, tokenizer: Any) -> str:
     return describe_unknown("ground truth", problem.answer, tokenizer)
 
 
-def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[str]:
-    """Yields a line if the chat template prints the date, and for each argument that the template does not use.
+class _Read(dict[str, Any]):
+    """A message, or a tool call in one, that notes the fields that a template reads.
 
     Args:
-        traits: of the problems; their rows may have arguments of their own.
+        fields: of the message.
+        place: the role, and ``.tool_calls`` for a call.
+        read: gets ``place.name`` of each field that is read.
+    """
+
+    def __init__(self, fields: Message, place: str, read: set[str]) -> None:
+        super().__init__(fields)
+        self.place, self.read = place, read
+        if calls := fields.get("tool_calls"):
+            self["tool_calls"] = [_Read(call, f"{place}.tool_calls", read) for call in calls]
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(f"{self.place}.{name}")
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(f"{self.place}.{name}")
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(f"{self.place}.{name}")
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(f"{self.place}.{name}" for name in super().__iter__())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        return list(self)
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+
+def _unread(problems: Sequence[Problem], traits: Traits, tokenizer: Any) -> Counter[str]:
+    """Returns the fields of messages that the template does not read, with the number of problems that have each."""
+    unread = Counter[str]()
+    for number, group in enumerate(traits.names):
+        places = np.flatnonzero(traits.groups == number)
+        read = set[str]()
+        for place in places[:: max(1, len(places) // MOST_RENDERED)][:MOST_RENDERED] if group.fields else ():
+            problem = problems[int(place)]
+            for messages in filter(None, _conversations(problem)):
+                seen = [_Read(in_parts(m) if problem.images else m, m["role"], read) for m in messages]
+                # Templates may show something of a turn only until others follow.
+                said = [m["role"] == "assistant" for m in messages]
+                texts = [(seen[: i + 1], not said[i]) for i in range(len(seen)) if said[i] or i == len(seen) - 1]
+                try:
+                    chat_texts(tokenizer, texts, problem.tools, problem.chat_template_kwargs)
+                except ModelError:
+                    read.update(group.fields)  # it may fail at any of them, and is an error later
+        unread.update(dict.fromkeys(set(group.fields) - read, len(places)))
+    return unread
+
+
+def of_template(known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer: Any) -> Iterator[str]:
+    """Yields a line if the chat template prints the date, and for what it does not show of arguments and messages.
+
+    Args:
+        known: problems for training, and others; their rows may have arguments of their own.
         table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer, with the run's arguments.
     """
@@ -293,20 +365,20 @@ def of_template(traits: Traits, table: DataConfig, tokenizer: Any) -> Iterator[s
             f"the chat template prints the date; this run prints {table.date} on all days (data.date sets another)"
         )
     text = template_text(tokenizer)
-    groups = traits.rows_of()
+    traits = [traits_of(problems, tokenizer) for problems in known]
+    groups = joined(traits).rows_of()
     for name in sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)}):
         if not re.search(rf"\b{re.escape(name)}\b", text):
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
-    if re.search(r"\b(m|msg|message)\s*\|\s*tojson", text):
-        return  # it shows all fields
-    unread, unknown = Counter[str](), Counter[str]()
-    for group, count in groups:
-        unknown.update({name: count for name in group.roles if f"'{name}'" not in text and f'"{name}"' not in text})
-        unread.update({name: count for name in group.fields if not re.search(rf"\b{re.escape(name)}\b", text)})
-    if unread and tokenizer.chat_template is not None:
+    if not text:
+        return
+    if unread := sum((_unread(*one, tokenizer) for one in zip(known, traits, strict=True)), Counter[str]()):
         fields = ", ".join(f"{name} ({count} rows)" for name, count in sorted(unread.items()))
         yield f"the chat template does not show these fields of messages, so the model does not see them: {fields}"
-    if unknown:
+    unknown = Counter[str]()
+    for group, count in groups:
+        unknown.update({name: count for name in group.roles if f"'{name}'" not in text and f'"{name}"' not in text})
+    if unknown and not re.search(r"\b(m|msg|message)\s*\|\s*tojson", text):
         roles = ", ".join(f"{name} ({count} rows)" for name, count in sorted(unknown.items()))
         yield (
             f"messages have roles that the chat template does not name: {roles}; it may show them as they stand, and "

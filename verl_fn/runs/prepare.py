@@ -22,7 +22,7 @@ from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
-from verl_fn.data.notices import joined, notices, of_template, traits_of
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
@@ -166,8 +166,7 @@ def _of_models(plan: Plan) -> Iterator[str]:
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
-    traits = [traits_of(problems, tokenizer) for problems in known]
-    yield from of_template(joined(traits), plan.data, tokenizer)
+    yield from of_template(known, plan.data, tokenizer)
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
