@@ -6,6 +6,7 @@ it from the scripts. With VERL_EXAMPLES, verl's folder of examples, the scripts 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,33 @@ def test_what_cannot_be_read_from_a_script_is_an_error_with_a_way_out(script, tm
         launch_of(script(text))
     assert "put 'verl-fn config --from-verl' in front" in str(error.value)
     assert (tmp_path / "old.log").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("lines", "value", "program"),
+    [
+        ("", "run_$(python3 -c 'print(1)')_x", r"'python3 -c print\(1\)'"),
+        ("", "$(python3 count.py a)", "'python3 count.py a'"),
+        ("N=$(nvidia-smi -L | wc -l)", "$N", "'nvidia-smi -L'"),
+        ("set -euo pipefail; N=$(hostname | awk '{print $1}' | head -1)", "$N", "'awk {print"),
+        ("N=$(echo a/b | sed s,/,_,)", "$N", "'sed s,/,_,'"),
+    ],
+)
+def test_a_setting_that_needs_a_program_is_not_made_of_nothing(script, lines, value, program):
+    text = lines + f'\npython3 -m verl.trainer.main_ppo a.b={value} c.d=1 "$@" 2>&1 | tee x.log\n'
+    with pytest.raises(ConfigError, match=f"the script computes a.b with {program}.*write the value"):
+        read_settings([script(text)])
+    assert read_settings([script(text), "a.b=2"]).values == {"a.b": 2, "c.d": 1}
+
+
+def test_filters_of_a_script_filter(script):
+    text = """
+    LINES=$(printf '1\\n2\\n' | wc -l); NONE=$(printf '' | wc -l)
+    LAST=$(printf 'b c\\na' | sort | tail -1 | tr ' ' _)
+    python3 -m verl.trainer.main_ppo a.b=$LINES a.c=$NONE a.d=$LAST a.e=$(echo "2 * 3" | bc) a.f=$(head -1 <<< "x")
+    """
+    values = read_settings([script(text)]).values
+    assert values == {"a.b": 2, "a.c": 0, "a.d": "b_c", "a.e": 6 if shutil.which("bc") else values["a.e"], "a.f": "x"}
 
 
 def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):

@@ -35,7 +35,10 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
              "seq", "sort", "tail", "tr", "uname", "wc", "whoami")  # fmt: skip
 # Bash runs in its restricted mode: no program outside of PATH starts, no file is written, and PATH stays as it is. So
 # a trainer is a command that is not found. The functions stand for what restricted mode forbids, but scripts need.
+# In place of what a program would print that does not start, its command goes on between the bytes 2 and 3, through
+# filters too, so that no setting is made of nothing. Whether something imports is asked without printing.
 _PRELUDE = r"""
+exec {SCREEN}>&1
 command_not_found_handle() {
     local word before=
     for word in "$@"; do
@@ -46,10 +49,23 @@ command_not_found_handle() {
         esac
         before=$word
     done
+    case ${1##*/}:$* in python*:*print*|python*:*write*) ;; python*" -c "*) return 1;; esac
+    if [ ! /dev/fd/1 -ef "/dev/fd/$SCREEN" ]; then
+        [ ! -p /dev/stdin ] || mapfile  # or what writes to it would fail
+        local said=$*  # without spaces, at which the shell would make several words of it
+        printf '\2%s\3\n' "${said//[[:space:]]/$'\1'}"
+        return 0
+    fi
     case ${1##*/} in python*) return 1;; esac
 }
+passed() {
+    local text
+    if [ ! -p /dev/stdin ]; then command "$@"; return; fi
+    text=$(command cat)
+    case $text in *$'\2'*) printf '%s\n' "$text";; *) printf '%s' "${text:+$text$'\n'}" | command "$@";; esac
+}
+for program in bc cut head sort tail tr wc; do eval "$program() { passed $program \"\$@\"; }"; done
 tee() { mapfile; }
-sed() { cat; }
 cd() { local to=${!#}; case $to in /*) ;; *) to=$PWD/$to;; esac; PWD=$(realpath -m -- "$to"); }
 pwd() { printf '%s\n' "$PWD"; }
 source() {
@@ -66,6 +82,7 @@ source() {
 ulimit() { :; }
 exec() { :; }
 """
+_NOT_RUN = re.compile("\2([^\3]*)\3")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 
@@ -115,7 +132,7 @@ def read_settings(words: Sequence[str]) -> Settings:
     words = [word for word in words if word.strip() not in ("", "\\")]
     if words and words[0].endswith((".sh", ".bash")):
         words = launch_of(words[0], words[1:])
-    launcher, module, words = _command(words)
+    launcher, module, words = _command(_known(words))
     words, chosen = _options(words)
     values: dict[str, Any] = {}
     given: set[str] = set()
@@ -138,6 +155,23 @@ def read_settings(words: Sequence[str]) -> Settings:
     sft = sft or str(chosen.get("config-name", "")).startswith("sft_trainer")
     defaults = SFT_DEFAULTS if sft else PPO_DEFAULTS
     return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given))
+
+
+def _known(words: Sequence[str]) -> list[str]:
+    """Returns the words that need no program that was not started; other words give these settings later values.
+
+    Raises:
+        ConfigError: the last value of a setting needs one.
+    """
+    last = {word.partition("=")[0].lstrip("+"): word for word in words}
+    for key, word in last.items():
+        if asked := _NOT_RUN.search(word):
+            program = asked[1].replace("\1", " ")
+            raise ConfigError(
+                f"--from-verl: the script computes {_NOT_RUN.sub('...', key)} with {program!r:.80}, which is not run "
+                "here; write the value, behind the script's name if the script hands on its arguments"
+            )
+    return [word for word in words if not _NOT_RUN.search(word)]
 
 
 def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
