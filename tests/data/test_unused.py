@@ -98,6 +98,8 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
         ("system_message", "be brief", "the column system_message is not used, so the model would not see it"),
         ("available_tools", TOOLS, "the column available_tools is not used.*write JSON schemas in the column tools"),
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
+        ("input", "3 apples", "the column input is not used, and the prompt has nothing of it"),
+        ("context", ["x y", "z"], "the column context is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
         ("tools", "nothing", "tools must be a list of JSON schemas, not 'nothing'"),
@@ -110,6 +112,14 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
     file = write(tmp_path, LAYOUTS[learns] | {column: None}, LAYOUTS[learns] | {column: value})
     with pytest.raises(DataError, match=rf"(line 2|row 1): {message}"):
         read_files([file], learns)
+
+
+def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
+    row = LAYOUTS["samples"] | {"prompt": [USER | {"content": "Read: b  c\nAnd answer."}]}
+    for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b", "c"]}, "", None):
+        assert len(read_files([jsonl(tmp_path, row | {"context": value})], "samples")) == 1
+    with pytest.raises(DataError, match="the prompt has nothing of it"):
+        read_files([jsonl(tmp_path, row | {"context": "d e", "extra_info": {"context": "d e"}})], "samples")
 
 
 def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_path):

@@ -91,7 +91,7 @@ class Kind:
             row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():
                 if name not in wanted and value is not None:
-                    _check_other(place, name, value)
+                    _check_other(place, name, value, [row[n] for n in wanted if n in row and n not in OBJECTS])
                     unused[name] += 1
             if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
                 for name, value in row["reward_model"].items():
@@ -130,6 +130,8 @@ _TURNS = {
         ("functions", "available_tools", "tool_schemas", "tool_definitions"), "JSON schemas in the column tools"
     ),
 }
+# Columns of text to answer about. A prompt that has none of it is seen without.
+_TEXTS = ("context", "contexts", "document", "documents", "input", "inputs", "passage", "passages")
 
 
 @functools.lru_cache(1024)
@@ -157,11 +159,25 @@ def is_filled(value: Any) -> bool:
 
 def _matters(name: str) -> bool:
     """Returns whether something else may be learned without a column that is not used, so that its values count."""
-    return is_media(name) or name in _TURNS or _WEIGHT.fullmatch(name) is not None
+    return is_media(name) or name in (*_TURNS, *_TEXTS) or _WEIGHT.fullmatch(name) is not None
 
 
-def _check_other(place: str, name: str, value: Any) -> None:
+def _texts(value: Any) -> list[str]:
+    """Returns the strings in a value, without space."""
+    if isinstance(value, str):
+        return ["".join(value.split())]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in _texts(one)]
+
+
+def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
     """Checks the value of a column that is not used.
+
+    Args:
+        place: the file and row, for error messages.
+        name: of the column.
+        value: what the row has there.
+        shown: what the model sees of the row.
 
     Raises:
         DataError: without it something else would be learned.
@@ -178,6 +194,13 @@ def _check_other(place: str, name: str, value: Any) -> None:
             raise DataError(
                 f"{place}: the column {name} is not used, so the model would not see it; write "
                 f"{_TURNS[name]}, {remove}"
+            )
+    elif name in _TEXTS:
+        seen = "\n".join(_texts(shown))
+        if any(texts := _texts(value)) and not any(text and text in seen for text in texts):
+            raise DataError(
+                f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
+                f"see it; write it into the prompt, {remove}"
             )
     elif _WEIGHT.fullmatch(name) and value not in (1, [], ""):
         raise DataError(
