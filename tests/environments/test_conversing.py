@@ -244,6 +244,7 @@ def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
 
     batch = Reward(judge, TOKENIZER, [END])(pack(samples), problems)
     assert texts == ["c\ng"] and batch["score"].tolist() == [1.5, 1.5] and batch["acc"].tolist() == [1.0, 1.0]
+    assert batch["reward/acc"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", [*(n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")), "as rloo"])
@@ -371,6 +372,35 @@ def test_the_template_shows_tools_to_the_model_in_every_turn():
     assert asked[1].prompt == (*ids("feed\n"), 1, *ids("ab\n"), *ids("cd"), END, *ids("ef\n"))
     with pytest.raises(EnvError, match="the chat template does not show them to the model"):
         play(results, replies)
+
+
+SAYS_USER = CHAT_TEMPLATE.replace("messages %}", "messages if message.role in ('user', 'assistant') %}")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_messages_that_the_template_leaves_out_are_errors(first):
+    hidden = {"role": "system" if first else "tool", "content": "cd"}
+    results = script(ab=(hidden, *user("ab")) if first else user("ab"), c=(hidden,), g=Done(1.0, 1.0))
+    replies = {"cd\nab\n": [*ids("g"), END]} if first else {"ab\nccd\n": [*ids("g"), END]}
+    (sample,), _, _ = play(results, replies)
+    assert sample.outcome.score == 1.0
+    with pytest.raises(EnvError, match=f"problem 7 .*leaves out content of message {0 if first else 2}, of the role"):
+        play(results, replies, template=SAYS_USER)
+
+
+def test_calls_of_first_messages_that_the_template_leaves_out_are_errors():
+    call = {"type": "function", "function": {"name": "feed", "arguments": {"a": "b"}}}
+    said = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    with pytest.raises(EnvError, match="problem 7 .*leaves out tool_calls of message 1"):
+        play(script(ab=(*user("ab"), said, *user("b"))), {})
+
+
+def test_special_tokens_of_an_environment_are_noted_once():
+    results = script(ab=user("ab"), c=user("a<eos>b"), d=user("<eos>"), g=Done(1.0, 1.0))
+    replies = {"ab\n": [*ids("c"), END], "ab\ncab\n": [*ids("d"), END], "ab\ncab\nd\n": [*ids("g"), END]}
+    with pytest.warns(UserWarning, match="the environment's message has the special token '<eos>'") as heard:
+        play(results, replies, n=2)
+    assert len([one for one in heard if "special token" in str(one.message)]) == 1
 
 
 @pytest.mark.parametrize(

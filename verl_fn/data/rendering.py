@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.config import ModelError
@@ -18,6 +18,8 @@ from verl_fn.data.tasks import Problem
 Message: TypeAlias = Mapping[str, Any]
 Example: TypeAlias = tuple[list[int], list[float]]
 """The tokens of a row, and its ``response_mask``."""
+
+Render: TypeAlias = Callable[[Sequence[tuple[Sequence[Message], bool]]], list[str]]
 
 Parts: TypeAlias = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is learned."""
@@ -164,7 +166,7 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
     return first + tokenizer.backend_tokenizer.encode_batch_fast(strings[1:], add_special_tokens=False)
 
 
-def _renderer(tokenizer: Any, problem: Problem) -> Any:
+def _renderer(tokenizer: Any, problem: Problem) -> Render:
     def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         if problem.images:
             conversations = [([in_parts(m) for m in messages], begun) for messages, begun in conversations]
@@ -231,14 +233,14 @@ def _check_seen(
     messages: Sequence[Message],
     tools: Sequence[Message],
     text: str,
-    render: Any,
+    render: Render,
     tokenizer: Any,
     problem: Problem,
 ) -> None:
-    """Checks that a prompt shows tools, tool calls, and messages other than the assistant's.
+    """Checks that a prompt shows its tools and what ``check_shown`` looks at.
 
     Raises:
-        DataError: it does not: without it, or with something else in its place, the text is the same.
+        DataError: it does not.
     """
     said = _json(messages)
     # A tool's name may also be a word of the conversation.
@@ -249,7 +251,23 @@ def _check_seen(
                 "the chat template does not show the tools of the row to the model; take a template that renders "
                 "`tools`, or remove the column tools"
             )
-    for i, message in enumerate(messages):
+    check_shown(messages, text, render)
+
+
+def check_shown(messages: Sequence[Message], text: str, render: Render, start: int = 0) -> None:
+    """Checks that a prompt shows tool calls, and messages other than the assistant's.
+
+    Args:
+        messages: the conversation.
+        text: what the template makes of it, up to the start of the assistant's answer.
+        render: returns the text of each conversation, with whether the assistant's answer is begun.
+        start: messages before this one are not looked at.
+
+    Raises:
+        DataError: it does not: with something else in its place, the text is the same.
+    """
+    said = _json(messages)
+    for i, message in enumerate(messages[start:], start):
         content = message.get("content")
         if content and message["role"] != "assistant" and not _has(text, content, said):
             _check_changes(messages, i, {"content": content + "x"}, "content", text, render, prompt=True)
@@ -257,7 +275,7 @@ def _check_seen(
         _check_elsewhere(messages, i, text, render, prompt=True)
 
 
-def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Any) -> None:
+def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Render) -> None:
     """Checks that a turn to learn says all that its message has: content, reasoning and tool calls.
 
     Raises:
@@ -280,7 +298,7 @@ def _check_said(messages: Sequence[Message], number: int, said: str, after: str,
 
 
 def _check_elsewhere(
-    messages: Sequence[Message], number: int, text: str, render: Any, *, prompt: bool = False
+    messages: Sequence[Message], number: int, text: str, render: Render, *, prompt: bool = False
 ) -> None:
     for name in ELSEWHERE.keys() & messages[number].keys():
         if messages[number][name]:
@@ -288,7 +306,7 @@ def _check_elsewhere(
 
 
 def _check_calls(
-    messages: Sequence[Message], number: int, seen: str, text: str, said: str, render: Any, *, prompt: bool = False
+    messages: Sequence[Message], number: int, seen: str, text: str, said: str, render: Render, *, prompt: bool = False
 ) -> None:
     calls = messages[number].get("tool_calls") or ()
     if calls and not all(_shows(seen, call, said) for call in calls):
@@ -314,7 +332,7 @@ def _check_changes(
     fields: Message,
     name: str,
     text: str,
-    render: Any,
+    render: Render,
     *,
     prompt: bool = False,
 ) -> None:

@@ -36,7 +36,6 @@ from .rendering import (
     Turns,
     check_no_marks,
     with_image_parts,
-    without_marks,
 )
 from .verifiers import ROW
 
@@ -327,8 +326,7 @@ class Conversing(Through):
         return failures
 
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
-        known = messages if one.request.images is None else [without_marks(message) for message in messages]
-        self._renderer.check_known(known, one.label)
+        self._renderer.check_seen((), messages, one.template_arguments, one.label)
         one.messages += messages
         row = self._opening(one)
         if len(row.prompt) > self._limits.prompt:
@@ -352,7 +350,7 @@ class Conversing(Through):
         if len(one.replies) == self._limits.turns:
             one.reason = "turn_limit"
             return
-        self._renderer.check_known(messages, one.label)
+        self._renderer.check_seen(one.messages, messages, one.template_arguments, one.label)
         said: Sequence[Any] = one.messages
         if one.request.images is not None:
             check_no_marks(messages, one.label)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -23,7 +24,8 @@ from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images
 from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 from verl_fn.data.images import check_marks
-from verl_fn.data.rendering import in_parts
+from verl_fn.data.notices import special_pattern
+from verl_fn.data.rendering import check_shown, in_parts
 from verl_fn.data.rows import DataError
 from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
 
@@ -76,6 +78,9 @@ class Renderer:
         self._rendered = functools.lru_cache(CACHE)(self._render)
         self._encoded = functools.lru_cache(CACHE)(self._encode)
         self._ends = tokenizer.convert_ids_to_tokens(sorted(self._end_tokens))
+        self._special = special_pattern(tokenizer)
+        # Kinds of messages that the template is known to show.
+        self._shown: set[str] = set()
         if tokenizer.chat_template is None:
             raise EnvError(
                 "env.name needs chat messages, and the tokenizer has no chat template; take a model folder with "
@@ -187,16 +192,50 @@ class Renderer:
             )
         return after[ends[-1] + 1 :] if after[: len(before)] == before else None
 
-    def check_known(self, messages: Sequence[Message], label: str) -> None:
-        """Checks that the tokenizer knows every character of messages, so that nothing of them is lost.
+    def check_seen(
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
+    ) -> None:
+        """Checks that the model sees all of an environment's messages, and warns once of special tokens in them.
+
+        What the template leaves out, it leaves out of all messages of that role at that place, so that a sequence of
+        roles is looked at once. A character that the tokenizer does not know may be in any message.
+
+        Args:
+            said: the conversation before them.
+            messages: the environment's.
+            arguments: what the template gets besides.
+            label: names the problem in errors.
 
         Raises:
             EnvError: it does not.
         """
+        whole = [*said, *messages]
+
+        def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+            shown = [(with_image_parts(messages), begun) for messages, begun in conversations]
+            return chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
+
+        roles = [message["role"] + "." * bool(message.get("tool_calls")) for message in [*said[-1:], *messages]]
+        kind = json.dumps([bool(said), roles, bool(arguments.tools), dict(arguments.kwargs)])
+        # Of a message without content, nothing can be left out.
+        if kind not in self._shown and all(m["content"] or m["role"] == "assistant" for m in messages):
+            try:
+                with _renderable(whole):
+                    check_shown(whole, render([(whole, True)])[0], render, start=len(said))
+            except DataError as error:
+                raise EnvError(f"{label}: of the environment's messages {error}") from error
+            self._shown.add(kind)
         for message in messages:
-            content = message["content"]
+            content = message["content"].replace(MARK, "")
             if has_unknown(self._tokenizer(content, add_special_tokens=False)["input_ids"], self._tokenizer):
                 raise EnvError(f"{label}: {describe_unknown('message of the environment', content, self._tokenizer)}")
+            if self._special is not None and (found := self._special.search(content)):
+                self._special = None
+                warnings.warn(
+                    f"{label}: the environment's message has the special token {found[0]!r}, and others may have "
+                    "some; they become control tokens",
+                    stacklevel=2,
+                )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -264,11 +303,6 @@ def with_image_parts(messages: Sequence[Message]) -> list[Message]:
         [{'role': 'user', 'content': [{'type': 'image'}]}, {'role': 'assistant', 'content': '<image>'}]
     """
     return [message if message["role"] == "assistant" else in_parts(message) for message in messages]
-
-
-def without_marks(message: Message) -> Message:
-    """Returns a message without marks of images in its text."""
-    return {**message, "content": message["content"].replace(MARK, "")}
 
 
 def check_no_marks(messages: Sequence[Message], label: str) -> None:

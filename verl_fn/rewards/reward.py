@@ -94,7 +94,8 @@ class Reward:
         ``response_mask`` set, also where a tool's output ends the response.
 
         A conversation with an environment is judged as a whole, and each of its rows has its score: the
-        environment's reward plus the judge's score. ``acc`` is then the environment's.
+        environment's reward plus the judge's score. ``acc`` is then the environment's, and the judge's is
+        ``reward/acc``.
 
         Args:
             batch: rows with ``response_mask`` and ``finished``, as ``pack`` makes them.
@@ -120,7 +121,8 @@ class Reward:
         with self._one_thread:
             fields = {name: values[conversation] for name, values in _columns(answers, self.judge(answers)).items()}
         if "env_score" in batch:
-            fields |= {"score": fields["score"] + batch["env_score"], "acc": batch["env_acc"]}
+            own = {"reward/acc": fields["acc"]} if "acc" in fields else {}
+            fields |= {"score": fields["score"] + batch["env_score"], "acc": batch["env_acc"], **own}
         if empty := int((batch.sum_rows(batch["response_mask"]) == 0).sum()):
             warnings.warn(
                 f"{empty} of {len(batch)} responses have no token that the model drew; their scores are ignored",
