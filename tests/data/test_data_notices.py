@@ -5,6 +5,7 @@ import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.examples import Conversation
 from verl_fn.data.judged import Judged
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Problem
@@ -103,6 +104,19 @@ def test_empty_answers_to_train_on():
         "data.train_files: 1 of 2 ground truths are empty: the model learns to say nothing"
     ]
     assert lines(training) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "answers"),
+    [
+        (Judged("a", "", chosen=("b<eos>a",), rejected=("c",)), False),
+        (Judged(chat("a"), "", chosen=("b",), rejected=(({"role": "assistant", "content": "<eos>c"},),)), False),
+        (Conversation(chat("a"), "c", messages=(*chat("a"), {"role": "assistant", "content": "b<eos>a"})), True),
+        (Problem("a", "b", tools=({"name": "<eos>"},)), False),
+    ],
+)
+def test_special_tokens_in_what_is_learned_or_shown_besides_the_prompt(problem, answers):
+    assert any("1 of 1 problems have special tokens in" in line for line in lines([problem], answers=answers))
 
 
 def test_special_tokens_inside_texts():

@@ -169,6 +169,7 @@ def test_settings_are_checked():
         "reward.prompt=grade": r"must contain \{response\}",
         "reward.pattern=(": "is no regular expression",
         "reward.pattern=Score": "must have a group around the number",
+        "reward.prompt={question}: {response}": r"\{question\} stands for nothing; write \{prompt\}",
         "reward.url=http://h/v1": "reward.model is empty",
     }
     for override, message in wrong.items():

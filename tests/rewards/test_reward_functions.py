@@ -248,6 +248,7 @@ def test_what_a_function_raises_is_told_with_the_line_of_its_author(here):
         ("crashes", "ended its process with SIGSEGV"),
         ("quits", "raised SystemExit: 1"),
         ("short_by_one", "returned 1 results for 2 responses"),
+        ("keyed", "returned {0: 1.0, 1: 1.0} for 2 responses; it must be a list of results"),
         ("disconnects_and_exits", "ended its process with exit code 3"),
         ("disconnects", "closed the connection of its process"),
         ("ends_its_task", "raised SystemExit: 2"),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from verl_fn.errors import UsageError, did_you_mean
+from verl_fn.errors import UsageError, closest, did_you_mean
 
 MOST = 1e6  # upper limit of factors and ranges, far beyond any useful value; much larger ones would overflow
 
@@ -287,10 +287,22 @@ End with a line "Score: N", where N is a number from 0 (wrong) to 1 (right)."""
 PATTERN = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
 
 
+ASKED_ABOUT = ("prompt", "response", "ground_truth")
+OTHER_NAMES = {
+    **dict.fromkeys(("question", "problem", "instruction", "input"), "prompt"),
+    **dict.fromkeys(("completion", "output", "solution", "solution_str"), "response"),
+    **dict.fromkeys(("answer", "reference", "reference_answer", "truth", "label"), "ground_truth"),
+}
+
+
 def has_response(instance: Any, attribute: Any, value: str) -> None:
     """Validates a judge's prompt: without the response, all responses would get one score."""
     if "{response}" not in value:
         raise ValueError("must contain {response}, in whose place the response is written")
+    for name in re.findall(r"(?<![\\\w}])\{(\w+)\}", value):
+        meant = OTHER_NAMES.get(name) or closest(name, ASKED_ABOUT, 0.75)
+        if name not in ASKED_ABOUT and meant:
+            raise ValueError(f"{{{name}}} stands for nothing; write {{{meant}}}")
 
 
 def has_a_group(instance: Any, attribute: Any, value: str) -> None:

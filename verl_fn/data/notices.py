@@ -167,10 +167,21 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= GOOD if getattr(problem, "chosen", ()) else 0
     flags |= BAD if getattr(problem, "rejected", ()) else 0
     if special is not None:
-        texts = [text.replace(MARK, "") if problem.images else text for text in strings(problem.prompt)]
-        flags |= SPECIAL if any(map(special.search, texts)) else 0
-        flags |= SPECIAL_ANSWER if special.search(problem.answer) else 0
+        flags |= SPECIAL if any(map(special.search, _texts(problem))) else 0
+        flags |= SPECIAL_ANSWER if any(map(special.search, _answers(problem))) else 0
     return flags
+
+
+def _texts(problem: Problem) -> list[str]:
+    """Returns the strings that the model sees of a problem; of preferences the responses too."""
+    texts = [text.replace(MARK, "") if problem.images else text for text in strings(problem.prompt)]
+    judged = (*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ()))
+    return texts + strings(problem.tools) + strings(judged)
+
+
+def _answers(problem: Problem) -> list[str]:
+    """Returns what is said at last: the answer, and the last turn of a conversation if another answer is judged."""
+    return [problem.answer, *strings(getattr(problem, "messages", ())[-1:])]
 
 
 def _is_json(prompt: Any) -> bool:
@@ -393,7 +404,7 @@ def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: A
     if not len(places) or pattern is None:
         return
     first = problems[int(places[0])]
-    token = next(filter(None, map(pattern.search, [*strings(first.prompt), first.answer])))[0]
+    token = next(filter(None, map(pattern.search, [*_texts(first), *_answers(first)])))[0]
     yield (
         f"{key}: {len(places)} of {len(problems)} problems have special tokens in their texts, such as {token!r} "
         f"in {label_of(first)}; they become control tokens"

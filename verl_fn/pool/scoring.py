@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import random
 import sys
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
 from functools import partial
 from types import coroutine
 from typing import Any
@@ -172,7 +172,10 @@ class Server:
         seed_numbers(*(seed for _, seed in rows))
         lists = {many: [row[one] for row, _ in rows] for many, one in zip(BATCHED, KEYWORDS, strict=True)}
         try:
-            values = list(self._value(function(**lists)))
+            returned = self._value(function(**lists))
+            if isinstance(returned, Mapping | Set):
+                raise Failed(f"returned {shown(returned)} for {len(rows)} responses; it must be a list of results")
+            values = list(returned)
             if len(values) != len(rows):
                 raise Failed(f"returned {len(values)} results for {len(rows)} responses")
         except BaseException as error:
