@@ -391,7 +391,7 @@ def test_messages_that_the_template_leaves_out_are_errors(first):
 def test_calls_of_first_messages_that_the_template_leaves_out_are_errors():
     call = {"type": "function", "function": {"name": "feed", "arguments": {"a": "b"}}}
     said = {"role": "assistant", "content": "a", "tool_calls": [call]}
-    with pytest.raises(EnvError, match="problem 7 .*leaves out tool_calls of message 1"):
+    with pytest.raises(EnvError, match=r"problem 7 .*leaves out tool_calls of message 1"):
         play(script(ab=(*user("ab"), said, *user("b"))), {})
 
 

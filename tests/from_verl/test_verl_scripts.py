@@ -187,6 +187,78 @@ def test_a_setting_that_needs_a_program_is_not_made_of_nothing(script, lines, va
     assert read_settings([script(text), "a.b=2"]).values == {"a.b": 2, "c.d": 1}
 
 
+def test_programs_on_which_branches_of_a_script_depend_are_named(script):
+    text = """
+    if [ "$(nvidia-smi -L | wc -l)" -ge 8 ]; then N=8; else N=1; fi
+    if python3 -c "import flash_attn"; then M=8; else M=1; fi
+    python3 prepare.py && mkdir -p logs
+    python3 -m verl.trainer.main_ppo rollout.n=$N rollout.m=$M
+    """
+    settings = read_settings([script(text)])
+    assert settings.not_run == ("nvidia-smi -L", "python3 -c import flash_attn")
+    report = translate(settings, lambda files: 9).report()
+    assert "not run, so look at what the script does with its answer:\n  nvidia-smi -L\n" in report
+
+
+def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path):
+    for name, text in {
+        "ppo_trainer": "{rollout: {n: 8}}",
+        "base": "{rollout: {n: 2, m: 3}}",
+        "mine": "{defaults: [ppo_megatron_trainer, base, _self_], rollout: {n: 4}}",
+        "last": "{defaults: [_self_, base], rollout: {n: 4}}",
+        "other": "{defaults: [{override /model_engine: megatron}], a: 1}",
+        "lost": "{defaults: [nowhere]}",
+        "grouped": "{defaults: [{data@data: own}]}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/own.yaml").write_text("{}")
+    command = ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}"]
+    for words in ([], ["--config-name=ppo_trainer"]):
+        assert read_settings([*command, *words]).values == {"rollout.n": 8}
+    assert read_settings([*command[:3], "--config-path=config", "--config-name=ppo_trainer"]).values == {}
+    for name, values, engine in (
+        ("mine", {"rollout.n": 4, "rollout.m": 3}, "megatron"),
+        ("last", {"rollout.n": 2, "rollout.m": 3}, "fsdp"),
+        ("other", {"a": 1}, "megatron"),
+    ):
+        settings = read_settings([*command, f"--config-name={name}"])
+        assert (settings.values, settings.engine) == (values, engine)
+    assert read_settings([str(tmp_path / "other.yaml"), "model_engine=fsdp"]).engine == "fsdp"
+    for name, message in (("lost", "composed of nowhere"), ("grouped", "composed of .*data/own.yaml, which is not")):
+        with pytest.raises(ConfigError, match=message):
+            read_settings([*command, f"--config-name={name}"])
+    with pytest.raises(ConfigError, match="--config-path=/nowhere, and there is no"):
+        read_settings([*command[:3], "--config-path=/nowhere"])
+
+
+def test_overrides_of_the_optimizer_win_and_defaults_cannot_be_removed():
+    start = "actor_rollout_ref.actor.optim."
+    for words in (
+        [f"{start}weight_decay=0.1", f"+{start}override_optimizer_config.weight_decay=0.0"],
+        [f"+{start}override_optimizer_config.weight_decay=0.0", f"{start}weight_decay=0.1"],
+    ):
+        table = translate(read_settings([*words, "trainer.total_training_steps=3"])).table
+        assert table["actor"]["optim"].get("weight_decay", 0.0) == 0.0
+    assert read_settings(["a.b.c=1", "a.b.d=1", "a.bc=2", "~a.b"]).values == {"a.bc": 2}
+    with pytest.raises(ConfigError, match="removes a default of verl's"):
+        read_settings([f"~{start}betas"])
+
+
+def test_groups_that_differ_only_by_a_penalty_are_refused():
+    words = ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=True", "trainer.total_training_steps=3"]
+    buffer = [f"reward.reward_kwargs.overlong_buffer_cfg.{one}" for one in ("enable=True", "len=4")]
+    for metric, more, refused in (
+        ("seq_reward", [], False),
+        ("seq_reward", buffer, True),
+        ("seq_final_reward", buffer, True),
+        ("acc", buffer, False),
+        ("seq_final_reward", ["algorithm.use_kl_in_reward=True"], True),
+    ):
+        found = translate(read_settings([*words, f"algorithm.filter_groups.metric={metric}", *more])).not_possible
+        assert any("before penalties are taken off" in line for line in found) == refused, (metric, found)
+
+
 def test_filters_of_a_script_filter(script):
     text = """
     LINES=$(printf '1\\n2\\n' | wc -l); NONE=$(printf '' | wc -l)

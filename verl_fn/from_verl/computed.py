@@ -127,6 +127,10 @@ def _dynamic_sampling(values: Values) -> Iterator[Move]:
     key = (start := "algorithm.filter_groups.") + "metric"
     if (metric := values.get(key) or "reward") not in ("acc", "score", "reward", "seq_reward", "seq_final_reward"):
         yield Move((key,), problem=f"groups differ in acc or score, not in {metric}")
+    elif (metric[:4] == "seq_" and overlong(values)) or (
+        metric == "seq_final_reward" and values.get("algorithm.use_kl_in_reward")
+    ):
+        yield Move((key,), problem=f"groups differ in acc or score, before penalties are taken off, not in {metric}")
     else:
         remark = "" if metric in ("acc", "score") else "the rewards of a response add up to its score"
         yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)

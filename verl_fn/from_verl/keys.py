@@ -235,7 +235,6 @@ ONLY: Mapping[str, Rule] = {
 # Patterns and the reason why keys that fit have no effect here, whatever their value. The first that fits counts.
 NO_EFFECT: Mapping[str, str] = {
     "*_target_": "it names a class of verl",
-    "defaults": "it composes verl's config from its own files",
     "hydra.*": "it configures Hydra",
     "*profiler.*": "there is no profiler here",
     "actor_rollout_ref.ref.fsdp_config.model_dtype": "the reference policy has no masters",

@@ -49,9 +49,13 @@ command_not_found_handle() {
         esac
         before=$word
     done
-    case ${1##*/}:$* in python*:*print*|python*:*write*) ;; python*" -c "*) return 1;; esac
+    case ${1##*/}:$* in
+        python*:*print*|python*:*write*) ;;
+        python*" -c "*) printf '\2%s\0\0' "$*" >&"$LAUNCHES"; return 1;;
+    esac
     if [ ! /dev/fd/1 -ef "/dev/fd/$SCREEN" ]; then
         [ ! -p /dev/stdin ] || mapfile  # or what writes to it would fail
+        printf '\2%s\0\0' "$*" >&"$LAUNCHES"
         local said=$*  # without spaces, at which the shell would make several words of it
         printf '\2%s\3\n' "${said//[[:space:]]/$'\1'}"
         return 0
@@ -97,6 +101,7 @@ class Settings:
         engine: verl's engine of the chosen config files: ``fsdp``, ``megatron``, or another one as verl names it.
         module: the module of the trainer; empty if no command was given.
         words: the keys that words of a command line have set; all other keys are from files.
+        not_run: commands that a script asks and that are not run; what it does with their answers is not known.
     """
 
     values: Mapping[str, Any]
@@ -104,6 +109,7 @@ class Settings:
     engine: str = "fsdp"
     module: str = ""
     words: frozenset[str] = frozenset()
+    not_run: tuple[str, ...] = ()
 
     @property
     def trainer_is_known(self) -> bool:
@@ -130,8 +136,9 @@ def read_settings(words: Sequence[str]) -> Settings:
         ({'algorithm.adv_estimator': 'grpo', 'trainer.logger': ['console']}, 'megatron')
     """
     words = [word for word in words if word.strip() not in ("", "\\")]
+    not_run: tuple[str, ...] = ()
     if words and words[0].endswith((".sh", ".bash")):
-        words = launch_of(words[0], words[1:])
+        words, not_run = launch_of(words[0], words[1:])
     launcher, module, words = _command(_known(words))
     words, chosen = _options(words)
     values: dict[str, Any] = {}
@@ -139,9 +146,9 @@ def read_settings(words: Sequence[str]) -> Settings:
     for word in words:
         key, equals, string = word.partition("=")
         if word.startswith("~") and "/" not in key:
-            values.pop(key[1:], None)
+            _remove(key[1:], values)
         elif not equals:
-            values |= _file(word)
+            values |= _file(word, chosen)
         else:
             key = key.lstrip("+")
             inner = _value(key, string)
@@ -154,7 +161,22 @@ def read_settings(words: Sequence[str]) -> Settings:
     sft = module in _SFT_MODULES or (not module and any(key.startswith(tables) for key in values))
     sft = sft or str(chosen.get("config-name", "")).startswith("sft_trainer")
     defaults = SFT_DEFAULTS if sft else PPO_DEFAULTS
-    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given))
+    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given), not_run)
+
+
+def _remove(key: str, values: dict[str, Any]) -> None:
+    """Removes a key, or the keys of a table.
+
+    Raises:
+        ConfigError: only verl's defaults give it a value.
+    """
+    removed = {name for name in (*values, *SFT_DEFAULTS, *PPO_DEFAULTS) if f"{name}.".startswith(f"{key}.")}
+    if removed.isdisjoint(values) and removed:
+        raise ConfigError(
+            f"--from-verl: ~{key} removes a default of verl's; set the value that verl takes without it"
+        )
+    for name in removed & values.keys():
+        del values[name]
 
 
 def _known(words: Sequence[str]) -> list[str]:
@@ -206,14 +228,19 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             chosen[name[2:]] = value
     config = str(chosen.get("config-name", "")).removesuffix(".yaml")
-    if config and config not in _CONFIGS:
-        file = Path(str(chosen.get("config-path", ".")), config + ".yaml")
-        if not file.is_file():
+    folder = next((chosen[name] for name in ("config-path", "config-dir") if name in chosen), "" if config else None)
+    if folder is not None:
+        # A file of that name replaces verl's own, which a relative folder of verl's examples names.
+        names = [config] if config else _CONFIGS
+        file = next((file for name in names if (file := Path(home(folder), f"{name}.yaml")).is_file()), None)
+        if file is not None and (folder or config not in _CONFIGS):
+            rest.insert(0, str(file))
+        elif (config and config not in _CONFIGS) or Path(folder).is_absolute():
+            what = f"--config-name={config} is none of verl's own configs" if config else f"--config-path={folder}"
             raise ConfigError(
-                f"--from-verl: --config-name={config} is none of verl's own configs, and there is no {file}; give "
+                f"--from-verl: {what}, and there is no {Path(folder, config or '*').with_suffix('.yaml')}; give "
                 "--config-path as an absolute path, or the YAML file itself in its place"
             )
-        rest.insert(0, str(file))
     return rest, chosen
 
 
@@ -248,7 +275,16 @@ for _tag, (_pattern, _first) in _RESOLVERS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def _file(name: str) -> dict[str, Any]:
+def _file(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a YAML file, and of the files beside it that its ``defaults`` name.
+
+    Args:
+        name: of the file.
+        chosen: gets the configs of verl's own that it is composed of.
+
+    Raises:
+        ConfigError: a file cannot be read, or is composed of something else.
+    """
     path = Path(home(name))
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--from-verl: {name!r} is neither a setting key=value nor a YAML file or a script (.sh)")
@@ -260,7 +296,37 @@ def _file(name: str) -> dict[str, Any]:
         raise ConfigError(f"--from-verl: {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"--from-verl: {path} has no table of keys")
-    return {key: value for key, value in flat(_with_names(table)).items() if value != "???"}
+    parts = table.pop("defaults", None) or []
+    own = {key: value for key, value in flat(_with_names(table)).items() if value != "???"}
+    values: dict[str, Any] = {}
+    for part in [*parts, *["_self_"] * ("_self_" not in parts)]:
+        if part == "_self_":
+            values |= own
+        elif isinstance(part, str) and (beside := path.with_name(part.removesuffix(".yaml") + ".yaml")).is_file():
+            values |= _file(str(beside), chosen)
+        elif isinstance(part, str) and part.removesuffix(".yaml") in _CONFIGS:
+            chosen["config-name"] = part
+        else:
+            _chosen_by(part, path, chosen)
+    return values
+
+
+def _chosen_by(part: Any, path: Path, chosen: dict[str, Any]) -> None:
+    """Takes an entry of a file's ``defaults`` that names the file of a group, such as ``model_engine: megatron``.
+
+    Raises:
+        ConfigError: it is the user's own file, or there is none of that name.
+    """
+    for group, option in part.items() if isinstance(part, Mapping) else [(part, None)]:
+        name = str(group).removeprefix("override ").removeprefix("optional ").strip().lstrip("/")
+        own = path.parent / name.partition("@")[0] / f"{option}.yaml"
+        if option is None or own.is_file():
+            raise ConfigError(
+                f"--from-verl: {path} is composed of {own if option else group}, which is not read; write its "
+                "settings into the file"
+            )
+        if _is_group(name, option):
+            chosen[name] = option
 
 
 def _with_names(table: Mapping[Any, Any]) -> dict[str, Any]:
@@ -339,8 +405,8 @@ def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
     )
 
 
-def launch_of(script: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Returns the words of the command with which a script starts verl's trainer.
+def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the words of the command with which a script starts verl's trainer, and what it asks other programs.
 
     Restricted bash runs the script, and starts no program but a few that only print: variables, arrays, functions,
     arithmetic and ``$@`` are what they would be in the run. Variables of the environment count as they do there.
@@ -386,9 +452,10 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> list[str]:
             raise ConfigError(f"--from-verl: {path} did not end in {SECONDS} s") from error
         launches.seek(0)
         commands = launches.read().decode(errors="replace").split("\0\0")[:-1]
-    distinct = list(dict.fromkeys(commands))
+    asked = tuple(dict.fromkeys(command[1:] for command in commands if command.startswith("\2")))
+    distinct = [command for command in dict.fromkeys(commands) if not command.startswith("\2")]
     if len(distinct) == 1:
-        return distinct[0].split("\0")
+        return distinct[0].split("\0"), asked
     said = [line.replace(str(copy), path.name) for line in (done.stderr + done.stdout).splitlines()]
     said = [line for line in said if not line.startswith("+")]
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"

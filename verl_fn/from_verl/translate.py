@@ -55,6 +55,7 @@ class Translation:
         without_effect: keys that were set and change nothing here, by the reason.
         not_possible: a line for each setting that this project cannot follow.
         unknown: a line for each key that verl does not have, with the nearest one.
+        not_run: commands of a script that were not run, on whose answers settings may depend.
     """
 
     table: Table
@@ -63,6 +64,7 @@ class Translation:
     without_effect: Mapping[str, Sequence[str]]
     not_possible: Sequence[str]
     unknown: Sequence[str]
+    not_run: Sequence[str] = ()
 
     @property
     def complete(self) -> bool:
@@ -84,6 +86,7 @@ class Translation:
             ("without effect here", reasons),
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),
+            ("not run, so look at what the script does with its answer", self.not_run),
         )
         lines = []
         for title, entries in sections:
@@ -152,6 +155,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         reasons,
         list(dict.fromkeys(refused.values())),
         [_unknown(name, settings) for name, reason in others.items() if not reason],
+        settings.not_run,
     )
 
 
@@ -178,10 +182,14 @@ def _given(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
     A null leaves verl's default, except of the clip ranges, for which it means clip_ratio.
     """
     given: dict[str, Any] = {}
+    fixed: set[str] = set()
     for name, key in names.items():
         value = settings.values[name]
         neutral = value is None or (not isinstance(value, str) and value in (0, 1))
-        if key not in given or not neutral or given[key] is None:
+        # verl's optimizers are made with the overrides, whatever the other keys say.
+        if overrides := ".override_optimizer_config." in name:
+            fixed.add(key)
+        if key not in given or overrides or (key not in fixed and not neutral) or given[key] is None:
             given[key] = value
     return {key: value for key, value in given.items() if value is not None or "clip_ratio_" in key}
 
