@@ -15,7 +15,8 @@ from verl_fn.errors import UserError, did_you_mean
 # A model folder's own code is never run, and nothing is downloaded.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
 # Numbers of modules: a damaged file may have a huge one, and making so many would take for ever.
-LAYERS, EXPERTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), ("num_experts", "num_local_experts")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_MODULES = 4096
 # Fields with a rate of dropout. The dropout of transformers' own heads is never run here.
 _DROPOUT = re.compile(r"^(?!classifier|summary).*(?:dropout|layerdrop|_pdrop$)")
