@@ -22,7 +22,7 @@ from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.memory import fits
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -126,8 +126,7 @@ class Local(SkeletonBackend):
                 frozen=frozenset(frozen & params.keys()),
             )
 
-        tower, others = parted(params, skeleton.frozen_names)
-        return keeping(source(params), source(others), tower)
+        return keeping(source, params, skeleton.frozen_names)
 
     # The two steps
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import PIXELS, beside_tokens
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -170,30 +171,30 @@ class Fsdp(SkeletonBackend):
         adapters = skeleton.adapters
         buffers = {name: layout.shard(t, self.device) for name, t in in_parts(params.buffers).items()}
         base, own = adapters.without(params) | buffers, adapters.own(params)
-        specs, sent, cut = specs_of(adapters.merged_like(params) | buffers), layout.sent, layout.published
-        unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
+        unmerged = apart(base, own, rows=layout.sent, cut=layout.published, local=local_of)
 
-        def read(params: Params, rows: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-            yield from adapters.merged(params, rows, whole)
-            yield from ((name, rows(t)) for name, t in buffers.items())
+        def source(
+            params: Params, rows: Callable[[Tensor], Tensor] = whole, cut: Callable[..., Any] = lambda specs: None
+        ) -> Weights:
+            def read() -> Iterator[tuple[str, Tensor]]:
+                yield from adapters.merged(params, rows, whole)
+                yield from ((name, rows(t)) for name, t in buffers.items())
+
+            specs = specs_of(adapters.merged_like(params) | buffers)
+            return Weights(specs, read, cut(specs))
 
         if self.exact:
             # One rank has the whole of each tensor.
             part = functools.partial(_rounded_whole, dtype=self.dtype)
             merged = functools.partial(adapters.merged, params, part, part)
-            return Weights(specs, lambda: itertools.chain(merged(), ((n, whole(t)) for n, t in buffers.items())))
-        tower, others = parted(params, skeleton.frozen_names)
-        fewer = specs_of(adapters.merged_like(others) | buffers)
-        held = keeping(
-            Weights(specs, lambda: read(params, sent), cut(specs), apart=unmerged),
-            Weights(fewer, lambda: read(others, sent), cut(fewer)),
-            tower,
-            local=local_of,
-        )
-        gathered = Weights(specs, lambda: read(params, whole), held=held)
+            own_buffers = {name: whole(t) for name, t in buffers.items()}
+            return attrs.evolve(source(params), read=lambda: itertools.chain(merged(), own_buffers.items()))
+        frozen = skeleton.frozen_names
+        rows = functools.partial(source, rows=layout.sent, cut=layout.published)
+        held = attrs.evolve(keeping(rows, params, frozen, local=local_of), apart=unmerged)
         # Engines of several ranks could disagree about which tensors the ranks gather together.
-        tower = {} if dist.get_world_size() > 1 else tower
-        return keeping(gathered, Weights(fewer, lambda: read(others, whole)), tower, local=local_of)
+        in_this_process = keeping(source, params, frozen if dist.get_world_size() == 1 else (), local=local_of)
+        return attrs.evolve(in_this_process, held=held)
 
     # The two steps
 

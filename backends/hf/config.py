@@ -234,18 +234,16 @@ def longest_row(config: Any) -> float:
     return min((r.get(limit, math.inf) for r in _ropes(config) if _kind(r) == "longrope"), default=math.inf)
 
 
-class quiet:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Hides transformers' progress bars and its warnings about new heads."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *exc: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
         logging.enable_progress_bar()

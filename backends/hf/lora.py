@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from verl_fn.atomic import crc_of
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.tensor_file import TENSORS
-from verl_fn.backends.weight_sync.publication import checksum
+from verl_fn.backends.tensor_file import TENSORS, checksum
 from verl_fn.errors import UserError, install
 from verl_fn.state import Key, Params, isolated
 from verl_fn.state.node import FrozenDict
