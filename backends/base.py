@@ -37,7 +37,6 @@ from verl_fn.state import (
     Key,
     Metrics,
     Named,
-    Node,
     Params,
     Slots,
     TokenOutputs,
@@ -48,7 +47,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.guards import expect, expect_update
-from verl_fn.state.node import field_names
+from verl_fn.state.ownership import opened
 from verl_fn.state.tree import flatten
 from verl_fn.steps import Frozen, Loss, Optimizer, apply_update, check_weights
 
@@ -552,11 +551,6 @@ def _device(part: object) -> torch.device | None:
         return part.device
     if isinstance(part, Named):
         return next((t.device for t in part.leaves.values()), None)
-    children: Iterable[object] = ()
-    if isinstance(part, Node):
-        children = [getattr(part, name) for name in field_names(type(part))]
-    elif isinstance(part, dict):
-        children = part.values()
-    elif isinstance(part, (tuple, list)):
-        children = part
+    inside = opened(part)
+    children = () if inside is None else inside[0]
     return next((device for device in map(_device, children) if device is not None), None)

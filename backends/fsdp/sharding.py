@@ -30,8 +30,8 @@ from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.protocol import TensorSpec
 from verl_fn.backends.tensor_file import Slices, Span
 from verl_fn.backends.weight_sync import Cut
-from verl_fn.state import Named, Node, tree
-from verl_fn.state.node import FrozenDict, field_names, rebuild
+from verl_fn.state import Named, tree
+from verl_fn.state.ownership import opened, with_leaves
 
 T = TypeVar("T")
 Model: TypeAlias = Callable[[], tuple[Any, dict[str, Tensor]]]
@@ -282,19 +282,10 @@ def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
     A GPU waits for this, so it handles only the nodes of states; this is faster than a general walk over trees.
     """
     if isinstance(value, Named):
-        leaves = FrozenDict((name, fn(name, t)) for name, t in value.leaves.items())
-        return rebuild(type(value), _fields(value) | {"leaves": leaves})
-    if isinstance(value, Node):
-        return rebuild(type(value), {name: _by_name(fn, field) for name, field in _fields(value).items()})
-    if isinstance(value, dict):
-        return {name: _by_name(fn, item) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_by_name(fn, item) for item in value)
+        return with_leaves(value, ((name, fn(name, t)) for name, t in value.leaves.items()))
+    if (inside := opened(value)) is not None:
+        return inside[1](_by_name(fn, part) for part in inside[0])
     return value
-
-
-def _fields(value: Node) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in field_names(type(value))}
 
 
 def whole_of(value: T) -> T:
