@@ -217,7 +217,9 @@ def read_state(
         CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
             model or optimizer.
     """
-    folder, device, cast = Path(folder), torch.device(device), _either(frozen)
+    folder, device = Path(folder), torch.device(device)
+    # The names of frozen parameters in both files.
+    cast = {name for param in frozen for name in (param, f".params[{param!r}]")}
     with agreed(gather):
         check_finished(folder)
         try:
@@ -244,11 +246,6 @@ class Opened(Generic[T]):
     model: Callable[[str, int, int], Tensor]
     rest: Callable[[str, int, int], Tensor]
     hollow: T
-
-
-def _either(frozen: Iterable[str]) -> frozenset[str]:
-    """Returns the names of frozen parameters in both files of a state."""
-    return frozenset(name for param in frozen for name in (param, f".params[{param!r}]"))
 
 
 def open_state(

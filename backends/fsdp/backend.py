@@ -185,10 +185,12 @@ class Fsdp(SkeletonBackend):
 
         if self.exact:
             # One rank has the whole of each tensor.
-            part = functools.partial(_rounded_whole, dtype=self.dtype)
-            merged = functools.partial(adapters.merged, params, part, part)
-            own_buffers = {name: whole(t) for name, t in buffers.items()}
-            return attrs.evolve(source(params), read=lambda: itertools.chain(merged(), own_buffers.items()))
+            def part(t: Tensor) -> Tensor:
+                return exact.rounded(whole(t), self.dtype)
+
+            given = {name: whole(t) for name, t in buffers.items()}.items()
+            read = functools.partial(adapters.merged, params, part, part)
+            return attrs.evolve(source(params), read=lambda: itertools.chain(read(), given))
         frozen = skeleton.frozen_names
         rows = functools.partial(source, rows=layout.sent, cut=layout.published)
         held = attrs.evolve(keeping(rows, params, frozen, local=local_of), apart=unmerged)
@@ -372,7 +374,3 @@ class Fsdp(SkeletonBackend):
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
             padded, beside = self._built().padded, beside_tokens(batch)
             return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded, beside=beside)
-
-
-def _rounded_whole(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return exact.rounded(whole(t), dtype)

@@ -240,7 +240,7 @@ def rows_attention(
     q = pad(q, (0, 0, 0, tiles * QUERIES - length)).view(rows, kv, group, tiles, QUERIES, dim)
     q = q.permute(0, 1, 3, 4, 2, 5).reshape(rows * kv, tiles, QUERIES * group, dim)
     places = torch.arange(tiles * QUERIES, device=q.device).view(1, tiles, QUERIES)
-    k, v = (_in_blocks(x.flatten(0, 1)) for x in (k, v))
+    k, v = (pad(x.flatten(0, 1), (0, 0, 0, -length % KEYS)) for x in (k, v))
     out = _over_blocks(q, k, v, places.repeat_interleave(group, -1), scaling, window)
     out = out.view(rows, kv, tiles, QUERIES, group, dim).permute(0, 1, 4, 2, 3, 5)
     return out.reshape(rows, heads, tiles * QUERIES, dim)[:, :, :length]
@@ -272,10 +272,6 @@ def step_attention(
     places = positions.repeat_interleave(kv)[:, None, None]
     out = _over_blocks(tile, keys.flatten(0, 1), values.flatten(0, 1), places, scaling, window)
     return out[:, 0, :group].reshape(n, heads, dim)
-
-
-def _in_blocks(x: Float[Tensor, "N L dim"]) -> Float[Tensor, "N places dim"]:
-    return pad(x, (0, 0, 0, -x.shape[1] % KEYS))
 
 
 def _over_blocks(
