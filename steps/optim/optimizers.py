@@ -91,7 +91,9 @@ class Cosine:
         return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
 
 
-constant, linear, cosine = Constant, Linear, Cosine
+constant = Constant
+linear = Linear
+cosine = Cosine
 
 
 def as_schedule(schedule: Schedule | float) -> Schedule:
@@ -404,4 +406,5 @@ class SGD(Optimizer):
         return params, state, {"lr": Weighted(lr, 1.0)}
 
 
-adamw, sgd = AdamW, SGD
+adamw = AdamW
+sgd = SGD

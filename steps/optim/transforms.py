@@ -324,7 +324,9 @@ class Frozen(Optimizer):
         raise ValueError(_REFUSAL)
 
 
-stateless, clip_by_global_norm, frozen = Stateless, ClipByGlobalNorm, Frozen
+stateless = Stateless
+clip_by_global_norm = ClipByGlobalNorm
+frozen = Frozen
 
 
 def tensors_of(tree: Named, names: list[str]) -> list[Tensor]:
