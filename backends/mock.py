@@ -122,6 +122,7 @@ class Mock(Base):
             raise ValueError(f"failures name {sorted(unknown)}; the methods are {', '.join(METHODS)}")
         self.calls: Counter[str] = Counter()
         self._counting = threading.Lock()
+        # Calls are counted as they come in, also of methods that a subclass replaces.
         for method in METHODS:
             setattr(self, method, functools.partial(self._called, method))
 
