@@ -213,7 +213,8 @@ def open_store(address: str, size: int, timeout: timedelta) -> dist.TCPStore:
         >>> store.get("a")
         b'b'
     """
-    with socket.create_server((address, 0), family=_family(address)) as listening:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listening:
         port = listening.getsockname()[1]
         # The store owns the descriptor.
         return dist.TCPStore(
@@ -230,10 +231,6 @@ def use_loopback(address: str) -> None:
     if ipaddress.ip_address(address).is_loopback:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class RowLayout(Protocol):

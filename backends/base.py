@@ -19,12 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends import checkpoint
+from verl_fn.backends.agreement import Gather, agreed, alone, gathered, require_same
 from verl_fn.backends.checkpoint import Writing
-from verl_fn.backends.hf.lora import FrozenBase, Lora, Reference, chain_of, stamp_of
+from verl_fn.backends.hf import exact as exactness
+from verl_fn.backends.hf.config import check_same_config
+from verl_fn.backends.hf.folder import Checkpointing
+from verl_fn.backends.hf.lora import ADAPTERS, FrozenBase, Lora, Reference, chain_of, in_peft, stamp_of
 from verl_fn.backends.hf.outputs import check_head, check_needs
-from verl_fn.backends.hf.skeleton import repeatable
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
     Batch,
@@ -32,7 +37,6 @@ from verl_fn.state import (
     Key,
     Metrics,
     Named,
-    Node,
     Params,
     Slots,
     TokenOutputs,
@@ -42,8 +46,9 @@ from verl_fn.state import (
     taken,
     tree,
 )
-from verl_fn.state.guards import expect, expect_params, expect_state, expect_update
-from verl_fn.state.node import field_names
+from verl_fn.state.guards import expect, expect_update
+from verl_fn.state.ownership import opened
+from verl_fn.state.tree import flatten
 from verl_fn.steps import Frozen, Loss, Optimizer, apply_update, check_weights
 
 P = ParamSpec("P")
@@ -133,6 +138,7 @@ class Base(abc.ABC):
         self.deterministic = deterministic
         self.lora = lora
         self.several_ranks = several_ranks
+        self._gather: Gather = gathered if several_ranks else alone
         self._base: FrozenBase | None = None
         self._writing: Writing | None = None
         self._trains = not isinstance(optimizer, Frozen)
@@ -225,7 +231,8 @@ class Base(abc.ABC):
             LayoutError: ranks were given different batches, or another thread computes.
             NotDifferentiable: a derivative of this function was taken.
         """
-        expect_params("forward", params, batch)
+        expect("forward", Params, params)
+        expect("forward", Batch, batch)
         refuse_derivatives("forward", params, batch)
         wanted = self._wanted(needs, forward=True)
         with self._one_call(), self._with_buffers(params):
@@ -245,7 +252,8 @@ class Base(abc.ABC):
             OutOfMemory: a micro-batch does not fit into the device's memory. Other ranks wait until the process
                 group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
         """
-        expect_state("forward_backward", state, batch)
+        expect("forward_backward", TrainState, state)
+        expect("forward_backward", Batch, batch)
         refuse_derivatives("forward_backward", state, batch)
         if state.params.trainable == frozenset():
             raise ValueError(
@@ -374,8 +382,139 @@ class Base(abc.ABC):
         """Returns what this rank holds of a parameter."""
         return t
 
-    def _gather(self, value: T) -> list[T]:
-        return gathered(value) if self.several_ranks else [value]
+
+class SkeletonBackend(Base):
+    """A training backend that computes with a ``Skeleton``, on whole tensors or on a part of the rows of each.
+
+    A subclass implements ``_params``, ``_forward``, ``_forward_backward`` and ``_built``. One that shards its values
+    replaces the hooks at the end.
+
+    Args:
+        folder: a Hugging Face model folder.
+        optimizer: from ``verl_fn.steps``.
+        device: computes.
+        dtype: of the computation, by name or as torch's.
+        max_tokens: the most tokens of a micro-batch.
+        checkpointing: recompute each layer in the backward pass.
+        row_layout: of a micro-batch.
+        freeze_vision_tower: do not train the module that sees images.
+        exact: compute with the kernels of ``hf.exact``.
+        options: of ``Base``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        dtype: str | torch.dtype,
+        max_tokens: int,
+        checkpointing: Checkpointing,
+        row_layout: str,
+        freeze_vision_tower: bool,
+        exact: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(optimizer, folder=folder, **options)
+        self.device, self.dtype = device, dtype_of(dtype, "dtype")
+        self.max_tokens, self.checkpointing, self.exact = max_tokens, checkpointing, exact
+        # How models of folders are made; see ``hf.folder.build``.
+        self._options: dict[str, Any] = {
+            "checkpointing": checkpointing, "lora": self.lora, "row_layout": row_layout, "frozen": self.dtype,
+            "device": device, "trained": self._trains, "freeze_tower": freeze_vision_tower,
+        }  # fmt: skip
+        # What states hold, on the meta device.
+        self._blank = Params({})
+
+    @abc.abstractmethod
+    def _built(self) -> Skeleton:
+        """Returns the model of the backend's folder."""
+
+    def _adopt(self, skeleton: Skeleton, shapes: Mapping[str, Tensor]) -> None:
+        """Makes a model, with these parameters on the meta device, the one that the backend computes with."""
+        if self.exact:
+            exactness.check(skeleton, self.dtype, self.device, self.folder)
+            exactness.adopt(skeleton)
+        skeleton.move_buffers(self.device)
+        self._blank = Params(shapes, skeleton.trainable, skeleton.new_buffers(self.device))
+
+    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
+        return self._built().holding(params)
+
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
+        self._check(state.params)
+        self._agree({"folder to save in": str(folder)})
+        skeleton, params = self._built(), state.params
+        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
+        skeleton.check_trained(params)
+        skeleton.check_buffers(params.buffers)
+        if (base := self._base_of(params, folder)) is None:
+            file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)
+            merged = Params(skeleton.adapters.filed(params, self._held, self._whole))
+            weights = {**self._of_rows(merged), **params.buffers}
+        else:
+            file, kept = ADAPTERS, Params({})
+            weights = {in_peft(name): params[name] for name in params.trained()}
+        rest, scalars = flatten(attrs.evolve(state, params=kept))
+        model, others = ({name: self._span(t) for name, t in tensors.items()} for tensors in (weights, rest))
+
+        def describe(folder: Path) -> None:
+            checkpoint.describe_model(folder, skeleton, self.folder, self.dtype, base)
+
+        rank = dist.get_rank() if self.several_ranks else 0
+        return checkpoint.begin_save(
+            folder, model, others, scalars, describe, file=file, gather=self._gather, rank=rank, later=later
+        )
+
+    @one_at_a_time
+    def restore(self, folder: str | Path) -> TrainState:
+        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own rows.
+
+        Raises:
+            ModelError: its frozen weights are in another folder, and this backend's folder has others.
+        """
+        skeleton = self._built()
+        self._agree({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
+        with agreed(self._gather):
+            checkpoint.check_finished(folder)
+            check_same_config(skeleton, folder)
+            skeleton.adapters.check(Path(folder))
+        adapters, params = skeleton.adapters, self._blank
+        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        read = functools.partial(
+            checkpoint.read_state, folder, rows=self._rows, device=self.device, gather=self._gather
+        )
+        if (reference := Reference.read(folder)) is not None:
+            model = {in_peft(name): params[name] for name in params.trained()}
+            weights, rest = read(model, rest, file=ADAPTERS)
+            trained = self._of_rows(Params({name: weights[in_peft(name)] for name in params.trained()}))
+            return attrs.evolve(self._of_rows(rest), params=self._on_base(reference, folder, trained))
+        rest = attrs.evolve(rest, params=adapters.unmerged(params))
+        buffers = {name: b.to("meta") for name, b in params.buffers.items()}
+        frozen = params.keys() - params.trained()
+        weights, rest = read({**adapters.merged_like(params), **buffers}, rest, frozen=frozen)
+        joined = adapters.joined(params, weights, rest.params)
+        joined = attrs.evolve(joined, buffers=checkpoint.read_buffers(folder, params.buffers))
+        return self._of_rows(attrs.evolve(rest, params=joined))
+
+    # What a backend that shards its values does differently
+
+    def _rows(self, count: int) -> tuple[int, int]:
+        """Returns the first row that this process holds of a tensor with so many, and the one after its last."""
+        return 0, count
+
+    def _span(self, t: Tensor) -> Span:
+        """Returns the elements of a tensor that this process writes into a checkpoint."""
+        return Span.whole(t)
+
+    def _whole(self, t: Tensor) -> Tensor:
+        """Returns a whole tensor."""
+        return t
+
+    def _of_rows(self, value: T) -> T:
+        """Returns a value of the backend, given one whose tensors are the rows that this process holds."""
+        return value
 
 
 def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to) -> Grads:
@@ -412,11 +551,6 @@ def _device(part: object) -> torch.device | None:
         return part.device
     if isinstance(part, Named):
         return next((t.device for t in part.leaves.values()), None)
-    children: Iterable[object] = ()
-    if isinstance(part, Node):
-        children = [getattr(part, name) for name in field_names(type(part))]
-    elif isinstance(part, dict):
-        children = part.values()
-    elif isinstance(part, (tuple, list)):
-        children = part
+    inside = opened(part)
+    children = () if inside is None else inside[0]
     return next((device for device in map(_device, children) if device is not None), None)

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -217,7 +217,9 @@ def read_state(
         CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
             model or optimizer.
     """
-    folder, device, cast = Path(folder), torch.device(device), _either(frozen)
+    folder, device = Path(folder), torch.device(device)
+    # The names of frozen parameters in both files.
+    cast = {name for param in frozen for name in (param, f".params[{param!r}]")}
     with agreed(gather):
         check_finished(folder)
         try:
@@ -246,11 +248,6 @@ class Opened(Generic[T]):
     hollow: T
 
 
-def _either(frozen: Iterable[str]) -> frozenset[str]:
-    """Returns the names of frozen parameters in both files of a state."""
-    return frozenset(name for param in frozen for name in (param, f".params[{param!r}]"))
-
-
 def open_state(
     folder: str | Path,
     model: Mapping[str, Tensor],
@@ -273,23 +270,9 @@ def open_state(
     Raises:
         CheckpointError: as ``read_state``.
     """
-    folder, cpu, cast = Path(folder), torch.device("cpu"), _either(frozen)
-
-    def none(count: int) -> tuple[int, int]:
-        return 0, 0
-
-    with agreed(gather):
-        check_finished(folder)
-        try:
-            tensor_file.read(folder / file, model, none, cpu, cast)
-            tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu, cast)
-            weights, others = (tensor_file.Slices(folder / name) for name in (file, TENSORS))
-            scalars = json.loads((folder / SCALARS).read_text())
-            hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
-        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
-        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
-    return Opened(weights.rows, others.rows, hollow)
+    _, state = read_state(folder, model, rest, file=file, rows=lambda count: (0, 0), gather=gather, frozen=frozen)
+    weights, others = (tensor_file.Slices(Path(folder) / name) for name in (file, TENSORS))
+    return Opened(weights.rows, others.rows, tree.map_tensors(lambda t: None, state))
 
 
 def read_buffers(folder: str | Path, like: Buffers) -> Buffers:
@@ -413,15 +396,13 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
 
 def dtype_of_weights(folder: Path) -> torch.dtype | None:
     """Returns the dtype of most numbers in the files of a model's weights; None if no safetensors can be read."""
-    from safetensors import SafetensorError, safe_open
-
     counts: Counter[Any] = Counter()
     for path in folder.glob("*.safetensors"):
         if path.name != TENSORS:
-            with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    rows = file.get_slice(name)
-                    counts[rows.get_dtype()] += math.prod(rows.get_shape())
+            with contextlib.suppress(SafetensorError, OSError):
+                file = tensor_file.Slices(path)
+                for dtype, shape in map(file.about, file.names()):
+                    counts[dtype] += math.prod(shape)
     kinds = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     return next((kinds[name] for name, _ in counts.most_common() if name in kinds), None)
 
@@ -460,9 +441,6 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
         UsageError: ``out`` is not empty, or ``source`` has no adapters.
         LoraError: PEFT is not installed, or the checkpoint is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     source, out = Path(source), Path(out)
     check_empty(out)
     saved = lora.read(source)
@@ -478,9 +456,7 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
             tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
         with replaced_folder(out) as aside:
             lora.write_adapter(tensors, adapters, base, aside, head)
-            prefix = "base_model.model."
-            written = load_file(aside / lora.ADAPTERS)
-            _compare(tensors, {name.removeprefix(prefix): t for name, t in written.items()})
+            _compare(tensors, lora.read_adapter(aside))
     except (OSError, SafetensorError) as error:
         raise lora.LoraError(f"the adapters of {source} cannot be written to {out}: {error}") from error
     return out
@@ -494,13 +470,13 @@ def _trained(source: Path, adapters: lora.Adapters) -> tuple[dict[str, Tensor], 
     """
     if Reference.read(source) is not None:
         place, saved = source / lora.ADAPTERS, lora.read_adapter(source)
-        heads = {name: t for name, t in saved.items() if not _is_adapter(name)}
+        heads = {name: t for name, t in saved.items() if not lora.is_adapter(name)}
     else:
         place, end = source / TENSORS, "']"
-        found = _tensors(place, lambda name: name.startswith(_PARAM) and _is_adapter(name.removesuffix(end)))
+        found = _tensors(place, lambda name: name.startswith(_PARAM) and lora.is_adapter(name.removesuffix(end)))
         saved = {name.removeprefix(_PARAM).removesuffix(end): t for name, t in found.items()}
         heads = _tensors(source / MODEL, lambda name: name.partition(".")[0] in _VALUE_HEADS)
-    held = {name for name in saved if _is_adapter(name)}
+    held = {name for name in saved if lora.is_adapter(name)}
     if differing := sorted(held.symmetric_difference(adapters.names())):
         raise lora.LoraError(
             f"{place} does not hold the adapters that {lora.ABOUT} lists: {len(differing)} differ, such as "
@@ -509,12 +485,6 @@ def _trained(source: Path, adapters: lora.Adapters) -> tuple[dict[str, Tensor], 
     return {name: saved[name] for name in adapters.names()} | heads, next(iter(heads), "").partition(".")[0]
 
 
-def _is_adapter(name: str) -> bool:
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))
-
-
 def _tensors(file: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118

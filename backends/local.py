@@ -6,27 +6,23 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends import checkpoint
-from verl_fn.backends.base import Base, one_at_a_time
+from verl_fn.backends.base import SkeletonBackend, one_at_a_time
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
-from verl_fn.backends.hf.folder import Checkpointing, build, check_same_config, check_same_model, hollow
-from verl_fn.backends.hf.lora import ADAPTERS, Lora, Reference, in_peft, itself
+from verl_fn.backends.hf.folder import Checkpointing, build, check_same_model, hollow
+from verl_fn.backends.hf.lora import Lora, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
-from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
+from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.memory import fits
-from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -44,14 +40,13 @@ from verl_fn.state import (
     version_of,
 )
 from verl_fn.state.guards import expect
-from verl_fn.state.tree import flatten
 from verl_fn.steps import Loss, Optimizer, total_loss
 from verl_fn.steps.losses.contract import check_fields
 
 T = TypeVar("T")
 
 
-class Local(Base):
+class Local(SkeletonBackend):
     """Trains a Hugging Face causal language model, or a value model on its body, in this process.
 
     Parameters are put into a skeleton on the meta device for each call. Detached aliases of the state's tensors (or
@@ -104,68 +99,15 @@ class Local(Base):
         deterministic: bool = False,
         exact: bool = False,
     ) -> None:
-        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, lora=lora)
-        self.exact = exact
-        self.dtype = dtype_of(dtype, "dtype")
-        self.max_tokens = max_tokens
-        self.checkpointing = checkpointing
-        self.row_layout = row_layout
-        self.freeze_vision_tower = freeze_vision_tower
-        self.device = torch.device(device)
+        super().__init__(
+            folder, optimizer, device=torch.device(device), dtype=dtype, max_tokens=max_tokens,
+            checkpointing=checkpointing, row_layout=row_layout, freeze_vision_tower=freeze_vision_tower, exact=exact,
+            head=head, deterministic=deterministic, lora=lora,
+        )  # fmt: skip
         # Calls share the skeleton and the cached copies.
         self._skeleton: Skeleton | None = None
-        self._blank = Params({})
         self._cast: dict[str, Tensor] = {}
         self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-
-    # Making states
-
-    def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
-        skeleton = self._built()
-        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
-        skeleton.check_trained(state.params)
-        skeleton.check_buffers(state.buffers)
-        params, base = state.params, self._base_of(state.params, folder)
-        if base is None:
-            file, weights = checkpoint.MODEL, {**skeleton.adapters.filed(params), **state.buffers}
-            kept = skeleton.adapters.unmerged(params)
-        else:
-            file, weights = ADAPTERS, {in_peft(name): params[name] for name in params.trained()}
-            kept = Params({})
-        rest, scalars = flatten(attrs.evolve(state, params=kept))
-        model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (weights, rest))
-
-        def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder, self.dtype, base)
-
-        return checkpoint.begin_save(folder, model, others, scalars, describe, file=file, later=later)
-
-    @one_at_a_time
-    def restore(self, folder: str | Path) -> TrainState:
-        """Returns the state that ``save`` wrote, bitwise.
-
-        Raises:
-            ModelError: its frozen weights are in another folder, and this backend's folder has others.
-        """
-        skeleton = self._built()
-        checkpoint.check_finished(folder)
-        check_same_config(skeleton, folder)
-        adapters, params = skeleton.adapters, self._blank
-        adapters.check(Path(folder))
-        reference = Reference.read(folder)
-        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        if reference is not None:
-            model = {in_peft(name): params[name] for name in params.trained()}
-            weights, rest = checkpoint.read_state(folder, model, rest, file=ADAPTERS, device=self.device)
-            trained = {name: weights[in_peft(name)] for name in params.trained()}
-            return attrs.evolve(rest, params=self._on_base(reference, folder, trained))
-        rest = attrs.evolve(rest, params=adapters.unmerged(params))
-        model = {**adapters.merged_like(params), **tree.map_tensors(_on_meta, params.buffers)}
-        frozen = params.keys() - params.trained()
-        weights, rest = checkpoint.read_state(folder, model, rest, device=self.device, frozen=frozen)
-        joined = adapters.joined(params, weights, rest.params)
-        buffers = checkpoint.read_buffers(folder, params.buffers)
-        return attrs.evolve(rest, params=attrs.evolve(joined, buffers=buffers))
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
@@ -184,8 +126,7 @@ class Local(Base):
                 frozen=frozenset(frozen & params.keys()),
             )
 
-        tower, others = parted(params, skeleton.frozen_names)
-        return keeping(source(params), source(others), tower)
+        return keeping(source, params, skeleton.frozen_names)
 
     # The two steps
 
@@ -278,34 +219,22 @@ class Local(Base):
 
     # What stays inside
 
-    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
-        return self._built().holding(params)
-
     def _free_copies(self) -> None:
         self._cast.clear()
         self._cast_from.clear()
 
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
-        how: dict[str, Any] = {
-            "key": key, "checkpointing": self.checkpointing, "lora": self.lora, "row_layout": self.row_layout,
-            "frozen": self.dtype, "device": self.device, "trained": self._trains,
-            "freeze_tower": self.freeze_vision_tower,
-        }  # fmt: skip
-        empty = hollow(folder, self.head, **how) if pretrained else None
+        options = {**self._options, "key": key}
+        empty = hollow(folder, self.head, **options) if pretrained else None
         if empty is not None and (weights := FolderWeights.of(folder, empty)) is not None:
             skeleton, params = empty.skeleton, weights.whole(empty, self.device)
         else:
-            skeleton, params = build(folder, self.head, pretrained=pretrained, **how)
+            skeleton, params = build(folder, self.head, pretrained=pretrained, **options)
             # Copies, since transformers' tensors may share a storage, or lie such that kernels round differently.
             params = {name: t.to(self.device, copy=True) for name, t in params.items()}
         if self._skeleton is None and Path(folder) == self.folder:
-            if self.exact:
-                exact.check(skeleton, self.dtype, self.device, folder)
-                exact.adopt(skeleton)
-            skeleton.move_buffers(self.device)
+            self._adopt(skeleton, {name: t.to("meta") for name, t in params.items()})
             self._skeleton = skeleton
-            blank = {name: t.to("meta") for name, t in params.items()}
-            self._blank = Params(blank, skeleton.trainable, skeleton.new_buffers(self.device))
         else:
             # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), skeleton, folder)
@@ -360,10 +289,6 @@ def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
     """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
     tensor, version = seen
     return tensor() is t and version == version_of(t)
-
-
-def _on_meta(t: Tensor) -> Tensor:
-    return t.to("meta")
 
 
 def _leaf(t: Tensor) -> Tensor:

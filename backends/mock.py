@@ -7,12 +7,13 @@ scripted responses.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -20,7 +21,9 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
+from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import MODEL, Writing, begin_save, read_state
+from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.protocol import (
     Capabilities,
     Chunk,
@@ -34,7 +37,7 @@ from verl_fn.backends.protocol import (
     serves,
 )
 from verl_fn.backends.tensor_file import Span
-from verl_fn.backends.weight_sync import Weights, receive
+from verl_fn.backends.weight_sync import receive
 from verl_fn.state import (
     PER_ROW,
     Batch,
@@ -44,19 +47,17 @@ from verl_fn.state import (
     Params,
     Request,
     Sample,
-    Slots,
     Sum,
     TokenOutputs,
     TrainState,
     isolated,
     metrics,
-    refuse_derivatives,
     split_by_tokens,
     tree,
 )
-from verl_fn.state.guards import expect, expect_params, expect_state, expect_tokens
+from verl_fn.state.guards import expect, expect_tokens
 from verl_fn.state.tree import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
+from verl_fn.steps import Loss, Optimizer, total_loss
 from verl_fn.steps.losses.contract import check_fields
 
 NEEDS = frozenset({"logprobs", "entropy", "values", "row_values"})
@@ -72,10 +73,9 @@ METHODS = (
     "restore",
     "weights",
 )
-T = TypeVar("T")
 
 
-class Mock:
+class Mock(Base):
     """Trains a policy that depends on one token before, and a value for each token.
 
     The parameters are ``logits [V, V]`` of the next token given the one before it, and ``values [V]``. The methods
@@ -114,118 +114,69 @@ class Mock:
         max_tokens: int = 16384,
         failures: Mapping[tuple[str, int], Exception] | None = None,
     ) -> None:
+        super().__init__(optimizer)
         self.vocab_size = vocab_size
-        self.optimizer = optimizer
         self.max_tokens = max_tokens
         self.failures = dict(failures or {})
         if unknown := {method for method, _ in self.failures} - set(METHODS):
             raise ValueError(f"failures name {sorted(unknown)}; the methods are {', '.join(METHODS)}")
         self.calls: Counter[str] = Counter()
-        self._writing: Writing | None = None
-        self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        # Calls are counted as they come in, also of methods that a subclass replaces.
+        for method in METHODS:
+            setattr(self, method, functools.partial(self._called, method))
 
-    # Making states
+    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Counts a call of a method, and makes it unless it is to fail."""
+        with self._counting:
+            self.calls[method] += 1
+            call = (method, self.calls[method])
+        if call in self.failures:
+            raise self.failures[call]
+        return getattr(type(self), method)(self, *args, **kwargs)
 
-    @isolated()
-    def init(self, key: Key) -> TrainState:
-        """Returns a state with normally distributed tables drawn from ``key``."""
-        self._called("init")
-        stream = key.fold_in("init").generator()
-        v = self.vocab_size
-        return self._fresh(
-            {"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)}, key
-        )
+    def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        """Returns the tables that ``save`` wrote, or normally distributed ones."""
+        if pretrained:
+            return Params(_tables(folder))
+        stream, v = key.generator(), self.vocab_size
+        return Params({"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)})
 
-    @isolated()
-    def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
-        """Returns a fresh state with the tables that ``save`` wrote."""
-        self._called("load_pretrained")
-        return self._fresh(_tables(folder), key)
-
-    def save(self, state: TrainState, folder: str | Path, *, later: bool = False) -> None:
-        """Writes the state into ``folder``, under the file names of ``Local``, and later only in ``saved``."""
-        self._called("save")
-        self.saved()
+    def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
+        """Writes under the file names of ``Local``."""
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
         model, others = ({name: Span.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
-        writing = begin_save(folder, model, others, scalars, later=later)
-        if later:
-            self._writing = writing
-        else:
-            writing.finish()
+        return begin_save(folder, model, others, scalars, later=later)
 
-    def saved(self) -> None:
-        """Waits until a save that was to end later is whole."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
-
-    @isolated()
+    @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` wrote, bitwise."""
-        self._called("restore")
-        blank = tree.map_tensors(lambda t: t.to("meta"), self._fresh(_tables(folder), Key.from_seed(0)))
-        params, rest = read_state(folder, blank.params, attrs.evolve(blank, params=Params({})))
-        return attrs.evolve(rest, params=Params(params))
-
-    @isolated()
-    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """Returns the same state with the parameters or the optimizer tree on another device."""
-        self._called("place")
-
-        def move(value: T, device: str | None) -> T:
-            return value if device is None else tree.map_tensors(lambda t: t.to(device), value)
-
-        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
-
-    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
-        """Returns the tables by name."""
-        return dict(value.items())
-
-    def weights(self, params: Params) -> Weights:
-        """Returns both tables for ``RolloutBackend.publish``."""
-        self._called("weights")
-        return Weights.of(params)
-
-    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """Returns ``fn(*values)``, since values lie in this process."""
-        return fn(*values)
+        params = tree.map_tensors(lambda t: t.to("meta"), Params(_tables(folder)))
+        blank = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        tables, rest = read_state(folder, params, blank)
+        return attrs.evolve(rest, params=Params(tables))
 
     # The two steps
 
-    @isolated()
-    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """Returns the outputs that ``needs`` names, without gradients.
+    def _wanted(self, needs: Iterable[str], *, forward: bool = False) -> frozenset[str]:
+        known, wanted = NEEDS | CONSTANT_NEEDS if forward else NEEDS, frozenset(needs)
+        if unknown := sorted(wanted - known):
+            raise ValueError(f"a mock gives {sorted(known)}, not {unknown}")
+        return wanted
 
-        They are given for every token with ``response_mask``, or for every row.
-        """
-        self._called("forward")
-        expect_params("forward", params, batch)
-        refuse_derivatives("forward", params, batch)
+    def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         expect_tokens(batch, self.vocab_size)
-        wanted = _check_needs(needs, NEEDS | CONSTANT_NEEDS)
         split = split_by_tokens(batch, self.max_tokens)
         return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
 
-    @isolated(gradients=True)
-    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Returns gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
-
-        Raises:
-            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
-                together, or a row or group is longer than the token budget.
-            DonatedError: the state was donated.
-        """
-        self._called("forward_backward")
-        expect_state("forward_backward", state, batch)
-        refuse_derivatives("forward_backward", state, batch)
+    def _forward_backward(
+        self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
+    ) -> tuple[Grads, Metrics]:
         expect_tokens(batch, self.vocab_size)
-        check_weights(loss, batch)
-        wanted = _check_needs(loss.needs, NEEDS)
         params = tree.map_tensors(Tensor.detach, state.params)
         gathered = {name: torch.zeros_like(t) for name, t in params.items()}
         reported: Metrics = {}
-        for part in split_by_tokens(batch.detached(), self.max_tokens, loss.together):
+        for part in split_by_tokens(batch, self.max_tokens, loss.together):
             lookup = _Lookup.of(params, part)
             leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
             total, of_part = total_loss(loss, TokenOutputs(leaves), part)
@@ -240,7 +191,7 @@ class Mock:
         expect("loss_fn", Batch, batch)
         # Weights may be traced, so their values are not checked.
         check_fields(loss, batch)
-        wanted = _check_needs(loss.needs, NEEDS)
+        wanted = self._wanted(loss.needs)
 
         @isolated(gradients=None)
         def fn(params: Params) -> tuple[Tensor, Metrics]:
@@ -248,24 +199,6 @@ class Mock:
             return total, tree.map(torch.as_tensor, {"loss": Sum(total.detach().double()), **reported})
 
         return fn
-
-    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """Returns the next state and metrics; see ``steps.apply_update``."""
-        self._called("apply_update")
-        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
-
-    # What stays inside
-
-    def _fresh(self, tables: dict[str, Tensor], key: Key) -> TrainState:
-        params = Params(tables)
-        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
-
-    def _called(self, method: str) -> None:
-        with self._lock:
-            self.calls[method] += 1
-            call = (method, self.calls[method])
-        if call in self.failures:
-            raise self.failures[call]
 
 
 @attrs.frozen(eq=False)
@@ -294,11 +227,7 @@ class _Lookup:
 
     @classmethod
     def of(cls, params: Params, batch: Batch) -> _Lookup:
-        targets = batch["response_mask"].nonzero()[:, 0]
-        first = batch.positions[targets] == 0
-        if bool(first.any()):
-            row = int(batch.row_ids[targets[first][0]])
-            raise ValueError(f"row {row}: response_mask is set on its first token; that has no log-probability")
+        targets = check_targets(batch)
         before = batch.tokens[targets - 1]
         temperature = torch.ones(len(targets))
         if "temperature" in batch:
@@ -348,13 +277,6 @@ class _Lookup:
 def _tables(folder: str | Path) -> dict[str, Tensor]:
     # Copies, since tensors of one file share its memory, and an update could not reuse that.
     return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
-
-
-def _check_needs(needs: Iterable[str], known: frozenset[str]) -> list[str]:
-    wanted = sorted(set(needs))
-    if unknown := set(wanted) - known:
-        raise ValueError(f"a mock gives {sorted(known)}, not {sorted(unknown)}")
-    return wanted
 
 
 @attrs.frozen

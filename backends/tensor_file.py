@@ -1,4 +1,4 @@
-"""Writes and reads one safetensors file by several processes at once, each its own ranges of bytes."""
+"""Tensors as bytes: one safetensors file that several processes write and read at once, and checksums."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ TENSORS = "train_state.safetensors"  # of a training state, beside the weights o
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
 BLOCK = 4 * 2**20  # bytes that are written at once
+# Layout of a checksum: bytes of a word, words of a row and of a slice, and an odd multiplier that mixes bits.
+WORD, WIDTH, SLICE = 8, 1024, 2**18
+MULTIPLIER = 6364136223846793005
 
 
 @attrs.frozen(eq=False)
@@ -208,3 +211,42 @@ def _plan(parts: Mapping[str, Span]) -> tuple[bytes, dict[str, int], int]:
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header, places, end
+
+
+def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Returns a 64-bit hash of a tensor's bytes; it also changes if rows or elements are swapped.
+
+    Args:
+        values: the tensor.
+        dtype: hash the tensor as if it were converted; None for its own dtype.
+
+    Example:
+        >>> a = torch.arange(6.0)
+        >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
+        (True, False)
+        >>> checksum(a, torch.bfloat16) == checksum(a.bfloat16())
+        True
+    """
+    flat = values.detach().reshape(-1)
+    dtype = dtype or flat.dtype
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # Slice by slice, since converting and mixing copy the elements.
+    for part in flat.split(SLICE * WORD // dtype.itemsize):
+        data = part.to(dtype).contiguous().view(torch.uint8)
+        if data.storage_offset() % WORD:
+            data = data.clone()  # words have to be aligned
+        end = len(data) // WORD * WORD
+        total = total * MULTIPLIER + _of_slice(data[:end].view(torch.int64)) + _weighted(data[end:].long())
+    return int(total)
+
+
+def _of_slice(words: Tensor) -> Tensor:
+    # Sums overflow, and an even weight loses the highest bits of a word: they go into the lower ones too.
+    mixed = (words >> 32).mul_(MULTIPLIER).add_(words)
+    rows = mixed[: len(mixed) // WIDTH * WIDTH].view(-1, WIDTH)
+    return _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(mixed[rows.numel() :])
+
+
+def _weighted(numbers: Tensor) -> Tensor:
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return (numbers * (places * 2654435761 + 12345)).sum()

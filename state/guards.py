@@ -16,7 +16,7 @@ from verl_fn.errors import ArgumentError, UserError
 
 from . import tree
 from .batch import CORE, Batch
-from .train import Grads, Params, TrainState
+from .train import Grads, TrainState
 
 T = TypeVar("T")
 
@@ -225,18 +225,6 @@ def expect(function: str, kind: type, value: object) -> None:
         raise ArgumentError(
             f"{function} takes {wanted}, not a {type(value).__name__}" + (f": {hint}" if hint else "")
         )
-
-
-def expect_params(function: str, params: object, batch: object) -> None:
-    """Checks the arguments of ``forward``."""
-    expect(function, Params, params)
-    expect(function, Batch, batch)
-
-
-def expect_state(function: str, state: object, batch: object) -> None:
-    """Checks the arguments of ``forward_backward``."""
-    expect(function, TrainState, state)
-    expect(function, Batch, batch)
 
 
 def expect_tokens(batch: Batch, vocab: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -165,15 +166,7 @@ class Moments(Node):
         )
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.n + other.n,
-            self.x + other.x,
-            self.xx + other.xx,
-            self.y + other.y,
-            self.yy + other.yy,
-            self.xy + other.xy,
-            self.stat,
-        )
+        return tree.map(operator.add, self, other)
 
     @property
     def value(self) -> float:

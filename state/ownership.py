@@ -103,6 +103,27 @@ def owned(box: list[N]) -> tuple[N, int]:
     return _take(box, copies), copies[0]
 
 
+def opened(value: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
+    """Returns what a container holds, and a function that makes one like it of other contents; None for a leaf.
+
+    The function does not refer to the container.
+
+    Example:
+        >>> held, made = opened({"a": 1, "b": 2})
+        >>> held, made([3, 4])
+        ([1, 2], {'a': 3, 'b': 4})
+    """
+    kind = type(value)
+    if isinstance(value, Node):
+        fields = field_names(kind)
+        held = [getattr(value, name) for name in fields]
+        return held, lambda parts: rebuild(kind, dict(zip(fields, parts, strict=True)))
+    if kind in (dict, FrozenDict):
+        names = list(value)
+        return list(value.values()), lambda parts: kind(zip(names, parts, strict=True))
+    return (list(value), kind) if kind in (tuple, list) else None
+
+
 def divisible(value: Any, names: list[str]) -> bool:
     """Returns whether all tensors of a value are in mappings with exactly these names.
 
@@ -113,15 +134,9 @@ def divisible(value: Any, names: list[str]) -> bool:
     """
     if isinstance(value, Named):
         return not value.leaves or (list(value.leaves) == names and list(value.written()) == names)
-    if isinstance(value, Node):
-        return all(divisible(getattr(value, name), names) for name in field_names(type(value)))
-    if isinstance(value, dict):
-        return all(divisible(inner, names) for inner in value.values())
-    if type(value) in (tuple, list):
-        return all(divisible(inner, names) for inner in value)
-    return not isinstance(value, torch.Tensor) and not any(
-        isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value)
-    )
+    if (inside := opened(value)) is not None:
+        return all(divisible(part, names) for part in inside[0])
+    return not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value))
 
 
 def divided(box: list[N], groups: Iterable[list[str]]) -> Iterator[list[N]]:
@@ -154,15 +169,9 @@ def _divider(value: Any) -> Callable[[list[str]], Any]:
         return lambda names: rebuild(
             kind, {"leaves": {name: leaves.pop(name) for name in names} if leaves else {}, **fixed}
         )
-    if isinstance(value, Node):
-        fields = {name: _divider(getattr(value, name)) for name in field_names(kind)}
-        return lambda names: rebuild(kind, {name: part_of(names) for name, part_of in fields.items()})
-    if kind in (dict, FrozenDict):
-        items = {name: _divider(item) for name, item in value.items()}
-        return lambda names: kind((name, part_of(names)) for name, part_of in items.items())
-    if kind in (tuple, list):
-        column = [_divider(item) for item in value]
-        return lambda names: kind(part_of(names) for part_of in column)
+    if (inside := opened(value)) is not None:
+        dividers, made = [_divider(part) for part in inside[0]], inside[1]
+        return lambda names: made(part_of(names) for part_of in dividers)
     return lambda names: value
 
 
@@ -201,20 +210,16 @@ def joined(parts: list[Any]) -> Any:
         ['a', 'b']
     """
     last = parts[-1]
-    kind = type(last)
     if isinstance(last, Named):
         leaves: dict[str, torch.Tensor] = {}
         for part in parts:
             leaves |= part.leaves
-        return _with_leaves(last, leaves)
-    if isinstance(last, Node):
-        names = field_names(kind)
-        return rebuild(kind, {name: joined([getattr(part, name) for part in parts]) for name in names})
-    if kind in (dict, FrozenDict):
-        return kind((name, joined([part[name] for part in parts])) for name in last)
-    if kind in (tuple, list):
-        return kind(joined(list(column)) for column in zip(*parts, strict=True))
-    return last
+        return with_leaves(last, leaves)
+    inside = [found for part in parts if (found := opened(part)) is not None]
+    if not inside:
+        return last
+    columns = zip(*(held for held, _ in inside), strict=True)
+    return inside[-1][1](joined(list(column)) for column in columns)
 
 
 def spare(value: N) -> N:
@@ -231,7 +236,7 @@ def spare(value: N) -> N:
     def copied(part: Any) -> Any:
         if isinstance(part, Named):
             written = set(part.written())
-            return _with_leaves(part, ((n, t.clone() if n in written else t) for n, t in part.leaves.items()))
+            return with_leaves(part, ((n, t.clone() if n in written else t) for n, t in part.leaves.items()))
         return part.clone() if isinstance(part, torch.Tensor) else part
 
     return torch.utils._pytree.tree_map(copied, value, is_leaf=lambda part: isinstance(part, Named))
@@ -252,7 +257,7 @@ def is_donated(value: Node) -> bool:
         return False
 
 
-def _with_leaves(value: Named, leaves: Any) -> Any:
+def with_leaves(value: Named, leaves: Any) -> Any:
     """Returns a mapping like ``value``, with other leaves, as pairs or by name, and the same other fields."""
     return rebuild(type(value), {"leaves": FrozenDict(leaves), **_fixed(value)})
 
@@ -286,27 +291,18 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         if written != names:
             leaves = {name: leaves[name] for name in names}
         return rebuild(kind, {"leaves": FrozenDict(leaves), **fixed})
-    if issubclass(kind, Node):
-        names = list(field_names(kind))
-        items = [[getattr(box[0], name)] for name in names]
+    if (inside := opened(box[0])) is not None:
         box.pop()
-        return rebuild(kind, _refill(names, items, copies))
-    if kind in (dict, FrozenDict):
-        names = list(box[0])
-        items = [[item] for item in box.pop().values()]
-        return kind(_refill(names, items, copies))
-    if kind in (tuple, list):
-        items = [[item] for item in box.pop()]
-        return kind(_take(item, copies) for item in items)
+        parts, made = inside
+        boxes = [[part] for part in parts]
+        # These would be other users of the parts.
+        del inside, parts
+        return made(_take(one, copies) for one in boxes)
     if any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0])):
         # Other containers, such as named tuples, may not release their items, so all tensors are copied.
         copies[0] += sum(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0]))
         return tree.snapshot(box.pop())
     return box.pop()
-
-
-def _refill(names: list[str], items: list[list[Any]], copies: list[int]) -> dict[str, Any]:
-    return {name: _take(item, copies) for name, item in zip(names, items, strict=True)}
 
 
 def _copy_shared(tensors: list[torch.Tensor]) -> int:

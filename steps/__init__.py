@@ -1,97 +1,77 @@
 """Pure functions of training: advantages, losses, KL, aggregation, optimizers, schedules and minibatches."""
 
-from . import losses
-from .advantages import (
-    dr_grpo,
+from .advantages.columns import penalize_overlong, whiten_masked
+from .advantages.group import dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
+from .advantages.token_returns import (
     gae,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
     optimal_token_baseline,
-    penalize_overlong,
     reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
     remax,
-    rloo,
     tir_optimal_token_baseline,
-    whiten_masked,
 )
 from .aggregate import aggregate, aggregate_rows, minibatches, scan
-from .correction import (
-    correct_advantages,
-    exact_gap,
-    exactness,
-    importance_weights,
-    rollout_gap,
-    rollout_log_ratio,
-)
+from .correction import correct_advantages, exact_gap, exactness, importance_weights, rollout_gap, rollout_log_ratio
 from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
-from .losses import (
+from .losses.contract import (
     Loss,
     LossError,
     Term,
-    bradley_terry,
-    cdpo,
     check_weights,
+    loss,
+    row_mean,
+    token_mean,
+    total_loss,
+    weighted_sum,
+)
+from .losses.divergence import distill, distill_top_k, dppo_kl, dppo_tv
+from .losses.policy import (
     cispo,
     clip_cov,
     cross_entropy,
-    distill,
-    distill_top_k,
-    dpo,
-    dppo_kl,
-    dppo_tv,
     dro,
     entropy,
     geo_mean,
     gspo,
-    ipo,
     kl_cov,
     kl_to_reference,
-    kto,
-    kto_reference_point,
-    loss,
-    orpo,
     ppo_clip,
     reinforce,
-    row_mean,
     sapo,
-    simpo,
-    token_mean,
-    total_loss,
+    select_clip_cov,
+    select_high_entropy,
+    select_kl_cov,
     value_clip,
-    weighted_sum,
 )
-from .losses.policy import select_clip_cov, select_high_entropy, select_kl_cov
-from .optim import (
+from .losses.preference import bradley_terry, cdpo, dpo, ipo, kto, kto_reference_point, orpo, simpo
+from .optim.optimizers import (
     SGD,
     AdamState,
     AdamW,
-    Chain,
-    ClipByGlobalNorm,
     Constant,
     Cosine,
-    Frozen,
-    GradTransform,
     Linear,
-    Optimizer,
     Schedule,
     SGDState,
-    Update,
     adamw,
-    apply_update,
-    chain,
-    check_update,
-    clip_by_global_norm,
     constant,
     cosine,
-    frozen,
     linear,
     matrices,
     no_decay,
     sgd,
+)
+from .optim.transforms import (
+    Chain,
+    ClipByGlobalNorm,
+    Frozen,
+    GradTransform,
+    Optimizer,
+    Update,
+    apply_update,
+    chain,
+    check_update,
+    clip_by_global_norm,
+    frozen,
     stateless,
 )
 
@@ -159,7 +139,6 @@ __all__ = [
     "kto_reference_point",
     "linear",
     "loss",
-    "losses",
     "matrices",
     "minibatches",
     "no_decay",

@@ -13,9 +13,8 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends import checkpoint
 from verl_fn.backends.agreement import (
     Share,
     agree_on_batch,
@@ -35,30 +33,30 @@ from verl_fn.backends.agreement import (
     settings,
     share_out,
 )
-from verl_fn.backends.base import Base, one_at_a_time
+from verl_fn.backends.base import SkeletonBackend, one_at_a_time
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import (
     Layout,
-    Recipe,
     check_slots,
-    draw_shards,
     locals_of,
     moved,
     read_shards,
+    sent_by_first,
     whole,
     with_specs,
 )
-from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
+from verl_fn.backends.fsdp.torch_private import local_of, spec_of
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.exact import Activations, of_trainer
-from verl_fn.backends.hf.folder import Checkpointing, Hollow, check_same_config, check_same_model
-from verl_fn.backends.hf.lora import ADAPTERS, Lora, Reference, in_peft
+from verl_fn.backends.hf.folder import Checkpointing, build, check_same_model, hollow
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs
-from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
+from verl_fn.backends.hf.skeleton import Hollow, Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import PIXELS, beside_tokens
 from verl_fn.backends.memory import fits
-from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, parted, specs_of
+from verl_fn.backends.tensor_file import Span
+from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -74,11 +72,12 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.ownership import donate as donated
-from verl_fn.state.tree import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
 
+T = TypeVar("T")
 
-class Fsdp(Base):
+
+class Fsdp(SkeletonBackend):
     """Trains a Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
 
     Parameters, gradients and moments are DTensors under canonical names; the optimizer is the one of ``steps`` on
@@ -136,90 +135,19 @@ class Fsdp(Base):
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
+        own = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         super().__init__(
-            optimizer, folder=folder, head=head, deterministic=deterministic, lora=lora, several_ranks=True
-        )
+            folder, optimizer, device=own, dtype=dtype, max_tokens=max_tokens, checkpointing=checkpointing,
+            row_layout=row_layout, freeze_vision_tower=freeze_vision_tower, exact=exact, head=head,
+            deterministic=deterministic, lora=lora, several_ranks=True,
+        )  # fmt: skip
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
-        self.dtype = dtype_of(dtype, "dtype")
         self.reduce_dtype = dtype_of(reduce_dtype, "reduce_dtype")
-        self.max_tokens = max_tokens
-        self.checkpointing = checkpointing
         self.compile = compile
-        self.exact = exact
         if exact and (compile or self.layout.size > 1):
             raise LayoutError("exact is for one rank, and for layers that are not compiled")
         self.reshard_after_forward = reshard_after_forward
-        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self._recipe = Recipe(
-            head, checkpointing, lora, row_layout, self.dtype, self.device, self._trains, freeze_vision_tower
-        )
         self._modules: ShardedModules | None = None
-        self._blank = Params({})
-
-    # Making states
-
-    def _saving(self, state: TrainState, folder: Path, later: bool) -> checkpoint.Writing:
-        """Each rank writes its own shards, and nothing is gathered."""
-        self.layout.check(state.params)
-        require_same({"folder to save in": str(folder)})
-        skeleton, params = self._built(), state.params
-        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
-        skeleton.check_trained(params)
-        skeleton.check_buffers(params.buffers)
-        weights: dict[str, Tensor]
-        if (base := self._base_of(params, folder)) is None:
-            file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)
-            merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
-            weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}
-            weights |= dict(params.buffers)
-        else:
-            file, kept = ADAPTERS, Params({})
-            weights = {in_peft(name): params[name] for name in params.trained()}
-        rest, scalars = flatten(attrs.evolve(state, params=kept))
-        model, others = ({name: self.layout.part(t) for name, t in tensors.items()} for tensors in (weights, rest))
-
-        def describe(folder: Path) -> None:
-            checkpoint.describe_model(folder, skeleton, self.folder, self.dtype, base)
-
-        rank = self.layout.rank
-        return checkpoint.begin_save(
-            folder, model, others, scalars, describe, file=file, gather=gathered, rank=rank, later=later
-        )
-
-    @one_at_a_time
-    def restore(self, folder: str | Path) -> TrainState:
-        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards.
-
-        Raises:
-            ModelError: its frozen weights are in another folder, and this backend's folder has others.
-        """
-        skeleton = self._built()
-        require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
-        with agreed():
-            checkpoint.check_finished(folder)
-            check_same_config(skeleton, folder)
-            skeleton.adapters.check(Path(folder))
-        adapters, params = skeleton.adapters, self._blank
-        specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
-        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        if (reference := Reference.read(folder)) is not None:
-            model = {in_peft(name): params[name] for name in params.trained()}
-            weights, rest = checkpoint.read_state(
-                folder, model, rest, file=ADAPTERS, rows=self.layout.bounds, device=self.device, gather=gathered
-            )
-            trained = {name: sharded(weights[in_peft(name)], specs[name]) for name in params.trained()}
-            joined = self._on_base(reference, folder, trained)
-            return attrs.evolve(with_specs(rest, specs), params=joined)
-        rest = attrs.evolve(rest, params=adapters.unmerged(params))
-        buffers = {name: b.to("meta") for name, b in params.buffers.items()}
-        model = {**adapters.merged_like(params), **buffers}
-        frozen = params.keys() - params.trained()
-        weights, rest = checkpoint.read_state(
-            folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered, frozen=frozen
-        )
-        joined = adapters.joined(params, weights, rest.params)
-        joined = attrs.evolve(joined, buffers=checkpoint.read_buffers(folder, params.buffers))
-        return with_specs(attrs.evolve(rest, params=joined), specs)
 
     def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
@@ -243,30 +171,32 @@ class Fsdp(Base):
         adapters = skeleton.adapters
         buffers = {name: layout.shard(t, self.device) for name, t in in_parts(params.buffers).items()}
         base, own = adapters.without(params) | buffers, adapters.own(params)
-        specs, sent, cut = specs_of(adapters.merged_like(params) | buffers), layout.sent, layout.published
-        unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
+        unmerged = apart(base, own, rows=layout.sent, cut=layout.published, local=local_of)
 
-        def read(params: Params, rows: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-            yield from adapters.merged(params, rows, whole)
-            yield from ((name, rows(t)) for name, t in buffers.items())
+        def source(
+            params: Params, rows: Callable[[Tensor], Tensor] = whole, cut: Callable[..., Any] = lambda specs: None
+        ) -> Weights:
+            def read() -> Iterator[tuple[str, Tensor]]:
+                yield from adapters.merged(params, rows, whole)
+                yield from ((name, rows(t)) for name, t in buffers.items())
+
+            specs = specs_of(adapters.merged_like(params) | buffers)
+            return Weights(specs, read, cut(specs))
 
         if self.exact:
             # One rank has the whole of each tensor.
-            part = functools.partial(_rounded_whole, dtype=self.dtype)
-            merged = functools.partial(adapters.merged, params, part, part)
-            return Weights(specs, lambda: itertools.chain(merged(), ((n, whole(t)) for n, t in buffers.items())))
-        tower, others = parted(params, skeleton.frozen_names)
-        fewer = specs_of(adapters.merged_like(others) | buffers)
-        held = keeping(
-            Weights(specs, lambda: read(params, sent), cut(specs), apart=unmerged),
-            Weights(fewer, lambda: read(others, sent), cut(fewer)),
-            tower,
-            local=local_of,
-        )
-        gathered = Weights(specs, lambda: read(params, whole), held=held)
+            def part(t: Tensor) -> Tensor:
+                return exact.rounded(whole(t), self.dtype)
+
+            given = {name: whole(t) for name, t in buffers.items()}.items()
+            read = functools.partial(adapters.merged, params, part, part)
+            return attrs.evolve(source(params), read=lambda: itertools.chain(read(), given))
+        frozen = skeleton.frozen_names
+        rows = functools.partial(source, rows=layout.sent, cut=layout.published)
+        held = attrs.evolve(keeping(rows, params, frozen, local=local_of), apart=unmerged)
         # Engines of several ranks could disagree about which tensors the ranks gather together.
-        tower = {} if dist.get_world_size() > 1 else tower
-        return keeping(gathered, Weights(fewer, lambda: read(others, whole)), tower, local=local_of)
+        in_this_process = keeping(source, params, frozen if dist.get_world_size() == 1 else (), local=local_of)
+        return attrs.evolve(in_this_process, held=held)
 
     # The two steps
 
@@ -345,8 +275,11 @@ class Fsdp(Base):
         """
         with agreed():
             model = self._hollow(folder, key)
-        take = read_shards if pretrained else draw_shards
-        shards = take(folder, self._recipe, key, model, self.layout, self.device)
+        make = functools.partial(
+            build, folder, self.head, pretrained=pretrained, key=key, row_layout=self._options["row_layout"]
+        )
+        of_model = make, model, self.layout, self.device
+        shards = read_shards(folder, *of_model) if pretrained else sent_by_first(*of_model)
         return Params(shards, self._built().trainable, model.skeleton.new_buffers(self.device))
 
     def _slots(self, params: Params) -> Any:
@@ -358,19 +291,28 @@ class Fsdp(Base):
     def _held(self, t: Tensor) -> Tensor:
         return local_of(t)
 
+    def _whole(self, t: Tensor) -> Tensor:
+        return whole(t)
+
+    def _rows(self, count: int) -> tuple[int, int]:
+        return self.layout.bounds(count)
+
+    def _span(self, t: Tensor) -> Span:
+        return self.layout.part(t)
+
+    def _of_rows(self, value: T) -> T:
+        return with_specs(value, {name: self.layout.spec(t.shape, t.dtype) for name, t in self._blank.items()})
+
     def _check(self, *values: Params | Grads) -> None:
         for value in values:
             self.layout.check(value)
-
-    def _with_buffers(self, params: Params) -> AbstractContextManager[None]:
-        return self._built().holding(params)
 
     def _moved(self, t: Tensor, device: torch.device) -> Tensor:
         return moved(t, device)
 
     def _hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model of a folder without its weights; the backend computes with the first one of its own."""
-        model = self._recipe.hollow(folder, key)
+        model = hollow(folder, self.head, **self._options, key=key)
         if self._modules is None and Path(folder) == self.folder:
             check_heads(model.skeleton.config, self.layout.sp)
             if model.skeleton.padded and self.layout.sp > 1:
@@ -378,11 +320,7 @@ class Fsdp(Base):
                     f"{self.folder}: this model needs padded rows, which ranks cannot share; set "
                     "ulysses_sequence_parallel_size to 1"
                 )
-            if self.exact:
-                exact.check(model.skeleton, self.dtype, self.device, self.folder)
-                exact.adopt(model.skeleton)
-            model.skeleton.move_buffers(self.device)
-            self._blank = Params(model.shapes, model.skeleton.trainable, model.skeleton.new_buffers(self.device))
+            self._adopt(model.skeleton, model.shapes)
             self._modules = self._sharded(model)
         else:
             # All states of a backend belong to one model, whichever folder was read last.
@@ -436,7 +374,3 @@ class Fsdp(Base):
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
             padded, beside = self._built().padded, beside_tokens(batch)
             return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded, beside=beside)
-
-
-def _rounded_whole(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return exact.rounded(whole(t), dtype)

@@ -59,7 +59,9 @@ class ShardedModules:
         names = {id(m): name for name, m in skeleton.model.named_modules(remove_duplicate=False)}
         places = (place for group in self._groups for place in torch_private.places_of(group))
         self._places: dict[str, Place] = {_name_of(place, names, shapes): place for place in places}
-        self._empty = {name: self._nothing_of(t) for name, t in shapes.items()}
+        specs = {name: layout.spec(t.shape, t.dtype) for name, t in shapes.items()}
+        empty = {name: sharded(torch.empty(0, device="meta"), spec) for name, spec in specs.items()}
+        self._empty = {name: parameter(t, False) for name, t in empty.items()}
 
     @contextlib.contextmanager
     def pointing_at(
@@ -144,17 +146,10 @@ class ShardedModules:
         for module in self.skeleton.modules():
             if isinstance(module, FSDPModule):
                 if self.layout.size > 1:
-                    self._sum_gradients(module)
+                    # Gradients of all ranks' rows are summed; the weights of the batch hold every denominator.
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
                 module.set_reshard_after_backward(reshard)
-
-    def _sum_gradients(self, module: FSDPModule) -> None:
-        # Gradients of all ranks' rows are summed; the weights of the batch hold every denominator.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-    def _nothing_of(self, t: Tensor) -> nn.Parameter:
-        spec = self.layout.spec(t.shape, t.dtype)
-        return parameter(sharded(torch.empty(0, device="meta"), spec), False)
 
 
 def gradient(of: nn.Parameter, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -24,17 +24,18 @@ from torch.utils import _pytree as pytree
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
-from verl_fn.backends.hf.folder import Checkpointing, Hollow, build, hollow
-from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.skeleton import Hollow
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.protocol import TensorSpec
 from verl_fn.backends.tensor_file import Slices, Span
 from verl_fn.backends.weight_sync import Cut
-from verl_fn.state import Key, Named, Node, tree
-from verl_fn.state.node import FrozenDict, field_names, rebuild
+from verl_fn.state import Named, tree
+from verl_fn.state.ownership import opened, with_leaves
 
 T = TypeVar("T")
+Model: TypeAlias = Callable[[], tuple[Any, dict[str, Tensor]]]
+"""Makes a whole model as ``hf.folder.build`` does, without adapters: its skeleton and its parameters."""
 BLOCK = 64 * 2**20  # bytes that are sent at once
 _SAMPLE = 2**16  # bytes that are hashed at either end of a file
 
@@ -281,19 +282,10 @@ def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
     A GPU waits for this, so it handles only the nodes of states; this is faster than a general walk over trees.
     """
     if isinstance(value, Named):
-        leaves = FrozenDict((name, fn(name, t)) for name, t in value.leaves.items())
-        return rebuild(type(value), _fields(value) | {"leaves": leaves})
-    if isinstance(value, Node):
-        return rebuild(type(value), {name: _by_name(fn, field) for name, field in _fields(value).items()})
-    if isinstance(value, dict):
-        return {name: _by_name(fn, item) for name, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_by_name(fn, item) for item in value)
+        return with_leaves(value, ((name, fn(name, t)) for name, t in value.leaves.items()))
+    if (inside := opened(value)) is not None:
+        return inside[1](_by_name(fn, part) for part in inside[0])
     return value
-
-
-def _fields(value: Node) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in field_names(type(value))}
 
 
 def whole_of(value: T) -> T:
@@ -306,36 +298,17 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-@attrs.frozen
-class Recipe:
-    """How a backend makes models of folders: see ``hf.folder.build``."""
-
-    head: str
-    checkpointing: Checkpointing
-    lora: Lora | None
-    row_layout: str = "auto"
-    frozen: torch.dtype = torch.float32
-    device: str | torch.device = "cpu"
-    trained: bool = True
-    freeze_tower: bool = False
-
-    def hollow(self, folder: str | Path, key: Key) -> Hollow:
-        """Returns the model without its weights."""
-        return hollow(
-            folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora,
-            row_layout=self.row_layout, frozen=self.frozen, device=self.device,
-            trained=self.trained, freeze_tower=self.freeze_tower,
-        )  # fmt: skip
-
-    def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
-        """Returns all weights but the adapters', in fp32."""
-        return build(folder, self.head, pretrained=pretrained, key=key, row_layout=self.row_layout)[1]
-
-
 def read_shards(
-    folder: str | Path, recipe: Recipe, key: Key, model: Hollow, layout: Layout, device: torch.device
+    folder: str | Path, make: Model, model: Hollow, layout: Layout, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns this rank's shards of the weights in ``folder``; all ranks call it together.
+
+    Args:
+        folder: a model folder.
+        make: loads the whole model.
+        model: the model without its weights.
+        layout: how ranks share the parameters.
+        device: where shards go.
 
     Raises:
         ModelError: the folder does not hold the weights of this model.
@@ -347,10 +320,10 @@ def read_shards(
         with agreed():
             if weights is None:
                 # This raises an error that names what is wrong with this rank's folder.
-                recipe.whole(folder, key, pretrained=True)
+                make()
     require_same({"weights": _stamp(Path(folder)) if weights is None else weights.digest.encode()})
     if weights is None:
-        return _sent_by_first(lambda: recipe.whole(folder, key, pretrained=True), model, layout, device)
+        return sent_by_first(make, model, layout, device)
     readable_weights = weights
     opened: dict[Path, Slices] = {}
 
@@ -362,20 +335,12 @@ def read_shards(
         return _filled(model, layout, device, rows)
 
 
-def draw_shards(
-    folder: str | Path, recipe: Recipe, key: Key, model: Hollow, layout: Layout, device: torch.device
-) -> dict[str, Tensor]:
-    """Returns this rank's shards of random weights, the same for every layout; all ranks call it together."""
-    return _sent_by_first(lambda: recipe.whole(folder, key, pretrained=False), model, layout, device)
-
-
-def _sent_by_first(
-    make: Callable[[], dict[str, Tensor]], model: Hollow, layout: Layout, device: torch.device
-) -> dict[str, Tensor]:
+def sent_by_first(make: Model, model: Hollow, layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """Returns this rank's shards of the weights that the first rank makes; all ranks call it together."""
     whole: dict[str, Tensor] = {}
     with agreed():
         if layout.rank == 0:
-            whole = make()
+            whole = make()[1]
 
     def rows(name: str, into: Tensor) -> None:
         shape = model.shapes[name].shape

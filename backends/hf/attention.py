@@ -262,9 +262,9 @@ def _transformable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: 
         return _padded(q, k, v, packing, *options)
 
 
-def register() -> None:
-    """Registers the function with transformers, and an empty mask for it."""
+def register(name: str = NAME, attend: Callable[..., Any] = packed_attention) -> None:
+    """Registers an attention with transformers, and an empty mask for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

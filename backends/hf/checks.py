@@ -28,7 +28,7 @@ from torch.torch_version import TorchVersion
 
 from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
+from verl_fn.backends.hf.config import EXPERTS, ModelError, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
@@ -37,8 +37,7 @@ from verl_fn.state import Batch, one_thread
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
-# Numbers of all experts of a layer, and of the ones that a token is sent to.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Numbers of the experts that a token is sent to.
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 # Limits of what a token attends to, and of what is computed at a time; rows of the checks exceed smaller ones.
 WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -15,7 +15,8 @@ from verl_fn.errors import UserError, did_you_mean
 # A model folder's own code is never run, and nothing is downloaded.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
 # Numbers of modules: a damaged file may have a huge one, and making so many would take for ever.
-LAYERS, EXPERTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), ("num_experts", "num_local_experts")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MOST_MODULES = 4096
 # Fields with a rate of dropout. The dropout of transformers' own heads is never run here.
 _DROPOUT = re.compile(r"^(?!classifier|summary).*(?:dropout|layerdrop|_pdrop$)")
@@ -233,18 +234,16 @@ def longest_row(config: Any) -> float:
     return min((r.get(limit, math.inf) for r in _ropes(config) if _kind(r) == "longrope"), default=math.inf)
 
 
-class quiet:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Hides transformers' progress bars and its warnings about new heads."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *exc: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
         logging.enable_progress_bar()

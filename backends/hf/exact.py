@@ -76,7 +76,7 @@ def check(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, folder: 
 
 
 def misfit(config: Any) -> str | None:
-    """Returns why these kernels do not compute a model; None if they do.
+    """Returns why a model is not computed as Llama is; None if it is.
 
     Example:
         >>> from transformers import GPT2Config
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = _aligned(x.reshape(-1, x.shape[-1]))
-        out = _on_cuda().product(rows, weight, bias) if x.is_cuda else _by_tiles(rows, weight, bias)
+        out = logprobs.on_cuda().product(rows, weight, bias) if x.is_cuda else _by_tiles(rows, weight, bias)
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -164,13 +164,6 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
 
 
-def _on_cuda() -> Any:
-    # Triton is installed only with CUDA.
-    from verl_fn.backends.hf import kernels
-
-    return kernels
-
-
 # Norms and activations
 
 
@@ -196,7 +189,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _on_cuda().norm(x, weight, eps)
+        return logprobs.on_cuda().norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -247,7 +240,7 @@ def rows_attention(
     q = pad(q, (0, 0, 0, tiles * QUERIES - length)).view(rows, kv, group, tiles, QUERIES, dim)
     q = q.permute(0, 1, 3, 4, 2, 5).reshape(rows * kv, tiles, QUERIES * group, dim)
     places = torch.arange(tiles * QUERIES, device=q.device).view(1, tiles, QUERIES)
-    k, v = (_in_blocks(x.flatten(0, 1)) for x in (k, v))
+    k, v = (pad(x.flatten(0, 1), (0, 0, 0, -length % KEYS)) for x in (k, v))
     out = _over_blocks(q, k, v, places.repeat_interleave(group, -1), scaling, window)
     out = out.view(rows, kv, tiles, QUERIES, group, dim).permute(0, 1, 4, 2, 3, 5)
     return out.reshape(rows, heads, tiles * QUERIES, dim)[:, :, :length]
@@ -271,7 +264,7 @@ def step_attention(
         True
     """
     if q.is_cuda:
-        return _on_cuda().step_attention(q, keys, values, positions, scaling, window)
+        return logprobs.on_cuda().step_attention(q, keys, values, positions, scaling, window)
     n, heads, dim = q.shape
     kv = keys.shape[1]
     group = heads // kv
@@ -279,10 +272,6 @@ def step_attention(
     places = positions.repeat_interleave(kv)[:, None, None]
     out = _over_blocks(tile, keys.flatten(0, 1), values.flatten(0, 1), places, scaling, window)
     return out[:, 0, :group].reshape(n, heads, dim)
-
-
-def _in_blocks(x: Float[Tensor, "N L dim"]) -> Float[Tensor, "N places dim"]:
-    return pad(x, (0, 0, 0, -x.shape[1] % KEYS))
 
 
 def _over_blocks(
@@ -331,7 +320,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.options = packing, scaling, window
         if q.is_cuda:
-            return _on_cuda().packed_attention(q, k, v, packing, scaling, window)
+            return logprobs.on_cuda().packed_attention(q, k, v, packing, scaling, window)
         q, k, v = (packed.spread(x, packing) for x in (q, k, v))
         return rows_attention(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
 
@@ -439,7 +428,7 @@ def adopt(skeleton: Skeleton, attend: str = NAME) -> None:
         attend: the registered name of its attention.
     """
     model: Any = skeleton.model
-    register(NAME, model_attention)
+    packed.register(NAME, model_attention)
     model.set_attn_implementation(attend)
     skeleton.head_kernels = HEAD
     for module in model.modules():
@@ -484,14 +473,6 @@ def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
         tensor([1.])
     """
     return t.to(dtype).to(t.dtype)
-
-
-def register(name: str, attend: Callable[..., Any]) -> None:
-    """Registers an attention with transformers, and an empty mask for it."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
 
 @attrs.frozen(eq=False)
@@ -577,15 +558,10 @@ def recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def head_name(skeleton: Skeleton) -> str:
-    """Returns the name of the output layer."""
-    return next(name for name, m in skeleton.model.named_modules() if m is skeleton.output_layer)
-
-
 def of_trainer(skeleton: Skeleton, staged: Staged) -> Activations:
     """Returns the activations of a micro-batch as a trainer computes them."""
     batch, packing = staged.batch, staged.packing
-    found, head = Activations(batch.num_tokens), head_name(skeleton)
+    found, head = Activations(batch.num_tokens), skeleton.output_name
     every = torch.arange(batch.num_tokens)
     with recorded(skeleton.model) as outputs:
         hidden = skeleton.hidden_states(batch.tokens, batch.positions, packing)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from .config import ModelError
+from .config import EXPERTS, ModelError
 
 # The argument with which transformers gives a layer's experts the numbers that the router picked.
 PICKED = "top_k_index"
@@ -20,8 +20,7 @@ PICKED = "top_k_index"
 
 def experts_of(config: Any) -> int | None:
     """Returns how many experts a layer of a Hugging Face model has, or None without experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return next((n for name in names if (n := getattr(config, name, None))), None)
+    return next((n for name in EXPERTS if (n := getattr(config, name, None))), None)
 
 
 def recorded_dtype(experts: int) -> torch.dtype:

@@ -426,8 +426,7 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
         new_head: the output layer is new, so the folder need not have it.
         folder: where the weights come from.
     """
-    layer = skeleton.output_layer
-    own = next(name for name, module in skeleton.model.named_modules() if module is layer)
+    own = skeleton.output_name
 
     def needed(name: str) -> bool:
         return not (new_head and name.startswith(f"{own}."))

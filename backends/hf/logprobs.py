@@ -188,8 +188,8 @@ def default_chunk(hidden: Tensor, weight: Tensor) -> int:
     return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
 
 
-def _on_cuda() -> Any:
-    # Triton is installed only with CUDA.
+def on_cuda() -> Any:
+    """Returns the module of kernels for GPUs: Triton is installed only with CUDA."""
     from verl_fn.backends.hf import kernels
 
     return kernels
@@ -215,7 +215,7 @@ def reduce_rows(
         (-1.3863, 1.3863)
     """
     if logits.is_cuda:
-        _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies, softcap)
+        on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies, softcap)
         return
     logits = scaled(logits, temperature, softcap)
     torch.logsumexp(logits, -1, out=log_z)
@@ -260,7 +260,7 @@ def gradient_in_place(
         tensor([[-1., -1.]])
     """
     if logits.is_cuda:
-        _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies, softcap)
+        on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies, softcap)
         return
     given_logits = logits
     slope = None if softcap is None else torch.cosh(logits.float() / softcap).pow_(-2)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from verl_fn.atomic import crc_of
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.tensor_file import TENSORS
+from verl_fn.backends.tensor_file import TENSORS, checksum
 from verl_fn.errors import UserError, install
 from verl_fn.state import Key, Params, isolated
 from verl_fn.state.node import FrozenDict
@@ -35,11 +35,6 @@ PEFT_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."  # of the names in that file
 ABOUT = "lora.json"
 ALL = "all-linear"
-# Words of 8 bytes whose print is computed at once. On a CPU they lie in its cache, and torch starts no other thread,
-# for which it would wait long on a busy machine.
-_WORDS, _CUDA_WORDS = 2**15, 2**24
-# Odd numbers without a pattern, from the fractions of the golden ratio and of the square roots of 2 and 3.
-_PLACE, _MIX, _LAST = -7046029254386353131, 7640891576956012809, -4942790177534073029
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 
@@ -319,6 +314,11 @@ def canonical(name: str) -> str:
     return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
 
+def is_adapter(name: str) -> bool:
+    """Returns whether a tensor belongs to an adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 def in_peft(name: str) -> str:
     """Returns the name of an adapter's parameter, or of a value head's, in PEFT's file.
 
@@ -457,7 +457,7 @@ class FrozenBase:
     Attributes:
         folder: the model folder.
         stamp: its files before they were read.
-        prints: a number for each tensor that depends on all of its bits; of shards, only on this rank's.
+        prints: the dtype and the checksum of each tensor; of shards, only of this rank's.
     """
 
     folder: Path
@@ -547,23 +547,4 @@ def _checksum(file: Path, stamp: tuple[int, ...]) -> int:
 
 
 def _prints(weights: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
-    return {name: (str(t.dtype).removeprefix("torch."), print_of(t)) for name, t in weights.items()}
-
-
-def print_of(t: Tensor) -> int:
-    """Returns a number of 64 bits that depends on all bits of a tensor and on their order.
-
-    Example:
-        >>> one = torch.tensor([1.0, 2.0])
-        >>> [print_of(one) == print_of(other) for other in (one.clone(), one.flip(0), one.bfloat16())]
-        [True, False, False]
-    """
-    data = t.detach().contiguous().reshape(-1).view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 or data.storage_offset() % 8 else data
-    size = _WORDS if t.device.type == "cpu" else _CUDA_WORDS
-    places = torch.arange(min(size, len(data) // 8), device=t.device) * _PLACE
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    for number, words in enumerate(data.view(torch.int64).split(size)):
-        mixed = (words + places[: len(words)] + number * size) * _MIX
-        total += ((mixed ^ (mixed >> 31)) * _LAST ^ (mixed >> 17)).sum()
-    return int(total)
+    return {name: (str(t.dtype).removeprefix("torch."), checksum(t)) for name, t in weights.items()}

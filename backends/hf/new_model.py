@@ -273,7 +273,8 @@ def new_tower(
     if tokenizer.chat_template:
         tokenizer.chat_template = image_template(arch, PARTS) + tokenizer.chat_template
     size = max(text.vocab_size, len(tokenizer))
-    whole = vision_fields(arch, {**_own_fields(text), "vocab_size": size}, ids, image_size)
+    fields = {name: value for name, value in text.to_dict().items() if not name.startswith("_")}
+    whole = vision_fields(arch, {**fields, "vocab_size": size}, ids, image_size)
     whole["vision_config"] |= _tower_fields(arch, whole["vision_config"], overrides)
     folder = Path(folder)
     with refused(f"{folder} cannot be made of {text_model}"), quiet(), torch.random.fork_rng(devices=[]):
@@ -290,10 +291,6 @@ def new_tower(
             tokenizer.save_pretrained(aside)
             write_image_processor(aside, arch, image_size)
     return folder
-
-
-def _own_fields(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
 
 
 def _tower_fields(arch: str, vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

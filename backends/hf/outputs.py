@@ -23,11 +23,9 @@ from verl_fn.backends.hf.logprobs import (
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
 from verl_fn.backends.hf.vision import Seen
-from verl_fn.state import PER_ROW, Batch, TokenOutputs, top_count
+from verl_fn.state import Batch, TokenOutputs, top_count
 
-__all__ = ["PER_ROW", "Staged", "check_head", "check_needs", "check_targets", "token_outputs"]
-
-# The outputs of each head; outputs in PER_ROW have one number for each row.
+# The outputs of each head; ``row_values`` have one number for each row.
 SUPPORTED_NEEDS = {
     "lm": frozenset({"logprobs", "entropy", "candidate_logprobs"}),
     "value": frozenset({"values", "row_values"}),

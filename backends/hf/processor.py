@@ -19,21 +19,24 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import LOCAL, ModelError, read_config, read_json, reason, refused
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.hf.vision import GRIDS, PIXEL_MASKS, PIXELS, Family, axis_positions, family_of, merge_size
+from verl_fn.backends.hf.vision import (
+    FAMILIES,
+    GRIDS,
+    PIXEL_MASKS,
+    PIXELS,
+    Family,
+    axis_positions,
+    family_of,
+    merge_size,
+)
 from verl_fn.backends.hf.vision import tokens_of_tile as tokens_of
 from verl_fn.state import RowImages
 
 MARK = "<image>"
 """Stands for an image in a prompt, whatever the family's own mark is."""
 
-# For each model type, the folder of transformers that has its image processor.
-_MODULES = {
-    "qwen2_5_vl": "qwen2_vl",
-    "qwen3_vl": "qwen2_vl",
-    "smolvlm": "smolvlm",
-    "idefics3": "idefics3",
-    "gemma3": "gemma3",
-}
+# The folders of transformers that have the image processors of these model types; others have their own.
+_MODULES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen2_vl"}
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 # The attribute of a tokenizer that has the processor of its folder.
 _OWN = "image_prompts"
@@ -110,7 +113,7 @@ def read_processor(folder: str | Path, tokenizer: Any = None) -> Processor:
     config = read_config(folder)
     if family_of(config) is None:
         raise ModelError(
-            f"{folder}: models of the type {config.model_type} read no images here; there are {', '.join(_MODULES)}"
+            f"{folder}: models of the type {config.model_type} read no images here; there are {', '.join(FAMILIES)}"
         )
     if not any((Path(folder) / name).is_file() for name in SETTINGS):
         raise ModelError(f"{folder} has no {SETTINGS[0]}: copy the image processor's file into it")
@@ -128,7 +131,7 @@ def read_processor(folder: str | Path, tokenizer: Any = None) -> Processor:
 
 
 def image_processor_class(model_type: str) -> Any:
-    module = f"transformers.models.{(name := _MODULES[model_type])}.image_processing_pil_{name}"
+    module = f"transformers.models.{(name := _MODULES.get(model_type, model_type))}.image_processing_pil_{name}"
     found = vars(importlib.import_module(module))
     return next(
         value for name, value in found.items() if name.endswith("ImageProcessorPil") and value.__module__ == module

@@ -193,29 +193,22 @@ class Skeleton(nn.Module):
         if self.adapters.lora is None:
             if not self.trained:
                 return frozenset()
-            return None if not self.frozen_tower else self._outside_tower()
+            if not self.frozen_tower:
+                return None
+            return frozenset(name for name, _ in self.model.named_parameters()) - self.frozen_names
         head = set(self.output_layer.parameters()) if self.head == "value" else set()
         return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
 
     @property
     def trained_head(self) -> str:
         """The name of the value head, since it is trained although it has no adapter; empty for a language model."""
-        if self.head != "value":
-            return ""
-        return next(name for name, module in self.model.named_modules() if module is self.output_layer)
-
-    def _outside_tower(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.model.named_parameters()) - self._inside_tower()
-
-    def _inside_tower(self) -> frozenset[str]:
-        assert self.tower is not None
-        inside = set(self.tower.parameters())
-        return frozenset(name for name, p in self.model.named_parameters() if p in inside)
+        return self.output_name if self.head == "value" else ""
 
     @property
     def frozen_names(self) -> frozenset[str]:
         """The parameters of a tower that is not trained."""
-        return self._inside_tower() if self.frozen_tower else frozenset()
+        inside = set(self.tower.parameters()) if self.frozen_tower and self.tower is not None else set()
+        return frozenset(name for name, p in self.model.named_parameters() if p in inside)
 
     def freeze_tower(self, frozen: bool, folder: str | Path) -> None:
         """Sets whether the module that sees images is not trained.
@@ -335,6 +328,11 @@ class Skeleton(nn.Module):
         if self.head == "lm":
             return self.model.get_output_embeddings()
         return next(getattr(self.model, name) for name in ("score", "classifier") if hasattr(self.model, name))
+
+    @property
+    def output_name(self) -> str:
+        """The name of the output layer."""
+        return next(name for name, module in self.model.named_modules() if module is self.output_layer)
 
     def check_trained(self, params: Params) -> None:
         """Raises an error for a state that a checkpoint would not restore with the same parameters trained.

@@ -51,9 +51,7 @@ class Family:
     def features(self, config: Any, batch: Batch) -> Int[Tensor, " B"]:
         """Returns how many features the tower makes for each row, and so how many image tokens the row must have."""
         if self.axes:
-            sizes = batch.ragged[GRIDS].values.prod(-1) // merge_size(config) ** 2
-            rows = torch.arange(len(batch)).repeat_interleave(batch.ragged[GRIDS].counts.cpu())
-            return torch.zeros(len(batch), dtype=torch.int64).index_add(0, rows, sizes.cpu())
+            return patches_of(batch, merge_size(config))
         return batch.ragged[PIXELS].counts.cpu() * tokens_of_tile(config)
 
     def arguments(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,6 +121,13 @@ def attentions(config: Any, name: str) -> str | dict[str, str]:
         'eager'
     """
     return name if family_of(config) is None else {"": name, "text_config": name, "vision_config": "sdpa"}
+
+
+def patches_of(batch: Batch, merge: int = 1) -> Int[Tensor, " B"]:
+    """Returns how many patches the images of each row have, if ``merge`` x ``merge`` of them count as one."""
+    grids = batch.ragged[GRIDS]
+    rows = torch.arange(len(batch)).repeat_interleave(grids.counts.cpu())
+    return torch.zeros(len(batch), dtype=torch.int64).index_add(0, rows, (grids.values.prod(-1) // merge**2).cpu())
 
 
 def merge_size(config: Any) -> int:
@@ -248,9 +253,7 @@ def _check_pixels(family: Family, config: Any, batch: Batch) -> None:
         if family.several and bool((pixels.values == 0).flatten(1).all(1).any()):
             raise ValueError("an image has zeros only, and transformers drops such images as padding; make it gray")
         return
-    grids = batch.ragged[GRIDS]
-    rows = torch.arange(len(batch)).repeat_interleave(grids.counts)
-    patches = torch.zeros(len(batch), dtype=torch.int64).index_add(0, rows, grids.values.prod(-1))
+    patches = patches_of(batch)
     if bool((wrong := patches != pixels.counts).any()):
         row = int(wrong.nonzero()[0])
         raise ValueError(

@@ -149,7 +149,7 @@ def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
     except ImportError:
         return False
     skeleton = model.skeleton
-    own = next(name for name, module in skeleton.model.named_modules() if module is skeleton.output_layer)
+    own = skeleton.output_name
     wanted = {name for name in model.shapes if name not in model.adapters}
     heads = HEADS - {own}
     if any(name not in wanted and name.partition(".")[0] not in heads for name in places):

@@ -9,7 +9,7 @@ are what a GPU knows about the rows, if it decodes them without the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,13 +19,15 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl_fn.backends.draws import Draws
 from verl_fn.backends.hf import exact
-from verl_fn.backends.hf.attention import Packing, packed_attention, softmax
-from verl_fn.backends.hf.exact import LOG_PROBS, Activations, head_name, recorded
+from verl_fn.backends.hf.attention import Packing, packed_attention, register, softmax
+from verl_fn.backends.hf.exact import LOG_PROBS, Activations, recorded
 from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import Seen, attentions
-from verl_fn.backends.protocol import Chunk
+from verl_fn.backends.protocol import Chunk, Request
+from verl_fn.backends.serving import seeds_of
 from verl_fn.backends.weight_sync import whole_of_parts
 from verl_fn.state import POSITIONS, Batch, split_by_tokens, version_of
 
@@ -33,6 +35,10 @@ NAME = "verl_fn_decode"
 # The most tokens, padding included, that a decoder without a cache computes at a time.
 ROW_TOKENS = 16384
 EXACT_NAME = "verl_fn_exact_decode"
+# The most tokens of prompts that a prefill computes at a time: a bound of its memory.
+PREFILL_TOKENS = 16384
+# Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
+REFILL_PART = 8
 
 
 class Decoder(Protocol):
@@ -180,9 +186,7 @@ def slot_attention(
 ) -> tuple[Float[Tensor, "1 T heads vdim"], None]:
     """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    keys, values = cache.layer(module, k, v)
-    keys.transpose(1, 2).index_put_((where.slots, where.positions), k)
-    values.transpose(1, 2).index_put_((where.slots, where.positions), v)
+    keys, values = cache.written(module, k, v, where)
     if where.packing is not None:
         return packed_attention(
             module, query, key, value, None, packing=where.packing, scaling=scaling, sliding_window=sliding_window,
@@ -191,14 +195,6 @@ def slot_attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     attended = attend(q, keys, values, where, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     return attended[None], None
-
-
-def register() -> None:
-    """Registers the function with transformers, and an empty mask for it."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, slot_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 # Any model
@@ -211,11 +207,14 @@ class Cache:
         self.slots, self.length = slots, length
         self.layers: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def layer(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def written(self, module: torch.nn.Module, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of a layer's tokens, and returns the ones of all slots."""
         if module not in self.layers:
             # Zeros, since hidden places are multiplied by zero, and zero times NaN is NaN.
             empty = [x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2]) for x in (k, v)]
             self.layers[module] = empty[0], empty[1]
+        for slots, x in zip(self.layers[module], (k, v), strict=True):
+            slots.transpose(1, 2).index_put_((where.slots, where.positions), x)
         return self.layers[module]
 
 
@@ -224,6 +223,7 @@ class GeneralDecoder:
 
     # What the model is given as its mask.
     _mask: Tensor | None = None
+    _cache: Cache
 
     with_own_attention = True  # in place of transformers'
 
@@ -235,7 +235,7 @@ class GeneralDecoder:
         model: Any = skeleton.model
         self.model = model
         if self.with_own_attention:
-            register()
+            register(NAME, slot_attention)
             model.set_attn_implementation(attentions(model.config, NAME))
         skeleton.move_buffers(device)
         self._dtype = dtype
@@ -245,7 +245,7 @@ class GeneralDecoder:
         # version that each had.
         self._frozen: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
-        self._cache = Cache(0, 0)
+        self.drop_cache()
         # For each slot, how far the positions of text lie behind its places, since images have fewer positions than
         # tokens.
         self._behind = torch.zeros(0, dtype=torch.int64, device=device)
@@ -341,7 +341,11 @@ class GeneralDecoder:
             hidden = outputs.last_hidden_state[0]
             return skeleton.logits(hidden if last is None else hidden[last])
 
-        return self.skeleton.run(self._weights | self._buffers, forward)
+        return self._run(forward)
+
+    def _run(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
+        logits: Tensor = self.skeleton.run(self._weights | self._buffers, fn)
+        return logits
 
 
 class RowDecoder(GeneralDecoder):
@@ -352,12 +356,7 @@ class RowDecoder(GeneralDecoder):
     """
 
     with_own_attention = False
-
-    def __init__(
-        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(skeleton, shapes, device, dtype)
-        self._texts = torch.zeros(0, 0, dtype=torch.int64)
+    _texts: Int[Tensor, "slots length"]
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._texts.shape[0] or length > self._texts.shape[1]:
@@ -388,10 +387,7 @@ class RowDecoder(GeneralDecoder):
         packing, last = Packing.of(rows, self.device), rows.last.to(self.device)
         given = rows.tokens.to(self.device), rows.positions.to(self.device), packing
 
-        def forward(skeleton: Skeleton) -> Tensor:
-            return skeleton.logits(skeleton.hidden_states(*given)[last])
-
-        return self.skeleton.run(self._weights | self._buffers, forward)
+        return self._run(lambda skeleton: skeleton.logits(skeleton.hidden_states(*given)[last]))
 
 
 class PastDecoder(GeneralDecoder):
@@ -401,12 +397,6 @@ class PastDecoder(GeneralDecoder):
     """
 
     with_own_attention = False
-
-    def __init__(
-        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(skeleton, shapes, device, dtype)
-        self._past = Past(skeleton)
 
     def reserve(self, slots: int, length: int) -> None:
         """Forgets what earlier rows have read; the cache grows with its rows."""
@@ -426,9 +416,47 @@ class PastDecoder(GeneralDecoder):
     def drop_cache(self) -> None:
         self._past = Past(self.skeleton)
 
-    def _run(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
-        logits: Tensor = self.skeleton.run(self._weights | self._buffers, fn)
-        return logits
+
+class Run:
+    """The decoding of requests whose sampling differs only in ``max_tokens``.
+
+    Args:
+        requests: are checked.
+        draws: draws their tokens.
+        slots: the most rows that are decoded at a time.
+        end_tokens: end a row.
+        device: that computes.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], draws: Draws, slots: int, end_tokens: Set[int], device: torch.device
+    ) -> None:
+        self.draws, self.device = draws, device
+        self.prompts = [request.prompt for request in requests]
+        sampling, self.n = requests[0].sampling, requests[0].sampling.n
+        self.limits = [request.sampling.max_tokens for request in requests]
+        self.seeds = torch.tensor(seeds_of(requests), device=device)
+        self.stops = end_tokens | set(sampling.stop_token_ids)
+        self.slots = min(slots, len(self.seeds))
+        self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
+        self.begun = self.step = 0
+        # The rows that are decoded, by slot.
+        self.rows: Collection[int] = []
+        # Of the next step's weights, the version, and the number of the publication.
+        self.version = self.weights = -1
+        self.finished: set[int] = set()
+        # If experts are recorded, for each row the experts of the prompt's tokens but the last.
+        self.before: dict[int, Tensor] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a row has not ended."""
+        return bool(self.rows) or self.begun < len(self.seeds)
+
+    def due(self) -> int:
+        """Returns how many rows are to begin now."""
+        free, waiting = self.slots - len(self.rows), len(self.seeds) - self.begun
+        return min(free, waiting) if free >= min(waiting, max(1, self.slots // REFILL_PART)) else 0
 
 
 @attrs.frozen(eq=False)
@@ -517,11 +545,11 @@ class ExactDecoder(GeneralDecoder):
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
+        self._recorded: dict[int, Recorded] = {}
         super().__init__(skeleton, shapes, device, dtype)
-        exact.register(EXACT_NAME, exact_slot_attention)
+        register(EXACT_NAME, exact_slot_attention)
         exact.adopt(skeleton, EXACT_NAME)
         self.graphs = device.type == "cuda"
-        self._recorded: dict[int, Recorded] = {}
         self._places: list[int] = []
         # transformers reads no mask of four dimensions; without one it waits for the positions, to look for rows.
         self._mask = torch.empty(1, 1, 1, 1, device=device)
@@ -584,7 +612,7 @@ class ExactDecoder(GeneralDecoder):
             batch: the rows; ``response_mask`` begins the responses.
             log_probs: ``(logits, tokens) -> log-probs``.
         """
-        found, head = Activations(batch.num_tokens), head_name(self.skeleton)
+        found, head = Activations(batch.num_tokens), self.skeleton.output_name
         starts, lengths = batch.cu_seqlens[:-1].long(), batch.lengths
         prompts = torch.stack([row.nonzero()[0, 0] for row in batch["response_mask"].split(lengths.tolist())])
         # Rows with the most steps first, since those that are left have the first slots.
@@ -629,9 +657,7 @@ def exact_slot_attention(
 ) -> tuple[Float[Tensor, "1 T heads dim"], None]:
     """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    keys, values = cache.layer(module, k, v)
-    keys.transpose(1, 2).index_put_((where.slots, where.positions), k)
-    values.transpose(1, 2).index_put_((where.slots, where.positions), v)
+    keys, values = cache.written(module, k, v, where)
     if where.packing is not None:
         return exact.packed_attention(q, k, v, where.packing, scaling, sliding_window)[None], None
     places = -(-where.longest // exact.KEYS) * exact.KEYS

@@ -23,17 +23,20 @@ from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
-from verl_fn.backends.sampler.decoder import Decoder, ExactDecoder, GeneralDecoder, PastDecoder, RowDecoder
+from verl_fn.backends.sampler.decoder import (
+    PREFILL_TOKENS,
+    Decoder,
+    ExactDecoder,
+    GeneralDecoder,
+    PastDecoder,
+    RowDecoder,
+    Run,
+)
 from verl_fn.backends.sampler.fused import FusedDecoder, GraphRun
 from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
-from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite, seeds_of
+from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite
 from verl_fn.backends.weight_sync import kept_of, receive
 from verl_fn.state import Batch, isolated, uniform_at, with_images
-
-# The most prompt tokens of one prefill: a bound of its memory.
-PREFILL_TOKENS = 16384
-# Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
-REFILL_PART = 8
 
 
 def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:
@@ -212,29 +215,22 @@ class Sampler(Serving):
                 yield rows
 
 
-class _Run:
-    """The decoding of requests whose sampling differs only in ``max_tokens``.
+class _Run(Run):
+    """A run of any decoder; see ``Run``.
 
     Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
 
     def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
-        self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
+        sampling = requests[0].sampling
+        exact = functools.partial(_exact_log_probs, sampler.dtype, sampling.temperature) if sampler.exact else None
+        draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact)
+        super().__init__(requests, draws, sampler.slots, sampler.end_tokens, sampler.device)
+        self.decoder, self.recorder = sampler.decoder, sampler.recorder
         self.in_flight = sampler.capabilities.versions_per_token
-        self.prompts = [request.prompt for request in requests]
         self.images = [request.images for request in requests]
         # What follows them is text, also what the model drew in earlier turns of a conversation.
         self.seen = [0 if one.images is None else one.images.length or len(one.prompt) for one in requests]
-        sampling, self.n = requests[0].sampling, requests[0].sampling.n
-        self.limits = [request.sampling.max_tokens for request in requests]
-        self.seeds = torch.tensor(seeds_of(requests), device=self.device)
-        self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
-        exact = functools.partial(_exact_log_probs, sampler.dtype, sampling.temperature) if sampler.exact else None
-        self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact)
-        self.slots = min(sampler.slots, len(self.seeds))
-        self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
-        self.begun = 0
-        self.step = 0
         self.rows: list[int] = []
         # For each slot, the step of its last draw, and the difference between its length and the step.
         self.ends: list[int] = []
@@ -242,13 +238,8 @@ class _Run:
         # Of each draw, its row and the version of the weights.
         self.drawn: list[int] = []
         self.versions: list[int] = []
-        # Of the next step's weights, the version, and the number of the publication.
-        self.version = self.weights = -1
-        self.finished: set[int] = set()
-        # If experts are recorded: for each draw the experts of the token before it, and for each row of the
-        # prompt's other tokens.
+        # If experts are recorded: for each draw the experts of the token before it.
         self.routed: list[Tensor] = []
-        self.before: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def loop(self) -> Iterator[list[int]]:
@@ -273,17 +264,11 @@ class _Run:
                 else:
                     logits += self._again()
             cached_by = self.weights
-            free, waiting = self.slots - active, len(self.seeds) - self.begun
-            if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
-                logits.append(self._begin(min(free, waiting)))
+            if count := self.due():
+                logits.append(self._begin(count))
             ended = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
             self.step += 1
             yield ended
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a row has not ended."""
-        return bool(self.rows) or self.begun < len(self.seeds)
 
     def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Returns the draws since the last call; see ``Answers.collect``."""

@@ -18,19 +18,15 @@ from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.decoder import Lanes, Where, lanes_for
+from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Lanes, Run, Where, lanes_for
 from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
-from verl_fn.backends.serving import not_finite, seeds_of
+from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
 
 # The cache has a multiple of so many places, so that a somewhat longer call needs no other graphs.
 PLACES = 32
 # The steps between two looks of the host: rows that end meanwhile keep their slots until the next look.
 STEPS = 8
-# The most tokens of prompts that are computed at a time: a bound of the memory that this takes.
-PREFILL_TOKENS = 16384
-# Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
-REFILL_PART = 8
 
 
 class FusedLayer(NamedTuple):
@@ -208,37 +204,19 @@ def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> Fus
     )
 
 
-class GraphRun:
-    """The decoding of requests whose sampling differs only in ``max_tokens``.
-
-    Args:
-        decoder: never asks the host.
-        requests: are checked.
-        slots: the most rows that are decoded at a time.
-        end_tokens: end a row.
-    """
+class GraphRun(Run):
+    """A run on a decoder that never asks the host; see ``Run``."""
 
     def __init__(
         self, decoder: FusedDecoder, requests: Sequence[Request], *, slots: int, end_tokens: Set[int]
     ) -> None:
-        self.decoder, self.device = decoder, decoder.device
-        self.prompts = [request.prompt for request in requests]
-        sampling, self.n = requests[0].sampling, requests[0].sampling.n
-        self.limits = [request.sampling.max_tokens for request in requests]
-        self.seeds = torch.tensor(seeds_of(requests), device=self.device)
-        self.stops = end_tokens | set(sampling.stop_token_ids)
-        self.draws = Draws(sampling, decoder.vocab, NOISE[decoder.dtype])
-        self.slots = min(slots, len(self.seeds))
-        self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
-        self.begun = self.step = 0
+        draws = Draws(requests[0].sampling, decoder.vocab, NOISE[decoder.dtype])
+        super().__init__(requests, draws, slots, end_tokens, decoder.device)
+        self.decoder = decoder
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.free = list(range(self.slots))
-        # Of the next steps' weights, the version, and the number of the publication.
-        self.version = self.weights = -1
-        self.finished: set[int] = set()
-        self.before: dict[int, Tensor] = {}
         self._taken: list[tuple[Tensor, ...]] = []
 
     @torch.inference_mode()
@@ -255,19 +233,13 @@ class GraphRun:
             if cached_by != self.weights:
                 self._again(lanes)
             cached_by = self.weights
-            waiting = len(self.seeds) - self.begun
-            if waiting and len(self.free) >= min(waiting, max(1, self.slots // REFILL_PART)):
-                self._begin(lanes, min(len(self.free), waiting))
+            if count := self.due():
+                self._begin(lanes, count)
             lanes.version.fill_(self.version)
             steps = min(STEPS, max(self.last.values()) - self.step)
             self.decoder.decode(list(self.rows), steps, self.draws)
             self.step += steps
             yield self._ended(lanes)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a row has not ended."""
-        return bool(self.rows) or self.begun < len(self.seeds)
 
     def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Returns the draws of rows that have ended since the last call; see ``Answers.collect``."""

@@ -10,15 +10,13 @@ from jaxtyping import Complex64, Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
+from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.sampler.decoder import Where, attend
 from verl_fn.state import Batch
 
-LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")
-# Kinds of rotary embeddings whose frequencies are the same for every length.
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 # The size of weights from which oneDNN's packed product is faster on CPUs; on AMD's, 2.5 times from 2**17 on.
 PACKED_FROM = 2**16
 
@@ -31,13 +29,8 @@ def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
         >>> misfit(GPT2Config(), {})
         'the model type is gpt2'
     """
-    if config.model_type not in LLAMA_SHAPES:
-        return f"the model type is {config.model_type}"
-    if config.hidden_act != "silu":
-        return f"the activation is {config.hidden_act}"
-    rope = config.rope_parameters
-    if rope.get("rope_type") not in FIXED_ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"the rotary embedding is {rope}"
+    if (reason := exact.misfit(config)) is not None:
+        return reason
     expected = {name: torch.Size(shape) for name, shape in _llama_shapes(config, shapes).items()}
     misfits = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     return f"these parameters are not of the Llama shape: {', '.join(misfits)}" if misfits else None

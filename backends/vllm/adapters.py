@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.lora import Adapters, Lora
+from verl_fn.backends.hf.lora import Adapters, Lora, in_peft
 
 # The ranks that vLLM makes room for.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 NUMBER, NAME = 1, "published"
-HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 def adapter_arguments(adapters: Adapters, *, sees: bool = False) -> dict[str, Any]:
@@ -57,11 +56,6 @@ def adapter_request() -> Any:
     return LoRARequest(NAME, NUMBER, "published from memory")
 
 
-def is_adapter(name: str) -> bool:
-    """Returns whether a tensor belongs to an adapter."""
-    return name.endswith(HALVES)
-
-
 def renaming(model: torch.nn.Module) -> Callable[[str], str]:
     """Returns a function that gives a Hugging Face name the name that vLLM's loaders want in a wrapped model."""
     wrapped = {name.removesuffix(".base_layer") for name, _ in model.named_modules() if name.endswith(".base_layer")}
@@ -94,7 +88,7 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
     manager = runner.lora_manager._adapter_manager
     model = LoRAModel.from_lora_tensors(
         NUMBER,
-        {f"base_model.model.{name}": t for name, t in tensors.items()},
+        {in_peft(name): t for name, t in tensors.items()},
         PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)),
         device=str(runner.device),
         dtype=runner.lora_manager.lora_config.lora_dtype,

@@ -87,8 +87,6 @@ RECORDED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 LAUNCHED = 2048
 # The arguments that say what vLLM records.
 RECORDING = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
-# The families whose images are passed on, by transformers' model type.
-SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "gemma3")
 IN_PARTS = ("pixel_values", "pixel_attention_mask")  # an image has several rows of these tensors
 TORCHVISION = "0.26.0"
 
@@ -343,8 +341,7 @@ def reads_images(config: Any, device: str | torch.device) -> bool:
     Its attention on CPUs hides the later tokens of an image from the earlier ones.
     """
     family = family_of(config)
-    hidden = family is not None and family.blocks and torch.device(device).type == "cpu"
-    return config.model_type in SEEING and not hidden
+    return family is not None and not (family.blocks and torch.device(device).type == "cpu")
 
 
 def check_images(config: Any, folder: Path, device: str) -> None:

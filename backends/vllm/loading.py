@@ -26,9 +26,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.models.siglip import SiglipVisionModel
 
+from verl_fn.backends.hf.lora import is_adapter
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
-from verl_fn.backends.vllm.adapters import is_adapter, renaming
+from verl_fn.backends.vllm.adapters import renaming
 from verl_fn.backends.weight_sync import IncompleteWeights, arriving, whole_of_parts
 
 # Methods of layers that compute with their weights as they are loaded.

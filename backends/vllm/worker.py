@@ -25,9 +25,9 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.sampler import Sampler
 
 from verl_fn.backends.draws import NOISE, Drawn, Draws
-from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.lora import Lora, is_adapter
 from verl_fn.backends.protocol import Sampling, WeightSource
-from verl_fn.backends.vllm.adapters import install, is_adapter
+from verl_fn.backends.vllm.adapters import install
 from verl_fn.backends.vllm.arguments import EngineArgumentError, row_of
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.vllm.process import portable

@@ -9,17 +9,15 @@ from .publication import (
     apart_of,
     arriving,
     check_specs,
-    checksum,
     in_parts,
     keeping,
     kept_of,
-    parted,
     receive,
     specs_of,
     whole_of_parts,
 )
 
 __all__ = [
-    "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs", "checksum",
-    "in_parts", "keeping", "kept_of", "parted", "receive", "specs_of", "whole_of_parts",
+    "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs",
+    "in_parts", "keeping", "kept_of", "receive", "specs_of", "whole_of_parts",
 ]  # fmt: skip

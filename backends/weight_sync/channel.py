@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -70,22 +70,6 @@ Description: TypeAlias = tuple[Any, ...]
 """What the receiver needs to open a staging area; it can be pickled."""
 
 
-class Staging(Protocol):
-    """Two slots of bytes, on the sender's or on the receiver's side."""
-
-    def slot(self, number: int) -> Tensor:
-        """Returns the bytes of a slot."""
-        ...
-
-    def flush(self, number: int, nbytes: int) -> None:
-        """Transfers the first bytes of a slot: makes them visible to the receiver, or waits for them there."""
-        ...
-
-    def close(self) -> None:
-        """Frees the slots."""
-        ...
-
-
 def kinds(sender: Location, receiver: Location) -> list[str]:
     """Returns the kinds of staging to try between two locations, the fastest first.
 
@@ -110,24 +94,27 @@ class CannotOpen(RuntimeError):
     """This process cannot open a staging area; the next kind is tried."""
 
 
-class _Slots:
-    """Slots in one tensor of bytes that both processes see."""
+class Staging:
+    """Two slots of bytes, on the sender's or on the receiver's side: here in one tensor that both processes see."""
 
     def __init__(self, memory: Tensor) -> None:
         self._slots = memory.view(SLOTS, -1)
 
     def slot(self, number: int) -> Tensor:
+        """Returns the bytes of a slot."""
         return self._slots[number]
 
     def flush(self, number: int, nbytes: int) -> None:
+        """Transfers the first bytes of a slot: makes them visible to the receiver, or waits for them there."""
         if self._slots.is_cuda:
             torch.cuda.current_stream(self._slots.device).synchronize()
 
     def close(self) -> None:
+        """Frees the slots."""
         self._slots = torch.empty(SLOTS, 0, dtype=torch.uint8)
 
 
-class _Group(_Slots):
+class _Group(Staging):
     """Slots of one process, whose bytes a process group of two sends."""
 
     def __init__(self, memory: Tensor, group: Any, rank: int) -> None:
@@ -145,7 +132,7 @@ class _Group(_Slots):
         self._group = None
 
 
-class _Socket(_Slots):
+class _Socket(Staging):
     """Slots of one process, whose bytes are sent over the connection itself."""
 
     def __init__(self, memory: Tensor, connection: Connection, sends: bool) -> None:
@@ -201,7 +188,7 @@ def offered(
     size = SLOTS * nbytes
     if kind == "ipc":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        return (kind, nbytes, *reduce_tensor(memory)), lambda: _Slots(memory)
+        return (kind, nbytes, *reduce_tensor(memory)), lambda: Staging(memory)
     if kind == "memory":
         # Memory without a name in any file system disappears with the processes, however they end.
         fd = os.memfd_create("verl_fn_weights")
@@ -213,7 +200,7 @@ def offered(
             raise
         mark = os.urandom(16)
         memory[:16] = torch.tensor(list(mark), dtype=torch.uint8)
-        staging = _Slots(memory)
+        staging = Staging(memory)
         weakref.finalize(staging, os.close, fd)
         return (kind, nbytes, os.getpid(), fd, mark), lambda: staging
     if kind == "group":
@@ -238,7 +225,7 @@ def opened(description: Description, device: torch.device, connection: Connectio
             rebuild, arguments = rest
             # The device may have another number here than in the sender's process.
             number = torch.cuda.current_device() if device.index is None else device.index
-            return _Slots(rebuild(*arguments[:6], number, *arguments[7:]))
+            return Staging(rebuild(*arguments[:6], number, *arguments[7:]))
         if kind == "memory":
             pid, fd, mark = rest
             own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
@@ -248,7 +235,7 @@ def opened(description: Description, device: torch.device, connection: Connectio
                 os.close(own_fd)
             if bytes(memory[:16].tolist()) != mark:
                 raise CannotOpen("the sender's process numbers belong to another machine")
-            return _Slots(memory)
+            return Staging(memory)
         if kind == "group":
             _, address, port = rest
             memory = torch.empty(size, dtype=torch.uint8, device=device)

@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, WeightSource
+from verl_fn.backends.tensor_file import checksum
 
 from .channel import (
     ADAPTERS,
@@ -32,7 +33,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import Cut, Weights, apart_of, checksum, in_dtype, kept_of
+from .publication import Cut, Weights, apart_of, in_dtype, kept_of
 
 TRIES = 3  # to connect to an engine
 

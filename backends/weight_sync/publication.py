@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.tensor_file import checksum
 from verl_fn.errors import UserError
 from verl_fn.state import Params, version_of
 
@@ -21,9 +22,6 @@ from verl_fn.state import Params, version_of
 _CHECKSUMS = WeakTensorKeyDictionary()
 # bf16 has 8 bits of the 24 that fp32 has.
 PARTS = 3
-# Layout of a checksum: bytes of a word, words of a row and of a slice, and an odd multiplier that mixes bits.
-WORD, WIDTH, SLICE = 8, 1024, 2**18
-MULTIPLIER = 6364136223846793005
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -176,37 +174,32 @@ def apart(
 
 
 def keeping(
-    whole: Weights,
-    changing: Weights,
-    frozen: Mapping[str, Tensor],
+    source: Callable[[Params], Weights],
+    params: Params,
+    frozen: Collection[str],
     *,
     local: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Weights:
     """Returns a source of all weights, from which an engine that has the frozen ones can take the others only.
 
     Args:
-        whole: all weights.
-        changing: the ones that are not frozen.
-        frozen: the frozen tensors; without any, engines take all weights each time.
+        source: returns the source of some parameters.
+        params: all parameters.
+        frozen: the names of the frozen ones; without any, engines take all weights each time.
         local: returns what this process holds of a tensor, to identify it.
 
     Example:
         >>> import torch
-        >>> tower, text = {"tower": torch.ones(2)}, {"text": torch.zeros(2)}
-        >>> source = keeping(Weights.of(tower | text), Weights.of(text), tower)
-        >>> [spec.name for spec in source.specs], [spec.name for spec in source.kept.changing.specs]
+        >>> params = Params({"tower": torch.ones(2), "text": torch.zeros(2)})
+        >>> kept = keeping(Weights.of, params, ["tower"])
+        >>> [spec.name for spec in kept.specs], [spec.name for spec in kept.kept.changing.specs]
         (['tower', 'text'], ['text'])
     """
-    if not frozen:
+    whole, inside = source(params), {name: t for name, t in params.items() if name in frozen}
+    if not inside:
         return whole
-    return attrs.evolve(whole, kept=Apart(whole, changing, functools.partial(_identity, frozen, local)))
-
-
-def parted(params: Params, names: Collection[str]) -> tuple[dict[str, Tensor], Params]:
-    """Returns the parameters of these names, and the others."""
-    inside = {name: t for name, t in params.items() if name in names}
-    leaves = {name: t for name, t in params.items() if name not in names}
-    return inside, attrs.evolve(params, leaves=leaves) if inside else params
+    others = attrs.evolve(params, leaves={name: t for name, t in params.items() if name not in inside})
+    return attrs.evolve(whole, kept=Apart(whole, source(others), functools.partial(_identity, inside, local)))
 
 
 def _identity(tensors: Mapping[str, Tensor], local: Callable[[Tensor], Tensor]) -> str:
@@ -377,45 +370,6 @@ def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, rows: int) -> None:
             f"{name!r} was announced as {spec.dtype} rows of shape {spec.shape[1:]}, and arrived as "
             f"{values.dtype} of {tuple(values.shape[1:])}"
         )
-
-
-def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Returns a 64-bit hash of a tensor's bytes; it also changes if rows or elements are swapped.
-
-    Args:
-        values: the tensor.
-        dtype: hash the tensor as if it were converted; None for its own dtype.
-
-    Example:
-        >>> a = torch.arange(6.0)
-        >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
-        (True, False)
-        >>> checksum(a, torch.bfloat16) == checksum(a.bfloat16())
-        True
-    """
-    flat = values.detach().reshape(-1)
-    dtype = dtype or flat.dtype
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    # Slice by slice, since converting and mixing copy the elements.
-    for part in flat.split(SLICE * WORD // dtype.itemsize):
-        data = part.to(dtype).contiguous().view(torch.uint8)
-        if data.storage_offset() % WORD:
-            data = data.clone()  # words have to be aligned
-        end = len(data) // WORD * WORD
-        total = total * MULTIPLIER + _of_slice(data[:end].view(torch.int64)) + _weighted(data[end:].long())
-    return int(total)
-
-
-def _of_slice(words: Tensor) -> Tensor:
-    # Sums overflow, and an even weight loses the highest bits of a word: they go into the lower ones too.
-    mixed = (words >> 32).mul_(MULTIPLIER).add_(words)
-    rows = mixed[: len(mixed) // WIDTH * WIDTH].view(-1, WIDTH)
-    return _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(mixed[rows.numel() :])
-
-
-def _weighted(numbers: Tensor) -> Tensor:
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-    return (numbers * (places * 2654435761 + 12345)).sum()
 
 
 @attrs.frozen

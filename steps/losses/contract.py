@@ -73,6 +73,15 @@ class Term:
                         "as batch.spread(field)"
                     )
                 raise
+        values, reported = self.checked(returned)
+        return values if self.factor == 1.0 else self.factor * values, reported
+
+    def checked(self, returned: Any) -> tuple[Tensor, Metrics]:
+        """Returns what the function has returned.
+
+        Raises:
+            LossError: it is something else than values and metrics.
+        """
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
             raise self._error(f"{kind_of(returned)}; a loss returns its values and its metrics")
         values, reported = returned
@@ -85,7 +94,7 @@ class Term:
                     "verl_fn.steps.token_mean(batch, values) makes one, and verl_fn.state has Weighted, Sum, "
                     "Max, Min and Moments"
                 )
-        return values if self.factor == 1.0 else self.factor * values, reported
+        return values, dict(reported)
 
     def _error(self, what: str) -> LossError:
         return LossError(f"{described(self.fn)} returns {what}")
@@ -223,7 +232,7 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     for term in loss.terms:
         values, of_term = term.values(outputs, batch)
         # Adding before weighting rounds like a single loss function that computes all terms of the level.
-        _check_shape(values, batch, term)
+        check_shape(values, batch, term)
         sums[term.level] = sums[term.level] + values if term.level in sums else values
         reported.append(of_term)
     totals = [_weighted(batch, values, level) for level, values in sums.items()]
@@ -323,30 +332,28 @@ def _guarded(loss: Loss, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
     """Returns the outputs with gradients of 0 instead of nan at tokens and rows that no term gives a weight."""
     guarded = {}
     for name, t in outputs.by_name.items():
-        weightless = _weightless_rows(loss, batch) if name in PER_ROW else _weightless_tokens(loss, batch)
+        weightless = _weightless(loss, batch, rows=name in PER_ROW)
         guarded[name] = without_nan_gradients(t, weightless.reshape(-1, *[1] * (t.ndim - 1)))
     return TokenOutputs(guarded)
 
 
-def _weightless_tokens(loss: Loss, batch: Batch) -> Tensor:
-    masks = []
-    if "token" in loss.levels:
-        masks.append(batch["loss_weight"] == 0)
-    if "row" in loss.levels:
-        masks.append(batch.spread(batch["row_weight"] == 0))
-    return torch.stack(masks).all(0)
+def _weightless(loss: Loss, batch: Batch, *, rows: bool) -> Tensor:
+    """Returns a mask of the rows, or of the tokens, that no term gives a weight."""
+    weighted = []
+    for level in loss.levels:
+        mask = batch[WEIGHTS[level]] != 0
+        if rows and level == "token":
+            mask = batch.sum_rows(mask.float()) > 0
+        weighted.append(batch.spread(mask) if level == "row" and not rows else mask)
+    return ~torch.stack(weighted).any(0)
 
 
-def _weightless_rows(loss: Loss, batch: Batch) -> Tensor:
-    masks = []
-    if "token" in loss.levels:
-        masks.append(batch.sum_rows((batch["loss_weight"] != 0).float()) == 0)
-    if "row" in loss.levels:
-        masks.append(batch["row_weight"] == 0)
-    return torch.stack(masks).all(0)
+def check_shape(values: Tensor, batch: Batch, term: Term) -> None:
+    """Raises an error unless there is one value for each token, or row, as the level of the term says.
 
-
-def _check_shape(values: Tensor, batch: Batch, term: Term) -> None:
+    Raises:
+        LossError: there is not.
+    """
     count, unit = (batch.num_tokens, "token") if term.level == "token" else (len(batch), "row")
     if values.shape != (count,):
         raise LossError(

@@ -1,4 +1,8 @@
-"""Losses of preferences: of a reward model, relative to a reference policy, without one, and KTO."""
+"""Losses of preferences: of a reward model, relative to a reference policy, without one, and KTO.
+
+Losses of pairs read two per-row fields: ``pair``, an integer that is the same for the two rows of a pair, and
+``chosen``, 1 for the preferred row and 0 for the other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from .contract import Loss, loss, row_mean, weighted_sum
 OfMargin = Callable[[Tensor], Tensor]
 
 
-def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_coefficient: float = 0.0) -> Loss:
+def bradley_terry(*, center_rewards_coefficient: float = 0.0) -> Loss:
     """Returns the loss of a reward model: minus the log-likelihood that the preferred row of each pair wins.
 
     For scores r of the preferred row w and the other row l it is -log sigmoid(r_w - r_l). Preferences say nothing of
@@ -27,8 +31,6 @@ def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_
     total is the mean over pairs.
 
     Args:
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
         center_rewards_coefficient: the weight of the second term, under TRL's name; such as 0.01.
 
     Raises:
@@ -46,9 +48,9 @@ def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_
     al. 2023 (arXiv 2312.09244), section 3.
     """
 
-    @loss(needs=["row_values"], level="row", together=pair)
+    @loss(needs=["row_values"], level="row", together="pair")
     def bradley_terry(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        pairs = Pairs.of(batch, pair, chosen, outputs.row_values.dtype)
+        pairs = Pairs.of(batch, outputs.row_values.dtype)
         margin = pairs.margin(outputs.row_values)
         values = softplus(-margin)
         if center_rewards_coefficient:
@@ -62,7 +64,7 @@ def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_
     return bradley_terry
 
 
-def dpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+def dpo(beta: float = 0.1) -> Loss:
     """Returns the loss of direct preference optimization: ``bradley_terry`` of the policy's implicit rewards.
 
     The implicit reward of a response y to x is beta * log(policy(y | x) / reference(y | x)). With h the log-ratio of
@@ -71,8 +73,6 @@ def dpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Los
 
     Args:
         beta: a smaller one lets the policy move further from the reference.
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
         ValueError: ``beta`` is not positive; or, when it is computed, a pair does not have exactly one preferred row
@@ -88,10 +88,10 @@ def dpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Los
 
     Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7.
     """
-    return _of_log_ratios("dpo", beta, lambda h: softplus(-beta * h), pair, chosen)
+    return _of_log_ratios("dpo", beta, lambda h: softplus(-beta * h))
 
 
-def cdpo(beta: float = 0.1, label_smoothing: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+def cdpo(beta: float = 0.1, label_smoothing: float = 0.1) -> Loss:
     """Returns the loss of conservative DPO, for preferences of which a share is wrong.
 
     With h as in ``dpo`` and e the share, it is -(1 - e) log sigmoid(beta * h) - e log sigmoid(-beta * h). Its minimum
@@ -100,8 +100,6 @@ def cdpo(beta: float = 0.1, label_smoothing: float = 0.1, *, pair: str = "pair",
     Args:
         beta: as for ``dpo``.
         label_smoothing: the share of wrong preferences, from 0 (``dpo``) to below 0.5.
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
         ValueError: as ``dpo``, or ``label_smoothing`` is out of range.
@@ -122,10 +120,10 @@ def cdpo(beta: float = 0.1, label_smoothing: float = 0.1, *, pair: str = "pair",
     def of_margin(h: Tensor) -> Tensor:
         return (1.0 - label_smoothing) * softplus(-beta * h) + label_smoothing * softplus(beta * h)
 
-    return _of_log_ratios("cdpo", beta, of_margin, pair, chosen)
+    return _of_log_ratios("cdpo", beta, of_margin)
 
 
-def ipo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+def ipo(beta: float = 0.1) -> Loss:
     """Returns the loss of identity preference optimization: it aims at a given margin, not at the largest one.
 
     With h as in ``dpo`` it is (h - 1 / (2 * beta))^2. Log-ratios are sums over tokens, as in the paper; TRL takes
@@ -133,8 +131,6 @@ def ipo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Los
 
     Args:
         beta: the paper's tau; log-ratios aim at a difference of 1 / (2 * beta) nats.
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
         ValueError: as ``dpo``.
@@ -148,16 +144,16 @@ def ipo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Los
 
     Source: Azar et al. 2023 (arXiv 2310.12036), equation 17.
     """
-    return _of_log_ratios("ipo", beta, lambda h: (h - 0.5 / beta).square(), pair, chosen)
+    return _of_log_ratios("ipo", beta, lambda h: (h - 0.5 / beta).square())
 
 
-def _of_log_ratios(name: str, beta: float, of_margin: OfMargin, pair: str, chosen: str) -> Loss:
+def _of_log_ratios(name: str, beta: float, of_margin: OfMargin) -> Loss:
     """Returns the loss that is a function of the difference of the log-ratios of a pair."""
     check_beta(beta)
 
-    @loss(needs=["logprobs"], level="row", together=pair)
+    @loss(needs=["logprobs"], level="row", together="pair")
     def preference(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        pairs = Pairs.of(batch, pair, chosen, outputs.logprobs.dtype)
+        pairs = Pairs.of(batch, outputs.logprobs.dtype)
         log_ratio = row_log_probs(batch, outputs.logprobs - batch["ref_log_prob"])
         margin = pairs.margin(log_ratio)
         values = of_margin(margin)
@@ -215,13 +211,11 @@ class Pairs:
     count: int
 
     @classmethod
-    def of(cls, batch: Batch, pair: str, chosen: str, dtype: torch.dtype) -> Pairs:
+    def of(cls, batch: Batch, dtype: torch.dtype) -> Pairs:
         """Finds the pairs of a batch.
 
         Args:
             batch: has both fields.
-            pair: the per-row field of integers that is the same for the two rows of a pair.
-            chosen: the per-row field that is 1 for the preferred row and 0 for the other.
             dtype: of ``sign``.
 
         Raises:
@@ -229,17 +223,17 @@ class Pairs:
 
         Example:
             >>> batch = Batch.from_rows([[1], [2]], per_row={"pair": [7, 7], "chosen": [0.0, 1.0]})
-            >>> pairs = Pairs.of(batch, "pair", "chosen", torch.float32)
+            >>> pairs = Pairs.of(batch, torch.float32)
             >>> pairs.margin(torch.tensor([1.0, 3.0])).tolist()
             [2.0, 2.0]
         """
-        ids, index, counts = batch[pair].unique(return_inverse=True, return_counts=True)
-        sign = 2.0 * batch[chosen].to(dtype) - 1.0
+        ids, index, counts = batch["pair"].unique(return_inverse=True, return_counts=True)
+        sign = 2.0 * batch["chosen"].to(dtype) - 1.0
         balance = sign.new_zeros(len(ids)).index_add(0, index, sign)
         wrong = (counts != 2) | (balance != 0)
         if bool(wrong.any()):
             raise ValueError(
-                f"{pair} {ids[wrong][:5].tolist()} of this batch do not have two rows, one with {chosen} 1 and one "
+                f"pair {ids[wrong][:5].tolist()} of this batch do not have two rows, one with chosen 1 and one "
                 "with 0; group rows by pair before the batch is made"
             )
         return cls(sign, index, len(ids))
@@ -281,7 +275,7 @@ def row_mean_log_probs(batch: Batch, log_probs: Float[Tensor, " T"]) -> Float[Te
     return row_log_probs(batch, log_probs) / lengths.clamp(min=1.0)
 
 
-def simpo(beta: float = 2.0, gamma: float = 1.0, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+def simpo(beta: float = 2.0, gamma: float = 1.0) -> Loss:
     """Returns the loss of simple preference optimization.
 
     The reward of a response is beta times its mean log-probability per token, m, and the preferred one must win by a
@@ -291,8 +285,6 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, *, pair: str = "pair", chosen: 
     Args:
         beta: the scale of rewards.
         gamma: the margin. TRL's ``simpo_gamma`` and the paper's gamma are the same.
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
         ValueError: ``beta`` is not positive; or, when it is computed, a pair does not have exactly one preferred row
@@ -309,9 +301,9 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, *, pair: str = "pair", chosen: 
     """
     check_beta(beta)
 
-    @loss(needs=["logprobs"], level="row", together=pair)
+    @loss(needs=["logprobs"], level="row", together="pair")
     def simpo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        pairs = Pairs.of(batch, pair, chosen, outputs.logprobs.dtype)
+        pairs = Pairs.of(batch, outputs.logprobs.dtype)
         rewards = beta * row_mean_log_probs(batch, outputs.logprobs)
         values = softplus(gamma - pairs.margin(rewards))
         return values, reward_metrics("simpo", batch, pairs, values, rewards)
@@ -319,7 +311,7 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, *, pair: str = "pair", chosen: 
     return simpo
 
 
-def orpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
+def orpo(beta: float = 0.1) -> Loss:
     """Returns the loss of odds ratio preference optimization: fine-tuning on the preferred response, and a penalty.
 
     With m the mean log-probability per token of a response and odds = exp(m) / (1 - exp(m)), it is
@@ -328,8 +320,6 @@ def orpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Lo
 
     Args:
         beta: the weight of the penalty, the paper's lambda.
-        pair: the per-row field of integers that is the same for the two rows of a pair.
-        chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
         ValueError: as ``simpo``.
@@ -345,9 +335,9 @@ def orpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Lo
     """
     check_beta(beta)
 
-    @loss(needs=["logprobs"], level="row", together=pair)
+    @loss(needs=["logprobs"], level="row", together="pair")
     def orpo(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        pairs = Pairs.of(batch, pair, chosen, outputs.logprobs.dtype)
+        pairs = Pairs.of(batch, outputs.logprobs.dtype)
         mean = row_mean_log_probs(batch, outputs.logprobs)
         # The odds of a response with probability 1 are infinite.
         mean = mean.clamp(max=-torch.finfo(mean.dtype).eps)

@@ -25,7 +25,18 @@ Schedule: TypeAlias = Callable[[int], float]
 
 @attrs.frozen
 class Constant:
-    """A constant learning rate after a warm-up; ``constant`` makes it."""
+    """A constant learning rate after a warm-up. A plain number is the same schedule without a warm-up.
+
+    Attributes:
+        lr: the learning rate.
+        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
+
+    Example:
+        >>> [constant(1.0, warmup_steps=2)(i) for i in range(4)]
+        [0.0, 0.5, 1.0, 1.0]
+        >>> constant(0.1) == as_schedule(0.1)
+        True
+    """
 
     lr: float
     warmup_steps: int = 0
@@ -36,7 +47,18 @@ class Constant:
 
 @attrs.frozen
 class Linear:
-    """A linear decay after a warm-up; ``linear`` makes it."""
+    """A linear decay after a warm-up.
+
+    Attributes:
+        lr: the learning rate after the warm-up.
+        total_steps: the update at which the decay ends.
+        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
+        min_lr_ratio: the learning rate at the end, as a fraction of ``lr``.
+
+    Example:
+        >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
+        [1.0, 0.75, 0.0, 0.0]
+    """
 
     lr: float
     total_steps: int
@@ -50,7 +72,14 @@ class Linear:
 
 @attrs.frozen
 class Cosine:
-    """A cosine decay after a warm-up; ``cosine`` makes it."""
+    """A decay like the first half of a cosine after a warm-up; its attributes are the ones of ``Linear``.
+
+    Example:
+        >>> [round(cosine(1.0, 4)(i), 3) for i in (0, 2, 4)]
+        [1.0, 0.5, 0.0]
+
+    Source: Loshchilov & Hutter 2017 (arXiv 1608.03983).
+    """
 
     lr: float
     total_steps: int
@@ -62,54 +91,9 @@ class Cosine:
         return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
 
 
-def constant(lr: float, warmup_steps: int = 0) -> Constant:
-    """Makes a constant schedule with an optional warm-up. A plain number is the same schedule without a warm-up.
-
-    Args:
-        lr: the learning rate.
-        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
-
-    Example:
-        >>> [constant(1.0, warmup_steps=2)(i) for i in range(4)]
-        [0.0, 0.5, 1.0, 1.0]
-        >>> constant(0.1) == as_schedule(0.1)
-        True
-    """
-    return Constant(lr, warmup_steps)
-
-
-def linear(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Linear:
-    """Makes a schedule that decays linearly.
-
-    Args:
-        lr: the learning rate after the warm-up.
-        total_steps: the update at which the decay ends.
-        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
-        min_lr_ratio: the learning rate at the end, as a fraction of ``lr``.
-
-    Example:
-        >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
-        [1.0, 0.75, 0.0, 0.0]
-    """
-    return Linear(lr, total_steps, warmup_steps, min_lr_ratio)
-
-
-def cosine(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Cosine:
-    """Makes a schedule that decays like the first half of a cosine.
-
-    Args:
-        lr: the learning rate after the warm-up.
-        total_steps: the update at which the decay ends.
-        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
-        min_lr_ratio: the learning rate at the end, as a fraction of ``lr``.
-
-    Example:
-        >>> [round(cosine(1.0, 4)(i), 3) for i in (0, 2, 4)]
-        [1.0, 0.5, 0.0]
-
-    Source: Loshchilov & Hutter 2017 (arXiv 1608.03983).
-    """
-    return Cosine(lr, total_steps, warmup_steps, min_lr_ratio)
+constant = Constant
+linear = Linear
+cosine = Cosine
 
 
 def as_schedule(schedule: Schedule | float) -> Schedule:
@@ -259,7 +243,31 @@ def _as_betas(betas: Iterable[float]) -> tuple[float, float]:
 
 @attrs.frozen
 class AdamW(Optimizer):
-    """AdamW; ``adamw`` makes it and describes the settings."""
+    """AdamW: Adam with weight decay that bypasses the running averages.
+
+    Attributes:
+        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
+        betas: the decay rates of the running averages of the gradient and of its square.
+        eps: is added to the denominator.
+        weight_decay: each update subtracts this times the learning rate from a weight of 1.
+        weight_decay_mask: which parameters decay: a function of canonical name and tensor, such as ``no_decay``
+            makes, or a mapping by name; by default all of them.
+        moments: the dtype of the running averages, by default the parameters' own. ``torch.bfloat16`` takes half the
+            memory of fp32: each update is computed in the parameters' dtype, and then the averages are rounded at
+            random (``rounded``).
+
+    Example:
+        >>> params = Params({"w": torch.tensor([1.0])})
+        >>> tx = adamw(0.1, weight_decay=0.0)
+        >>> tx.betas, tx == adamw(0.1, weight_decay=0.0)
+        ((0.9, 0.999), True)
+        >>> update = Update.of(torch.tensor(3.0), position=0)
+        >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, update)
+        >>> round(new["w"].item(), 4), opt_state.count
+        (0.9, 1)
+
+    Source: Loshchilov & Hutter 2019 (arXiv 1711.05101).
+    """
 
     schedule: Schedule = attrs.field(converter=as_schedule)
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), converter=_as_betas)
@@ -333,42 +341,6 @@ def _in_pieces(count: int, step: Tensor, settings: Mapping[str, Any], *tensors: 
                 average.copy_(rounded(new.float(), 2 * count + number))
 
 
-def adamw(
-    schedule: Schedule | float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    weight_decay_mask: Mask | Mapping[str, bool] | None = None,
-    moments: torch.dtype | None = None,
-) -> AdamW:
-    """Makes AdamW: Adam with weight decay that bypasses the running averages.
-
-    Args:
-        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
-        betas: the decay rates of the running averages of the gradient and of its square.
-        eps: is added to the denominator.
-        weight_decay: each update subtracts this times the learning rate from a weight of 1.
-        weight_decay_mask: which parameters decay: a function of canonical name and tensor, such as ``no_decay``
-            makes, or a mapping by name; by default all of them.
-        moments: the dtype of the running averages, by default the parameters' own. ``torch.bfloat16`` takes half the
-            memory of fp32: each update is computed in the parameters' dtype, and then the averages are rounded at
-            random (``rounded``).
-
-    Example:
-        >>> params = Params({"w": torch.tensor([1.0])})
-        >>> tx = adamw(0.1, weight_decay=0.0)
-        >>> tx.betas, tx == adamw(0.1, weight_decay=0.0)
-        ((0.9, 0.999), True)
-        >>> update = Update.of(torch.tensor(3.0), position=0)
-        >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, update)
-        >>> round(new["w"].item(), 4), opt_state.count
-        (0.9, 1)
-
-    Source: Loshchilov & Hutter 2019 (arXiv 1711.05101).
-    """
-    return AdamW(schedule, betas, eps, weight_decay, weight_decay_mask, moments)
-
-
 @node
 class SGDState(Node):
     """The state of SGD.
@@ -382,7 +354,16 @@ class SGDState(Node):
 
 @attrs.frozen
 class SGD(Optimizer):
-    """Stochastic gradient descent; ``sgd`` makes it and describes the settings."""
+    """Stochastic gradient descent.
+
+    Attributes:
+        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
+        momentum: the decay rate of heavy-ball momentum; 0 turns it off.
+
+    Example:
+        >>> sgd(0.1, momentum=0.9)
+        SGD(schedule=Constant(lr=0.1, warmup_steps=0), momentum=0.9)
+    """
 
     schedule: Schedule = attrs.field(converter=as_schedule)
     momentum: float = 0.0
@@ -425,15 +406,5 @@ class SGD(Optimizer):
         return params, state, {"lr": Weighted(lr, 1.0)}
 
 
-def sgd(schedule: Schedule | float, momentum: float = 0.0) -> SGD:
-    """Makes stochastic gradient descent.
-
-    Args:
-        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
-        momentum: the decay rate of heavy-ball momentum; 0 turns it off.
-
-    Example:
-        >>> sgd(0.1, momentum=0.9)
-        SGD(schedule=Constant(lr=0.1, warmup_steps=0), momentum=0.9)
-    """
-    return SGD(schedule, momentum)
+adamw = AdamW
+sgd = SGD

@@ -181,17 +181,7 @@ class Optimizer:
 
 @attrs.frozen
 class Stateless(GradTransform):
-    """A transformation without state; ``stateless`` makes it from a function."""
-
-    fn: Callable[[Grads, Update], tuple[Grads, Update]]
-
-    def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
-        grads, update = self.fn(grads, update)
-        return grads, state, update
-
-
-def stateless(fn: Callable[[Grads, Update], tuple[Grads, Update]]) -> Stateless:
-    """Makes a transformation from a function ``(grads, update) -> (grads, update)``.
+    """A transformation without state, of a function ``(grads, update) -> (grads, update)``.
 
     Example:
         This one divides each gradient by its own norm, and also works for shards.
@@ -206,12 +196,25 @@ def stateless(fn: Callable[[Grads, Update], tuple[Grads, Update]]) -> Stateless:
         >>> new["w"]
         tensor([-0.6000, -0.8000])
     """
-    return Stateless(fn)
+
+    fn: Callable[[Grads, Update], tuple[Grads, Update]]
+
+    def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
+        grads, update = self.fn(grads, update)
+        return grads, state, update
 
 
 @attrs.frozen
 class ClipByGlobalNorm(GradTransform):
-    """Clips gradients by their global norm; ``clip_by_global_norm`` makes it."""
+    """Scales gradients down if their global norm is above ``max_norm``.
+
+    It changes only a divisor that the optimizer's kernel applies. This saves a pass over the gradients.
+
+    Attributes:
+        max_norm: the global norm that gradients may have.
+
+    Source: Pascanu et al. 2013 (arXiv 1211.5063).
+    """
 
     max_norm: float
 
@@ -223,19 +226,6 @@ class ClipByGlobalNorm(GradTransform):
         norm = update.norm / update.divisor
         factor = ((norm + 1e-6) / self.max_norm).clamp(min=1.0).float()
         return grads, state, attrs.evolve(update, divisor=update.divisor * factor)
-
-
-def clip_by_global_norm(max_norm: float) -> ClipByGlobalNorm:
-    """Makes a transformation that scales gradients down if their global norm is above ``max_norm``.
-
-    It changes only a divisor that the optimizer's kernel applies. This saves a pass over the gradients.
-
-    Args:
-        max_norm: the global norm that gradients may have.
-
-    Source: Pascanu et al. 2013 (arXiv 1211.5063).
-    """
-    return ClipByGlobalNorm(max_norm)
 
 
 @attrs.frozen
@@ -322,7 +312,7 @@ _REFUSAL = "this state was made with the optimizer frozen(), so it cannot be upd
 
 @attrs.frozen
 class Frozen(Optimizer):
-    """An optimizer that refuses to update; ``frozen`` makes it."""
+    """The optimizer of a model that is never updated, such as a reference policy."""
 
     def init(self, params: Params) -> dict[str, Any]:
         return {}
@@ -334,9 +324,9 @@ class Frozen(Optimizer):
         raise ValueError(_REFUSAL)
 
 
-def frozen() -> Frozen:
-    """Makes the optimizer of a model that is never updated, such as a reference policy."""
-    return Frozen()
+stateless = Stateless
+clip_by_global_norm = ClipByGlobalNorm
+frozen = Frozen
 
 
 def tensors_of(tree: Named, names: list[str]) -> list[Tensor]:

@@ -12,18 +12,13 @@ from verl_fn.state import (
     PER_ROW,
     Batch,
     Key,
-    Max,
     Metrics,
-    Min,
-    Moments,
-    Sum,
     TokenOutputs,
-    Weighted,
     metrics,
     tree,
 )
 from verl_fn.steps import Loss, Term, check_weights
-from verl_fn.steps.losses.contract import WEIGHTS
+from verl_fn.steps.losses.contract import WEIGHTS, LossError, check_shape
 
 from .builders import beside, scrambled, some_splits, tiny_batch, tiny_outputs, tiny_pairs, with_longer_prompts
 from .violation import LawViolation, repeatable, require, require_close, require_equal, require_full_precision
@@ -318,17 +313,12 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
         LawViolation: they are not what the signature of a loss says.
     """
     returned = term.fn(outputs, batch)
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    require(pair, "Signature", "the loss does not return a pair", "losses without metrics")
-    values, reported = returned
-    count = batch.num_tokens if term.level == "token" else len(batch)
-    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    require(
-        shape == (count,),
-        "Signature",
-        f"the loss of level {term.level!r} is {shape}, but the batch has {count} {term.level}s",
-        "a sum or a mean taken inside the loss, or another level than the one declared",
-    )
+    try:
+        values, reported = term.checked(returned)
+        check_shape(values, batch, term)
+    except LossError as error:
+        cause = "a sum or a mean taken inside the loss, another level than the one declared, or metrics left out"
+        raise LawViolation("Signature", str(error), cause) from error
     require(
         values.requires_grad,
         "Signature",
@@ -341,16 +331,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
         f"the values of the loss are {values.dtype}",
         "a cast to the compute dtype of the model; outputs are float32",
     )
-    require(
-        isinstance(reported, dict), "Signature", f"the metrics are a {type(reported).__name__}", "a dict was expected"
-    )
     for name, metric in reported.items():
-        require(
-            isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
-            "Signature",
-            f"the metric {name!r} is a {type(metric).__name__}; it does not add up over micro-batches",
-            "a number; return token_mean(batch, values), or Weighted, Sum, Max, Min or Moments of verl_fn.state",
-        )
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
         require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
     return values, reported

@@ -13,7 +13,7 @@ from verl_fn.backends import base
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp.torch_private import local_of
 from verl_fn.backends.local import Local
-from verl_fn.backends.weight_sync import checksum
+from verl_fn.backends.tensor_file import checksum
 from verl_fn.errors import ArgumentError
 from verl_fn.state import NotDifferentiable, is_donated, tree
 from verl_fn.steps import loss, ppo_clip, sgd

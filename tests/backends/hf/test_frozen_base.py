@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_lora import LORA, TX, ragged, trained
 
+from verl_fn.backends import tensor_file
 from verl_fn.backends.checkpoint import export_adapter, export_model
-from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.lora import Lora, LoraError, Reference, print_of
+from verl_fn.backends.hf.lora import Lora, LoraError, Reference
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.tensor_file import checksum
 from verl_fn.state import Key, tree
 
 WEIGHTS, ADAPTERS, REST = "model.safetensors", "adapter_model.safetensors", "train_state.safetensors"
@@ -271,13 +272,13 @@ def test_every_bit_of_a_tensor_counts(data):
     t = bits.view(dtype).reshape(shape)
     other = bits.clone()
     other[data.draw(st.integers(0, len(bits) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert print_of(t) == print_of(t.clone()) != print_of(other.view(dtype).reshape(shape))
+    assert checksum(t) == checksum(t.clone()) != checksum(other.view(dtype).reshape(shape))
 
 
 @pytest.mark.parametrize("places", [(0, 1), (2, 5), (3, 9), (1, 10)])
 def test_numbers_that_change_places_are_noticed(monkeypatch, places):
-    monkeypatch.setattr(lora, "_WORDS", 4)
+    monkeypatch.setattr(tensor_file, "SLICE", 4)
     t = torch.randn(11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     other = t.clone()
     other[list(places)] = t[list(places[::-1])]
-    assert print_of(t) != print_of(other)
+    assert checksum(t) != checksum(other)

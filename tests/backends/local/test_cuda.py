@@ -8,7 +8,7 @@ from verl_fn.backends.hf.attention import LONG, Packing, packed_attention
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.weight_sync.publication import checksum
+from verl_fn.backends.tensor_file import checksum
 from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Batch, Grads, is_donated, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy

@@ -4,8 +4,9 @@ import pytest
 import torch
 from made_tensors import made
 
-from verl_fn.backends.weight_sync import apart, publication
-from verl_fn.backends.weight_sync.publication import checksum
+from verl_fn.backends import tensor_file
+from verl_fn.backends.tensor_file import checksum
+from verl_fn.backends.weight_sync import apart
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 # Fewer bytes than a word, a word, parts of a row of words, and several slices with a rest.
@@ -14,7 +15,7 @@ SIZES = [1, 3, 8, 1000, 9_001, 70_003]
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    monkeypatch.setattr(publication, "SLICE", 2048)
+    monkeypatch.setattr(tensor_file, "SLICE", 2048)
 
 
 def drawn(size, dtype):
@@ -56,7 +57,7 @@ def test_of_another_dtype(dtype, size):
     values = drawn(size, torch.float32) / 3
     assert checksum(values, dtype) == checksum(values.to(dtype))
     slices = made(lambda: checksum(values, dtype))
-    assert max(numel * of.itemsize for numel, of in slices) <= publication.SLICE * publication.WORD
+    assert max(numel * of.itemsize for numel, of in slices) <= tensor_file.SLICE * tensor_file.WORD
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,6 +17,7 @@ from verl_fn.backends.weight_sync import IncompleteWeights, Weights, channel, ke
 from verl_fn.backends.weight_sync.channel import ALIGNMENT, SLOTS, SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, part_bytes, send
+from verl_fn.state import Params
 
 
 def serve(pipe, publications):
@@ -212,7 +213,7 @@ def test_a_sender_that_answers_too_late_connects_again(monkeypatch):
 def test_the_part_that_an_engine_chose_is_what_its_workers_get():
     """An engine passes on what arrives, which is a part here, to workers that know of no part."""
     whole, text = tensors(), {"text": torch.arange(3.0)}
-    source = keeping(Weights.of(whole | text), Weights.of(text), whole)
+    source = keeping(Weights.of, Params(whole | text), whole)
     chosen, taken = attrs.evolve(source.kept.changing, kept=source.kept), {}
     worker = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
     sent = threading.Thread(target=send, args=([Outlet(worker.address, SECRET, CPU)], 1, chosen), daemon=True)
