@@ -1,6 +1,7 @@
 """What the import contracts in pyproject.toml cannot say: light parts stay light, and imports are declared."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -41,6 +42,7 @@ def imported_modules(source: str) -> set[str]:
     return names
 
 
+@functools.cache
 def third_party(source: str) -> set[str]:
     return {name.split(".")[0] for name in imported_modules(source)} - sys.stdlib_module_names - {"verl_fn"}
 
