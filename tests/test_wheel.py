@@ -1,5 +1,6 @@
 """The package works from a built wheel and from the bare tree, without this environment's own installation."""
 
+import ensurepip
 import os
 import shutil
 import subprocess
@@ -48,9 +49,12 @@ def wheel(tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """An empty environment with the wheel alone; its dependencies come from the environment of the tests."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True, symlinks=True)
+    venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "--isolated", "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=folder)
+    # Python's own copy of pip runs as it is packed.
+    (pip,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    options = ("--isolated", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
+    run(python, pip / "pip", *options, wheel, cwd=folder)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     # A path file adds a folder without reading the path files in it, such as that of an editable installation.
     (site / "dependencies.pth").write_text(SITE_PACKAGES)

@@ -37,6 +37,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "peft", "verl_fn.runs.loop",
     "verl_fn.cli.main", "verl_fn.backends.hf.new_model", "pyarrow.compute", "pyarrow.pandas_compat",
+    "torch._inductor.compile_fx",  # ranks that share a sequence import it, also without compiled layers
 )  # fmt: skip
 # What Ray imports, where it is installed. Ray itself keeps settings of the process that imports it.
 FOR_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
@@ -65,8 +66,9 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
-            # Arrow's allocator would start a thread.
-            env=(environment if other else os.environ) | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
+            # Arrow's allocator would start a thread, and so would compilers.
+            env=(environment if other else os.environ)
+            | {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )
         try:
             assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"
@@ -149,6 +151,7 @@ def _warm_up(listener, place, also):
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     return True
 
 

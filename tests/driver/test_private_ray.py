@@ -54,6 +54,13 @@ def test_nothing_of_it_is_reachable_from_another_address(two, model):
     assert reachable(members(two)) == []
 
 
+def test_it_starts_no_process_that_a_run_has_no_use_for(two):
+    folder = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in users_of(folder)]
+    assert len(commands) > 3
+    assert not [c for c in commands for name in ("monitor.py", "dashboard/dashboard.py") if name in c], commands
+
+
 def test_its_files_and_its_token_are_this_users(two):
     assert get_authentication_mode() == AuthenticationMode.TOKEN
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
@@ -145,11 +152,9 @@ raise SystemExit(7)
 """
 
 
-def test_without_its_control_process_it_ends_as_a_whole():
+def test_without_its_control_process_it_ends_as_a_whole(warm):
     """Of a Ray of its own, since the tests' would go with it: at once, with no process and no file left."""
-    ended = subprocess.run(
-        [sys.executable, "-c", DYING, "gcs"], capture_output=True, text=True, cwd=ROOT, timeout=280
-    )
+    ended = subprocess.run([warm, "-c", DYING, "gcs"], capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert ended.returncode == 7, ended.stderr
     processes, message = ended.stdout.split("\n", 1)
     token, *pids = processes.split()
@@ -158,9 +163,9 @@ def test_without_its_control_process_it_ends_as_a_whole():
     assert not Path(token).parent.exists()
 
 
-def test_it_ends_with_a_driver_that_is_killed():
+def test_it_ends_with_a_driver_that_is_killed(warm):
     """Its agents would look for its control process for a minute."""
-    command = [sys.executable, "-c", DYING, "driver"]
+    command = [warm, "-c", DYING, "driver"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     token, *pids = ended.stdout.split()

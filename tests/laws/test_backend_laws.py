@@ -61,9 +61,7 @@ def test_mock_with_other_optimizers(tx):
     check_backend(Mock(mutants.VOCAB, tx, max_tokens=24))
 
 
-@pytest.mark.parametrize(
-    ("model", "checkpointing"), [("tied", False), ("untied", False), ("untied", True), ("two layers", True)]
-)
+@pytest.mark.parametrize(("model", "checkpointing"), [("tied", False), ("untied", True), ("two layers", True)])
 def test_local_in_fp32(folders, model, checkpointing):
     """With and without checkpointing on either side."""
     folder = folders[model]
@@ -72,18 +70,17 @@ def test_local_in_fp32(folders, model, checkpointing):
     check_backend(one, other, loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_padded_rows(folders, checkpointing):
+def test_padded_rows(folders):
     """Beside packed ones, and with another division into micro-batches."""
-    one = local(folders["two layers"], row_layout="padded", checkpointing=checkpointing, max_tokens=20)
+    one = local(folders["two layers"], row_layout="padded", checkpointing=True, max_tokens=20)
     check_backend(one, local(folders["two layers"]), loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
 
 
-@pytest.mark.parametrize(("embeddings", "checkpointing"), [("tied", False), ("untied", True)])
-def test_local_in_bf16(folders, embeddings, checkpointing):
-    folder = folders[embeddings]
-    one = local(folder, checkpointing=checkpointing, dtype="bfloat16")
-    other = local(folder, max_tokens=20, checkpointing=not checkpointing, dtype="bfloat16")
+def test_local_in_bf16(folders):
+    """With checkpointing on one side."""
+    folder = folders["untied"]
+    one = local(folder, checkpointing=True, dtype="bfloat16")
+    other = local(folder, max_tokens=20, dtype="bfloat16")
     # No clip: ratios near its bounds could fall on either side.
     check_backend(one, other, loss=cross_entropy() - 0.01 * entropy(), tolerance=BF16)
 
@@ -100,8 +97,9 @@ def test_bf16_is_fp32_with_less_precision(folders):
     check_backend(half, local(folders["tied"]), loss=cross_entropy(), tolerance=BF16_AGAINST_FP32)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"dtype": "bfloat16"}], ids=str)
 def test_local_with_a_value_head(folders, options):
+    """In fp32 without checkpointing, see the loss of pairs below."""
     tolerance = BF16 if "dtype" in options else FP32
     one = local(folders["tied"], head="value", **options)
     other = local(folders["tied"], head="value", max_tokens=20, **options)

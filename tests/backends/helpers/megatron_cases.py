@@ -11,7 +11,7 @@ import megatron_on_cpu
 import torch
 import torch.distributed as dist
 import transformer_engine_on_cpu
-from rank_cases import KEY, error_of, loss_for, optimizer
+from rank_cases import KEY, error_of, loss_for, optimizer, steps_of_one_process
 from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms.workers import get_here
@@ -82,31 +82,31 @@ def first_step(folder, options, rows, name="Megatron"):
     Both matrices of an adapter change from the third step on.
     """
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
-    one, many = local(folder, options), megatron(folder, options, getattr(megatron_mutants, name))
+    alone = {name: options[name] for name in ("head", "dtype", "lora") if name in options}
+    steps = steps_of_one_process(folder, rows, {"device": DEVICE, **alone})
+    many = megatron(folder, options, getattr(megatron_mutants, name))
     worst: dict = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
-    a, b = one.init(KEY), many.init(KEY)
-    assert tree.equal(dict(a.params), dict(many.named(b.params)))
-    for _ in range(3 if "lora" in options else 2):
-        before = snapshot(a.params)
-        outputs = one.forward(a.params, batch, loss.needs), many.forward(b.params, batch, loss.needs)
-        for name, t in outputs[0].by_name.items():
-            worst["outputs"] = max(worst["outputs"], float((t - outputs[1].by_name[name]).abs().max()))
-        (ga, ma), (gb, mb) = one.forward_backward(a, batch, loss), many.forward_backward(b, batch, loss)
-        worst["loss"] = max(worst["loss"], abs(ma["loss"].value - mb["loss"].value))
-        ours = dict(many.named(gb))
-        for name, g in ga.items():
-            scale = max(float(g.norm()), 1e-3 * float(ga.global_norm()))
-            error = float((ours[name] - g).norm()) / scale
+    state = many.init(KEY)
+    assert tree.equal(dict(steps[0].before), dict(many.named(state.params)))
+    for one in steps:
+        outputs = many.forward(state.params, batch, loss.needs)
+        for name, t in one.outputs.by_name.items():
+            worst["outputs"] = max(worst["outputs"], float((t - outputs.by_name[name]).abs().max()))
+        grads, told = many.forward_backward(state, batch, loss)
+        worst["loss"] = max(worst["loss"], abs(one.loss - told["loss"].value))
+        ours, whole = dict(many.named(grads)), float(one.grads.global_norm())
+        for name, g in one.grads.items():
+            error = float((ours[name] - g).norm()) / max(float(g.norm()), 1e-3 * whole)
             if error > worst["gradient"]:
-                worst |= {"gradient": error, "parameter": name, "size": float(g.norm() / ga.global_norm())}
+                worst |= {"gradient": error, "parameter": name, "size": float(g.norm()) / whole}
         # Both apply the reference's gradients, so that a wrong optimizer cannot hide behind them.
-        given = Grads(many.from_named(ga))
-        (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, given)
-        worst["grad_norm"] = max(worst["grad_norm"], abs(ua["grad_norm"].value / ub["grad_norm"].value - 1))
-        worst["copies"] = max(worst["copies"], ub["perf/residency_copies"].value)
-        ours = dict(many.named(b.params))
-        for name, p in a.params.items():
-            step = float((p - before[name]).norm())
+        given = Grads(many.from_named({name: g.clone() for name, g in one.grads.items()}))
+        state, told = many.apply_update(state, given)
+        worst["grad_norm"] = max(worst["grad_norm"], abs(one.grad_norm / told["grad_norm"].value - 1))
+        worst["copies"] = max(worst["copies"], told["perf/residency_copies"].value)
+        ours = dict(many.named(state.params))
+        for name, p in one.after.items():
+            step = float((p - one.before[name]).norm())
             worst["update"] = max(worst["update"], float((ours[name] - p).norm()) / max(step, 1e-9) if step else 0.0)
     return worst
 

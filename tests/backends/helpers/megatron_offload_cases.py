@@ -19,7 +19,7 @@ def held(backend):
 
 
 def freed(folder, options):
-    """Three updates, with the state on the CPU and the buffers freed between calls, and without.
+    """Two updates, with the state on the CPU and the buffers freed between calls, and without.
 
     Returns:
         The bytes of the buffers after each kind of call, and whether each of the states and outputs is the same,
@@ -30,7 +30,7 @@ def freed(folder, options):
         backend = megatron(folder, options)
         assert isinstance(backend, HoldsBuffers)
         state, sizes, made = backend.init(KEY), [], []
-        for _ in range(3):
+        for _ in range(2):
             made.append(backend.forward(state.params, batch, ["logprobs"]).logprobs)
             sizes.append(held(backend))
             grads, _ = backend.forward_backward(state, batch, ppo_clip())

@@ -14,6 +14,7 @@ import importlib.machinery
 import os
 import sys
 import warnings
+import weakref
 
 import torch
 
@@ -115,6 +116,23 @@ def shared(new_group):
     return group
 
 
+def once_a_config(clean):
+    """Copies a model's config for other ranks once, instead of for each tensor that is converted.
+
+    A conversion of a tiny model would spend most of its time on that.
+    """
+    made = {}
+
+    def cleaned(config, max_depth=3, current_depth=0):
+        known, copy = made.get((id(config), max_depth), (lambda: None, None))
+        if known() is not config:  # another one may have had its address
+            copy = clean(config, max_depth, current_depth)
+            made[id(config), max_depth] = weakref.ref(config), copy
+        return copy
+
+    return cleaned
+
+
 def named_cuda(kind):
     """Gives the types of tensors the names that Megatron's optimizer looks for, where that asks for one."""
 
@@ -162,6 +180,8 @@ def install():
     for name in LITERAL:
         importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
     importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").DeviceMesh = OnCpuMesh
+    mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    mapping.remove_non_pickleables = once_a_config(mapping.remove_non_pickleables)
     megatron_fsdp = "megatron.core.distributed.fsdp.src.megatron_fsdp"
     importlib.import_module(f"{megatron_fsdp}.param_and_grad_buffer")._coalescing_manager = in_order
 

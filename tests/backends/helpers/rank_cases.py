@@ -13,7 +13,7 @@ from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE, local_of, sharded
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks.tiny_models import tiny_folder
-from verl_fn.state import Grads, Key, Slots, snapshot, tree
+from verl_fn.state import Grads, Key, Params, Slots, TokenOutputs, snapshot, tree
 from verl_fn.steps import (
     adamw,
     bradley_terry,
@@ -79,35 +79,72 @@ def families(names, out, shared=()):
         if dist.get_rank() == 0:
             tiny_folder(name, folder)
         dist.barrier()
-        worst[name] = first_step(folder, {}, 6)
+        # Later steps are those of any model.
+        worst[name] = first_step(folder, {}, 6, 1)
         if name in shared:
-            worst[f"{name}, shared"] = first_step(folder, {"sp": 2}, 6)
+            worst[f"{name}, shared"] = first_step(folder, {"sp": 2}, 6, 1)
     return worst, error_of(lambda: Fsdp(folder, optimizer(), sp=2).load_pretrained())
 
 
-def first_step(folder, options, rows):
-    """Loss, norm, gradients and updates beside ``Local``: relative errors. LoRA's factors need three to move all."""
+@attrs.frozen(eq=False)
+class Step:
+    """A step of one process: the parameters before it, and after its update, and what its calls gave."""
+
+    before: Params
+    outputs: TokenOutputs
+    loss: float
+    grads: Grads
+    grad_norm: float
+    after: Params
+
+
+STEPS: dict[str, list[Step]] = {}
+
+
+def steps_of_one_process(folder, rows, options, count=None):
+    """The first steps of ``Local``, computed once for all layouts that are compared with them.
+
+    By default they are two; LoRA's factors need three to move all.
+    """
+    count = count or (3 if "lora" in options else 2)
+    key = repr((str(folder), rows, count, sorted(options.items())))
+    if key not in STEPS:
+        loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
+        backend = Local(folder, optimizer(), max_tokens=24, **options)
+        state, steps = backend.init(KEY), []
+        for _ in range(count):
+            before, outputs = snapshot(state.params), backend.forward(state.params, batch, loss.needs)
+            grads, told = backend.forward_backward(state, batch, loss)
+            given = snapshot(grads)
+            state, updated = backend.apply_update(state, grads)
+            norm = updated["grad_norm"].value
+            steps.append(Step(before, outputs, told["loss"].value, given, norm, snapshot(state.params)))
+        STEPS[key] = steps
+    return STEPS[key]
+
+
+def first_step(folder, options, rows, count=None):
+    """Loss, norm, gradients and updates of the first ``count`` steps beside ``Local``: relative errors."""
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
     alone = {name: options[name] for name in ("head", "lora") if name in options}
-    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, alone), (Fsdp, options)))
+    backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
     worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "update": 0.0}
-    a, b = one.init(KEY), many.init(KEY)
-    for _ in range(3 if "lora" in options else 2):
-        before = snapshot(a.params)
-        (ga, ma), (gb, mb) = one.forward_backward(a, batch, loss), many.forward_backward(b, batch, loss)
-        worst["loss"] = max(worst["loss"], abs(ma["loss"].value - mb["loss"].value))
-        gb = whole_of(gb)
-        for name, g in ga.items():
-            scale = max(float(g.norm()), 1e-3 * float(ga.global_norm()))
-            worst["gradient"] = max(worst["gradient"], float((gb[name] - g).norm()) / scale)
+    state = backend.init(KEY)
+    for one in steps_of_one_process(folder, rows, alone, count):
+        grads, told = backend.forward_backward(state, batch, loss)
+        worst["loss"] = max(worst["loss"], abs(one.loss - told["loss"].value))
+        found = whole_of(grads)
+        for name, g in one.grads.items():
+            scale = max(float(g.norm()), 1e-3 * float(one.grads.global_norm()))
+            worst["gradient"] = max(worst["gradient"], float((found[name] - g).norm()) / scale)
         # Both apply the reference's gradients, so that a wrong optimizer cannot hide behind them.
-        shards = Grads({name: many.layout.shard(g, many.device) for name, g in ga.items()})
-        (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, shards)
-        worst["grad_norm"] = max(worst["grad_norm"], abs(ua["grad_norm"].value / ub["grad_norm"].value - 1))
-        assert ub["perf/residency_copies"].value == 0
-        ours = whole_of(b.params)
-        for name, p in a.params.items():
-            step = p - before[name]
+        shards = Grads({name: backend.layout.shard(g.clone(), backend.device) for name, g in one.grads.items()})
+        state, told = backend.apply_update(state, shards)
+        worst["grad_norm"] = max(worst["grad_norm"], abs(one.grad_norm / told["grad_norm"].value - 1))
+        assert told["perf/residency_copies"].value == 0
+        ours = whole_of(state.params)
+        for name, p in one.after.items():
+            step = p - one.before[name]
             gap = float((ours[name] - p).norm()) / max(float(step.norm()), 1e-9)
             worst["update"] = max(worst["update"], gap if float(step.norm()) else 0.0)
     return worst

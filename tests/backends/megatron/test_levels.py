@@ -1,5 +1,6 @@
 """``verl-fn levels``: tiny models pass, planted faults fail, and what is no fault of the model blocks."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -475,18 +476,26 @@ MISTAKE = {
 }
 
 
+@contextlib.contextmanager
+def python_beside(folder, warm, imports, more=""):
+    """Yields a Python that has a checkout on its path, and has run ``more``; ``imports`` is a file to write.
+
+    The warm Python of all tests has read its own PYTHONPATH, and has imported no Megatron.
+    """
+    own = {name: provenance.environment(str(folder), "cpu")[name] for name in ("PYTHONPATH", importing.UNTESTED)}
+    path = own["PYTHONPATH"].split(os.pathsep)
+    imports.write_text(f"import os, runpy, sys\nos.environ.update({own})\nsys.path[:0] = {path}\n{more}")
+    with warm_python(imports, python=warm, environment=os.environ | own) as python:
+        yield python
+
+
 @pytest.fixture(scope="module")
 def bridge(warm, tmp_path_factory):
     """A checkout with a provider of its own, and a Python that has imported it."""
     folder = checkout(tmp_path_factory.mktemp("bridge"))
-    own = {name: provenance.environment(str(folder), "cpu")[name] for name in ("PYTHONPATH", importing.UNTESTED)}
     imports = tmp_path_factory.mktemp("imports") / "imports.py"
-    # The warm Python of all tests has read its own PYTHONPATH, and has imported no Megatron.
-    imports.write_text(
-        f"import os, runpy, sys\nos.environ.update({own})\nsys.path[:0] = {own['PYTHONPATH'].split(os.pathsep)}\n"
-        f"runpy.run_path({str(HELPERS / 'megatron_imports.py')!r})\n"
-    )
-    with warm_python(imports, python=warm, environment=os.environ | own) as python:
+    more = f"runpy.run_path({str(HELPERS / 'megatron_imports.py')!r})\n"
+    with python_beside(folder, warm, imports, more) as python:
         yield SimpleNamespace(folder=folder, python=python)
 
 
@@ -512,10 +521,13 @@ def test_a_provider_in_a_checkout(levels, bridge, config, monkeypatch, mistake):
         assert (status, of["Level 0"]["verdict"]) == (0, "Pass"), of["Level 0"]["reason"]
 
 
-def test_an_import_from_elsewhere_blocks(levels, config, tmp_path):
+def test_an_import_from_elsewhere_blocks(levels, config, warm, monkeypatch, tmp_path):
     """Without its ``__init__.py`` a checkout's package gives way to the installed one."""
     (tmp_path / "mine/src/megatron/bridge").mkdir(parents=True)
-    status, _report, of = levels(0, "--bridge", tmp_path / "mine", "--model", config("llama"), "--device", "cpu")
+    words = ["--bridge", tmp_path / "mine", "--model", config("llama"), "--device", "cpu"]
+    with python_beside(tmp_path / "mine", warm, tmp_path / "imports.py") as python:
+        monkeypatch.setattr(sys, "executable", python)
+        status, _report, of = levels(0, *words)
     assert (status, of["Level 0"]["verdict"]) == (3, "Blocked")
     assert "nothing that passes or fails is evidence about the checkout" in of["Level 0"]["reason"]
 

@@ -21,6 +21,7 @@ from verl_fn.cli import main
 from verl_fn.state import tree
 
 pytestmark = MARKS
+LORA = Lora(rank=4, alpha=8.0)
 
 
 @pytest.fixture
@@ -33,11 +34,11 @@ def four(megatron_ranks):
     return megatron_ranks(4)
 
 
-# Each run of all laws takes seconds, and the first steps below vary the options one by one. With tp = 2 the laws are
-# those of a model with experts, in test_megatron_experts.py. This run frees the buffers before each call, in place of
-# an engine that generates between the calls.
+# Each run of all laws takes seconds, and the first steps below vary the options one by one. The laws with tp = 2, and
+# of models without adapters, are in test_megatron_experts.py. This run frees the buffers before each call, in place
+# of an engine that generates between the calls.
 def test_laws_on_two_ranks(two, folder):
-    call(two, "laws", folder, {"pp": 2, "head": "value"}, FP32, "FreesBuffers")
+    call(two, "laws", folder, {"pp": 2, "head": "value", "lora": LORA}, FP32, "FreesBuffers")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,6 @@ def test_the_first_steps_are_those_of_one_process(two, folder, untied, embedding
 @pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2, "deterministic": True}], ids=str)
 def test_gradients_of_many_rows_repeat(two, folder, options):
     assert all(same for same, _ in call(two, "repeats", folder, options, 300))
-
-
-LORA = Lora(rank=4, alpha=8.0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Families with layers of transformer-engine's classes, on CPUs with a stand-in for it, beside transformers' own."""
 
+import functools
+
 import pytest
 from megatron_support import HELPERS, MARKS
 from ranks import ranks_by_size
@@ -34,7 +36,6 @@ LAYOUTS = [
     ("gemma3_text", {"tp": 2}),
     ("deepseek_v3", {"ep": 2}),
     ("deepseek_v3", {"pp": 2}),
-    ("qwen3_next", {"pp": 2}),
     ("qwen3_next", {"tp": 2, "sp": True}),
     ("qwen3_5_text", {"tp": 2, "sp": True}),
     ("gemma2", {"tp": 2, "sp": True}),
@@ -49,36 +50,49 @@ def ranks(warm):
         yield of
 
 
-def check(ranks, tmp_path, name, size, options):
-    folder, batch = tiny_folder(name, tmp_path / "model", **FOR_MEGATRON.get(name, {})), batch_of(ROWS)
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Makes a family's model once; returns its folder, a batch, and what transformers computes of that."""
+
+    @functools.cache
+    def of(name):
+        folder = tiny_folder(name, tmp_path_factory.mktemp("model") / name, **FOR_MEGATRON.get(name, {}))
+        batch = batch_of(ROWS)
+        return folder, batch, reference(folder, batch)
+
+    return of
+
+
+def check(ranks, known, name, size, options):
+    folder, batch, expected = known(name)
     found = ranks(size).run("megatron_cases.with_layers_of_transformer_engine", folder, options, batch)[0]
-    result = compared(found, reference(folder, batch))
+    result = compared(found, expected)
     assert result["weights"] and result["logprobs"] <= 1e-4, result
     # The gradients of transformers' own linear attention are no more exact in fp32.
     assert result["gradient"] <= (1e-3 if "linear" in FAMILIES[name] else 1e-4), result
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_that_of_transformers(ranks, tmp_path, name):
-    check(ranks, tmp_path, name, 1, {})
+def test_a_family_is_that_of_transformers(ranks, known, name):
+    check(ranks, known, name, 1, {})
 
 
 @pytest.mark.parametrize(("name", "options"), LAYOUTS, ids=str)
-def test_a_family_on_two_ranks_is_that_of_transformers(ranks, tmp_path, name, options):
-    check(ranks, tmp_path, name, 2, options)
+def test_a_family_on_two_ranks_is_that_of_transformers(ranks, known, name, options):
+    check(ranks, known, name, 2, options)
 
 
-@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
-def test_a_states_own_buffers_decide(ranks, tmp_path, options):
+@pytest.mark.parametrize("options", [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}], ids=str)
+def test_a_states_own_buffers_decide(ranks, known, tmp_path, options):
     """Biases of routers, which no gradient changes."""
-    folder = tiny_folder("glm4_moe", tmp_path / "model", **FOR_MEGATRON.get("glm4_moe", {}))
+    folder, *_ = known("glm4_moe")
     found = ranks(2).run("buffer_checks.on_ranks", "megatron", folder, options, tmp_path / "saved")
     for facts, worst, different in found:
         assert all(facts.values()), facts
         assert worst <= 1e-5 and different > 1e-2
 
 
-def test_ranks_cannot_share_padded_rows(ranks, tmp_path):
-    folder = tiny_folder("qwen3_5_text", tmp_path / "model", **FOR_MEGATRON["qwen3_5_text"])
+def test_ranks_cannot_share_padded_rows(ranks, known):
+    folder, *_ = known("qwen3_5_text")
     for error in ranks(2).run("megatron_cases.refused_with_transformer_engine", folder, {"cp": 2}):
         assert "some layers need padded rows, and ranks cannot share them; set cp to 1" in error

@@ -1,5 +1,7 @@
 """Rows that go on from transformers' own cache are the rows that are computed whole for every token."""
 
+import functools
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -16,6 +18,7 @@ from verl_fn.steps import sgd
 # Linear attention; Mamba and attention in one layer; Mamba only; a window; ALiBi: its positions come from the mask.
 FAMILIES = {"qwen3_5_text": {}, "falcon_h1": {}, "mamba2": {}, "gpt_neo": {"window_size": 4}, "bloom": {}}
 PROMPTS = [[5, 9, 13, 7, 11, 3, 8], [4, 12], [33], [60, 14, 61, 15, 8], [9, 4, 22, 17, 10, 6, 40, 21, 3, 30, 2]]
+REQUESTS = requests_for(PROMPTS, Sampling(max_tokens=9, n=2, temperature=0.8), Key.from_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +44,20 @@ def drawn(folder, decoder, requests):
     return batches[0], backend.forward(state.params, batches[0]).logprobs
 
 
+@pytest.fixture(scope="module")
+def whole(folders):
+    """Draws the samples of a family once, from rows that are computed whole for every token."""
+    return functools.cache(lambda name: drawn(folders[name], RowDecoder, REQUESTS)[0])
+
+
 @pytest.mark.parametrize("slack", [0, 64])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_go_on_from_their_past(folders, name, slack, monkeypatch):
+def test_rows_go_on_from_their_past(folders, whole, name, slack, monkeypatch):
     """Prompts of other lengths, each with two responses, wait for three slots; rows end at other times."""
+    expected = whole(name)
     monkeypatch.setattr(past, "SLACK", slack)
-    requests = requests_for(PROMPTS, Sampling(max_tokens=9, n=2, temperature=0.8), Key.from_seed(1))
-    whole, _ = drawn(folders[name], RowDecoder, requests)
-    gone_on, again = drawn(folders[name], PastDecoder, requests)
-    assert torch.equal(gone_on.tokens, whole.tokens) and len(set(gone_on.lengths.tolist())) > 3
+    gone_on, again = drawn(folders[name], PastDecoder, REQUESTS)
+    assert torch.equal(gone_on.tokens, expected.tokens) and len(set(gone_on.lengths.tolist())) > 3
     mask = gone_on["response_mask"].bool()
     assert (gone_on["rollout_log_probs"] - again)[mask].abs().max() < 1e-4
 
