@@ -6,14 +6,12 @@ token that only this user can read, and lies in a folder that only this user can
 process does that if this one is killed.
 
 Ray reads the environment variables for this when it is imported, and a program may have imported it before. So
-``_settings`` uses three private names of Ray, and ``_helpers_left_out`` two; they are written for the version in
-``RAY``.
+``_settings`` has the three private names of Ray that this package uses; it is written for the version in ``RAY``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import shutil
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import node, parameter, ray_constants
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from . import processes
@@ -62,8 +60,7 @@ def private_ray(**options: Any) -> Iterator[None]:
     with _removed(folder), _settings(token):
         try:
             _starting = True
-            with _helpers_left_out():
-                ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
             _starting = False
             names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes.users_of(folder)}
             _core.update({pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")})
@@ -126,22 +123,6 @@ def _settings(token: Path) -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = several
         _set(before)
-
-
-@contextlib.contextmanager
-def _helpers_left_out() -> Iterator[None]:
-    """Makes Ray start none of three processes that a private Ray has no use for, for the body.
-
-    They are a scaler of clusters, a monitor of logs that no driver reads, and a server of usage statistics, which are
-    off. ``ray.init`` waits for the last one, and has no options for them.
-    """
-    params, server = parameter.RayParams, node.Node.start_api_server
-    parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
-    node.Node.start_api_server = lambda node, **options: None
-    try:
-        yield
-    finally:
-        parameter.RayParams, node.Node.start_api_server = params, server
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
