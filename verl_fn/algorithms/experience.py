@@ -100,7 +100,6 @@ def respond(
     clock: Clock,
     *,
     score: bool = True,
-    phase: str = "gen",
 ) -> Batch:
     """Returns the batch of the engine's responses to ``problems``.
 
@@ -110,12 +109,11 @@ def respond(
         sampling: how they are drawn.
         key: draws are a function of it and of the problems' ids.
         version: of the engine's weights.
-        clock: measures the time of ``phase`` and ``reward``.
+        clock: measures the time of ``gen`` and ``reward``.
         score: ask the workers' reward.
-        phase: the name of the time in which the engine draws.
     """
     requests = requests_of(problems, w, sampling, key)
-    samples = clock.run(phase, w.rollout.generate, requests, version=version)
+    samples = clock.run("gen", w.rollout.generate, requests, version=version)
     return batch_of(samples, problems, w, clock, score=score)
 
 
@@ -223,9 +221,7 @@ def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference"
     With LoRA, the actor's frozen base is that copy.
 
     Args:
-        batch: the rows.
         state: has ``actor`` and a field of the role's name.
-        w: the workers.
         role: the name of a ``Role(trained=False, copy_of="actor")``.
     """
     outputs = w.get(reference_outputs(batch, state, w, role))
@@ -311,12 +307,7 @@ def one_update(
     """Returns the actor after one update on a batch, and the metrics of a step that has no other.
 
     Args:
-        actor: its training state.
         batch: the whole update batch, with its weights.
-        loss: the loss.
-        experience: the step's experience.
-        w: the workers.
-        clock: of the step.
         family: of the update's metrics; fine-tuning has verl's ``train``, and ``train/global_tokens``.
     """
     actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
@@ -353,14 +344,10 @@ def update_batches(
         yield aggregate_rows(part) if "row" in loss.levels else part
 
 
-def loss_scale(options: Aggregation, w: Workers) -> float:
-    """Returns the constant of ``seq-mean-token-sum-norm``: the option, or the longest response allowed."""
-    return options.loss_scale_factor or float(w.sampling.max_tokens)
-
-
 def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
     """Writes ``loss_weight`` into a whole update batch, as the options ask for."""
-    return aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
+    scale = options.loss_scale_factor or float(w.sampling.max_tokens)
+    return aggregate(batch, aggregation(options), loss_scale_factor=scale)
 
 
 ROLE = "reward_model"
@@ -372,7 +359,6 @@ def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
     It is a part of ``learn``: the ranks that train would wait for samples that a later step has asked for.
 
     Args:
-        batch: the rows.
         state: the reward model's training state.
         w: the workers, with a trainer of the role ``reward_model``.
         clock: measures the time of ``reward``.
@@ -421,9 +407,7 @@ def require_equal(state: Any, batch: Batch, measured: Metrics, w: Workers) -> No
 
     Args:
         state: of the actor, with the weights that have drawn the tokens.
-        batch: the rows.
         measured: the metrics of ``exact_gap``.
-        w: the workers.
 
     Raises:
         NotExact: they differ; the message names the first module of the model whose results do.
@@ -489,7 +473,6 @@ def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -
     """Returns the metrics of a batch of experience with outputs and advantages; it has ``sample_report``'s too.
 
     Args:
-        batch: the rows.
         compares: whether the advantages compare the rows of a group, so that a row by itself gets none.
         exact: whether to count the log-probs that differ from the engine's.
     """

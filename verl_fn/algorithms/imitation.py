@@ -57,8 +57,6 @@ def answer_report(sources: Sequence[str], batch: Batch, outputs: TokenOutputs) -
     """Returns, by data source, the mean of -log p over tokens of held-out answers, and how many are the likeliest.
 
     Args:
-        sources: the data source of each row.
-        batch: the rows.
         outputs: ``logprobs``, and ``top_ids_1`` if the backend gives it.
 
     Example:

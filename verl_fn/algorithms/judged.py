@@ -77,7 +77,6 @@ def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: st
     A tie does not count, as in TRL's metrics.
 
     Args:
-        pairs: the held-out pairs.
         scores: of the rows of ``pack_pairs``.
         prefix: the first part of the metrics' names.
         suffix: the name of the share.
@@ -103,7 +102,6 @@ def label_report(problems: Sequence[Judged], gained: Bool[Tensor, " B"]) -> Repo
     """Returns, by data source, the share of labelled responses that the policy prefers if and only if they are good.
 
     Args:
-        problems: the held-out problems.
         gained: whether each response has gained more than the reference point.
 
     Example:
