@@ -73,13 +73,7 @@ def counted() -> Iterator[Replays]:
 
 
 def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
-    """Trains all parameters with the experts of the engine, one update a step.
-
-    Args:
-        request: what is tested.
-        folder: of the run.
-        say: prints a line.
-    """
+    """Trains all parameters with the experts of the engine, one update a step."""
     plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
     with counted() as replays:
         train(plan, say)

@@ -8,7 +8,6 @@ like a failure of the model.
 from __future__ import annotations
 
 import enum
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,9 +109,7 @@ def of_level(name: str, required: Sequence[str], outcomes: Mapping[str, Outcome]
     """Returns the verdict about a level.
 
     Args:
-        name: of the level.
         required: the names of the checks that it is defined by.
-        outcomes: of its processes, by name.
 
     Example:
         >>> of_level("Level 0", ["a", "b"], {"one": Outcome((Check("a", True, "0 of 1"),))}).reason
@@ -226,15 +223,8 @@ def trap_in(text: str) -> str:
     return ""
 
 
-def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the traps that can be seen before anything starts.
-
-    Args:
-        out: the folder with logs and checkpoints.
-        device: ``cpu`` or ``cuda``.
-        gpus: how many GPUs the levels need.
-        environment: the variables of the processes.
-    """
+def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str]) -> list[str]:
+    """Returns the traps that can be seen before anything starts."""
     found = []
     if "ROCR_VISIBLE_DEVICES" in environment and {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & set(environment):
         found.append(f"{TRAPS[1].name}; {TRAPS[1].advice}")
