@@ -381,11 +381,7 @@ def _code(cfg: Config) -> tuple[str, ...]:
 
 
 def check(cfg: Config) -> None:
-    """Checks the rules between tables that need no algorithm; ``load`` and ``make_plan`` call it.
-
-    Raises:
-        ConfigError: settings of two tables exclude each other.
-    """
+    """Checks the rules between tables that need no algorithm; ``load`` and ``make_plan`` call it."""
     data, replay, name = cfg.data, cfg.actor.router_replay.mode, cfg.algorithm.name
     if (cfg.rollout.name == "vllm" or _publishes_adapters(cfg)) and cfg.driver.kind != "ray":
         raise ConfigError(
@@ -412,11 +408,7 @@ def check(cfg: Config) -> None:
 
 
 def check_run(cfg: Config, outline: Outline) -> None:
-    """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it.
-
-    Raises:
-        ConfigError: as for ``make_plan``.
-    """
+    """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it."""
     name, learns_from = cfg.algorithm.name, outline.learns_from
     _check_lag(cfg, learns_from)
     if cfg.rollout.exact != "off":

@@ -167,11 +167,7 @@ def smoke(request: Request, folder: Path, kind: str, say: Callable[[str], None])
 
 
 def require_signal(folder: Path, request: Request) -> None:
-    """Raises an error if every response of a run got the same reward, so that there is nothing to learn from.
-
-    Raises:
-        SaysNothing: it did.
-    """
+    """Raises an error if every response of a run got the same reward, so that there is nothing to learn from."""
     rows = [row for row in read_metrics(folder) if row["step"] > 0]
     scores = {row[f"critic/score/{end}"] for row in rows for end in ("min", "max")}
     if len(scores) == 1:
