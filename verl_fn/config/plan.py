@@ -187,23 +187,15 @@ class Plan:
     code: tuple[str, ...]
     table: Table
 
-    def with_engine(self, name: str) -> Plan:
-        """Returns the plan with an engine in place of ``rollout.name``."""
-        return attrs.evolve(
-            self,
-            rollout=attrs.evolve(self.rollout, name=name),
-            table=self.table | {"rollout": self.table["rollout"] | {"name": name}},
-        )
+    def changed(self, table: str, **values: Any) -> Plan:
+        """Returns the plan of a config with other values in one of its tables, such as ``rollout``."""
+        changes = {table: attrs.evolve(getattr(self, table), **values)}
+        return attrs.evolve(self, **changes, table=self.table | {table: self.table[table] | values})
 
     def dated(self, date: str) -> Plan:
         """Returns the plan with a day in place of ``data.date``."""
-        data = attrs.evolve(self.data, date=date)
-        return attrs.evolve(
-            self,
-            data=data,
-            rollout=attrs.evolve(self.rollout, data=data),
-            table=self.table | {"data": self.table["data"] | {"date": date}},
-        )
+        plan = self.changed("data", date=date)
+        return attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, data=plan.data))
 
 
 def make_plan(cfg: Config, folder: Path | None = None) -> Plan:

@@ -26,7 +26,7 @@ from verl_fn.backends.checkpoint import SCALARS, export_adapter, export_model
 from verl_fn.backends.hf.config import LOCAL, quiet, read_config
 from verl_fn.backends.hf.lora import Reference, in_peft
 from verl_fn.backends.tensor_file import TENSORS
-from verl_fn.benchmarks.families import batch_of
+from verl_fn.benchmarks.families import batch_of, log_probs_of
 from verl_fn.benchmarks.first_step_layout import ON_CPU
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import process_group
@@ -462,13 +462,14 @@ def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
     export_model(checkpoint, merged)
     export_adapter(checkpoint, adapter)
     return [
-        _agrees(MERGED, logprobs(_model(merged), batch), expected, batch),
-        _agrees(ADAPTER, logprobs(_adapted(plan.model, adapter), batch), expected, batch),
+        _agrees(MERGED, _model(merged), expected, batch),
+        _agrees(ADAPTER, _adapted(plan.model, adapter), expected, batch),
     ]
 
 
-def _agrees(name: str, found: Tensor, expected: Tensor, batch: Batch) -> Check:
-    gap = (found - expected.cpu())[batch["response_mask"].bool()].abs()
+def _agrees(name: str, model: Any, expected: Tensor, batch: Batch) -> Check:
+    with torch.no_grad():
+        gap = (log_probs_of(model, batch) - expected.cpu())[batch["response_mask"].bool()].abs()
     worst = float(gap.max())
     return Check(name, worst <= AGREE, f"log-probs differ by {worst:.1e} nats, bar {AGREE:.0e}")
 
@@ -484,15 +485,3 @@ def _adapted(base: str | Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(_model(base), str(adapter)).eval()
-
-
-def logprobs(model: Any, batch: Batch) -> Tensor:
-    """Returns the log-prob of every token by transformers' forward of each row by itself; zero for the first."""
-    found = torch.zeros(batch.num_tokens)
-    start = 0
-    with torch.no_grad():
-        for row in batch.rows():
-            own = model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found[start + 1 : start + len(row)] = own.gather(1, row[1:, None])[:, 0]
-            start += len(row)
-    return found

@@ -183,11 +183,7 @@ def _on_gpus(plan: Plan) -> Plan:
     """
     if plan.driver.device == "cpu":
         raise ConfigError("driver.device is cpu, and --gpus plans for GPUs; set driver.device=auto or cuda")
-    return attrs.evolve(
-        plan,
-        driver=attrs.evolve(plan.driver, device="cuda"),
-        table=plan.table | {"driver": plan.table["driver"] | {"device": "cuda"}},
-    )
+    return plan.changed("driver", device="cuda")
 
 
 def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
@@ -253,12 +249,8 @@ def _memory_lines(plan: Plan, gpu: int | None) -> Iterator[str]:
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
     if offloads(plan, gpu):
-        own = [role_memory(role, plan).own for role in plan.roles.values()]
-        held = (
-            ranks.training_ranks(plan)
-            * sum(parameters.nbytes + moments.nbytes for parameters, _, moments, *_ in own)
-            / GIB
-        )
+        states = [part.nbytes for role in plan.roles.values() for part in role_memory(role, plan).loaded]
+        held = ranks.training_ranks(plan) * sum(states) / GIB
         yield (
             f"            training states, {held:.3g} GiB of all ranks, lie on the CPU while the engine generates "
             "(rollout.offload_trainer)"

@@ -199,10 +199,8 @@ def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
     named = f"{after.roles['actor'].strategy} over {size} ranks" if size > 1 else "one process"
     if after.rollout.placement == "apart":
         named += f" and engines on {after.rollout.engines * after.rollout.tensor_parallel_size} GPUs"
-    resting = [role_memory(role, after).own for role in after.roles.values() if role.offload]
-    # Parameters and moments; gradients lie on the GPU.
-    on_cpu = size * sum(own[0].nbytes + own[2].nbytes for own in resting)
-    return Fit(lacking, phases(after, gpu), named, on_cpu)
+    resting = [role_memory(role, after).loaded for role in after.roles.values() if role.offload]
+    return Fit(lacking, phases(after, gpu), named, size * sum(part.nbytes for parts in resting for part in parts))
 
 
 def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | None:
@@ -294,15 +292,15 @@ def with_engine(plan: Plan) -> Plan:
         return plan
     in_one_process = plan.driver.kind != "ray" or build.device(plan.driver) == "cpu"
     if r.tensor_parallel_size > 1 or r.lora is not None:
-        return plan.with_engine("vllm")
+        return plan.changed("rollout", name="vllm")
     if in_one_process or r.exact != "off" or plan.new_model is not None:
-        return plan.with_engine("sampler")
+        return plan.changed("rollout", name="sampler")
     from verl_fn.backends.sampler.llama import misfit
     from verl_fn.backends.serving import model_of
 
     skeleton, shapes = model_of(r.folder)
     fast = not skeleton.padded and misfit(skeleton.config, shapes) is None
-    return plan.with_engine("sampler" if fast or skeleton.family is not None else "vllm")
+    return plan.changed("rollout", name="sampler" if fast or skeleton.family is not None else "vllm")
 
 
 def sized(plan: Plan, gpu: int | None) -> Plan:
