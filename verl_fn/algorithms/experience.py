@@ -302,19 +302,27 @@ def update(
 
 
 def one_update(
-    actor: Any, batch: Batch, loss: Loss, experience: Experience, w: Workers, clock: Clock, family: str = "train"
+    state: Any,
+    batch: Batch,
+    loss: Loss,
+    experience: Experience,
+    w: Workers,
+    clock: Clock | None = None,
+    family: str = "train",
 ) -> tuple[Any, Report]:
-    """Returns the actor after one update on a batch, and the metrics of a step that has no other.
+    """Takes the step of an algorithm in which the actor has one update; also the step's metrics.
 
     Args:
         batch: the whole update batch, with its weights.
+        clock: has the times of the step's earlier phases, if it has any.
         family: of the update's metrics; fine-tuning has verl's ``train``, and ``train/global_tokens``.
     """
-    actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
+    clock = clock or Clock(w.get, experience.seconds)
+    actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
     tokens = float(experience.batch.num_tokens)
     total = "train/global_tokens" if family == "train" else "perf/total_num_tokens"
     report = update_report(family, metrics) | experience.report | {total: tokens}
-    return actor, report | timing_report(clock, tokens)
+    return attrs.evolve(state, actor=actor, step=state.step + 1), report | timing_report(clock, tokens)
 
 
 def selecting(
