@@ -16,6 +16,8 @@ from typing import Any
 
 import attrs
 
+from verl_fn.atomic import existing
+
 
 class Verdict(enum.StrEnum):
     """What became of a deliverable."""
@@ -230,7 +232,7 @@ def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str])
         found.append(f"{TRAPS[1].name}; {TRAPS[1].advice}")
     caches = [environment[name] for name in ("HF_HOME", "HF_HUB_CACHE") if name in environment]
     for folder in dict.fromkeys([str(out), *caches]):
-        free = shutil.disk_usage(_existing(Path(folder))).free
+        free = shutil.disk_usage(existing(Path(folder))).free
         if free < LEAST_FREE:
             found.append(f"{TRAPS[0].name}: {folder} has {free / 2**20:.0f} MiB; {TRAPS[0].advice}")
     if reason := goes_away(out, environment):
@@ -253,18 +255,13 @@ def goes_away(out: Path, environment: Mapping[str, str]) -> str:
         ''
     """
     place = out.resolve()
-    kind = _file_system(_existing(place))
+    kind = _file_system(existing(place))
     if kind in MEMORY:
         return f"logs in {out} are lost with this machine's memory: the folder is on {kind}"
     local = [Path("/tmp"), *(Path(environment[name]) for name in ("TMPDIR", "SLURM_TMPDIR") if name in environment)]
     if "SLURM_JOB_ID" in environment and any(place.is_relative_to(folder.resolve()) for folder in local):
         return f"logs in {out} are lost when Slurm job {environment['SLURM_JOB_ID']} ends: the folder is of this node"
     return ""
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def _file_system(folder: Path) -> str:

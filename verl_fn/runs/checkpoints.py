@@ -343,7 +343,7 @@ def checkpoints_at_once(plan: Plan) -> int:
 def check_disk(plan: Plan) -> None:
     """Checks that the disk of a run's folder has room for its checkpoints, less the ones that are there."""
     folder = Path(plan.trainer.dir)
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    there = atomic.existing(folder)
     each, free, most = checkpoint_bytes(plan), shutil.disk_usage(there).free, checkpoints_at_once(plan)
     more = max(1, most - len(checkpoints(folder)))
     if more * each > free:

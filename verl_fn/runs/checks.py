@@ -20,6 +20,7 @@ from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.algorithms.own import check_fields
+from verl_fn.atomic import existing
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import experts_of
@@ -175,7 +176,7 @@ def check_run_folder(folder: Path) -> None:
 
 def check_writable(folder: Path) -> None:
     """Checks that a run's folder can be written or made, by a file that has no name."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    there = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass

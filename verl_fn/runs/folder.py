@@ -296,9 +296,10 @@ class Run:
                 raise RunError(f"{error.filename} is a symbolic link; remove it") from error
             last = self.latest()
             intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+            free = shutil.disk_usage(atomic.existing(self.folder)).free / 2**20
             raise RunError(
-                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_free(self.folder)}; "
-                f"{intact}. Make room or fix the folder, then run the same command to continue"
+                f"{what} cannot be written to {self.folder}: {error.strerror or error} ({free:,.0f} MiB are free on "
+                f"its disk); {intact}. Make room or fix the folder, then run the same command to continue"
             ) from error
 
     def _point_at(self, actor: Path) -> None:
@@ -319,10 +320,3 @@ def _share_written(folder: Path) -> float:
 def _no_link(path: str, flags: int) -> int:
     """Opens a file unless it is a symbolic link: somebody else may have put that there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _free(folder: Path) -> str:
-    existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
-    if existing is None:
-        return ""
-    return f" ({shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free on its disk)"
