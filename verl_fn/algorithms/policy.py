@@ -220,19 +220,20 @@ def corrected(estimate: Callable[[Batch], Batch], options: PolicyOptimization) -
     """Returns an estimator whose advantages are multiplied by importance weights if ``rollout_is`` asks for them."""
     if options.rollout_is in (None, "off"):
         return estimate
-    kind: str = options.rollout_is
+    return functools.partial(_corrected, estimate=estimate, options=options)
+
+
+def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: PolicyOptimization) -> Batch:
+    assert options.rollout_is is not None
     bounds: dict[str, Any] = {
         "low": options.rollout_is_threshold_lower,
         "high": options.rollout_is_threshold,
         "outside": options.rollout_is_outside,
     }
-
-    def corrected(batch: Batch) -> Batch:
-        if getattr(options, "adv_estimator", None) in TOKEN_BASELINES:
-            batch = batch.with_tokens(rollout_is_weights=importance_weights(batch, kind, **bounds))
-        return correct_advantages(estimate(batch), kind, **bounds)
-
-    return corrected
+    if getattr(options, "adv_estimator", None) in TOKEN_BASELINES:
+        weights = importance_weights(batch, options.rollout_is, **bounds)
+        batch = batch.with_tokens(rollout_is_weights=weights)
+    return correct_advantages(estimate(batch), options.rollout_is, **bounds)
 
 
 def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: Sequence[str]) -> Batch:
