@@ -41,16 +41,13 @@ class Progress:
     Attributes:
         part: its name.
         provider: whether Megatron-Bridge was asked for a model.
-        lines: what was said.
     """
 
     part: str
     provider: bool = False
-    lines: list[str] = attrs.field(factory=list)
 
     def say(self, line: str) -> None:
         """Prints a line; the line that names the libraries comes when all processes of a run are there."""
-        self.lines.append(line)
         self.provider |= "megatron-bridge " in line and "megatron-core " in line
         print(line, flush=True)
 
