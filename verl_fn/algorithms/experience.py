@@ -82,7 +82,7 @@ def sample_and_score(
     """
     clock = Clock(w.get)
     version = clock.run("update_weights", publish, w, actor, step)
-    batch = respond(problems, w.sampling, w, key.fold_in("rollout"), version, clock, score=score)
+    batch = respond(problems, w, key.fold_in("rollout"), version, clock, score=score)
     return Experience(batch, len(problems), clock.seconds)
 
 
@@ -93,7 +93,6 @@ def draw(state: Any, problems: Sequence[Problem], w: Workers, *, score: bool = T
 
 def respond(
     problems: Sequence[Problem],
-    sampling: Sampling,
     w: Workers,
     key: Key,
     version: int,
@@ -106,13 +105,12 @@ def respond(
     Conversations whose environment failed are left out.
 
     Args:
-        sampling: how they are drawn.
         key: draws are a function of it and of the problems' ids.
         version: of the engine's weights.
         clock: measures the time of ``gen`` and ``reward``.
         score: ask the workers' reward.
     """
-    requests = requests_of(problems, w, sampling, key)
+    requests = requests_of(problems, w, w.sampling, key)
     samples = clock.run("gen", w.rollout.generate, requests, version=version)
     return batch_of(samples, problems, w, clock, score=score)
 

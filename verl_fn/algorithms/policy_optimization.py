@@ -282,7 +282,7 @@ def sample_with_signal(
     groups = asked = calls = 0
     while groups < len(problems) and calls < options.max_num_gen_batches:
         drawn = problems if calls == 0 else w.more(len(problems) - groups)
-        scored = respond(drawn, w.sampling, w, key, version, clock)
+        scored = respond(drawn, w, key, version, clock)
         calls, asked = calls + 1, asked + len(drawn)
         differing, equal, count = split_by_signal(scored, options.metric)
         kept, dropped, groups = [*kept, differing], [*dropped, equal], groups + count

@@ -103,8 +103,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     """
     if gpus is None:
         check_device(plan)
-        check_run_folder(Path(plan.trainer.dir))
-        check_writable(Path(plan.trainer.dir))
+        check_run_folder(plan)
+        check_writable(plan)
     else:
         check_gpus(plan, gpus)
         plan = _on_gpus(plan)
@@ -162,7 +162,7 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
     check_code(plan, here=False)
-    check_ranks(plan, ranks.training_ranks(plan), installed=False)
+    check_ranks(plan, installed=False)
     if plan.learns_from == "samples":
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))

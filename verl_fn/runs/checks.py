@@ -71,7 +71,7 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
             than allowed, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    check_ranks(plan, ranks.training_ranks(plan), installed=installed)
+    check_ranks(plan, installed=installed)
     if plan.trainer.stop_at is not None and isinstance(source, FileData) and not source.validation:
         raise ConfigError(
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
@@ -168,15 +168,16 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
     )
 
 
-def check_run_folder(folder: Path) -> None:
+def check_run_folder(plan: Plan) -> None:
     """Checks that a run's folder is no file and lies in none."""
+    folder = Path(plan.trainer.dir)
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(plan: Plan) -> None:
     """Checks that a run's folder can be written or made, by a file that has no name."""
-    there = existing(folder)
+    there = existing(Path(plan.trainer.dir))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -293,12 +294,13 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     )
 
 
-def check_ranks(plan: Plan, size: int, *, installed: bool = True) -> None:
+def check_ranks(plan: Plan, *, installed: bool = True) -> None:
     """Checks that every role's layout fits the number of ranks and its model.
 
     Args:
         installed: whether the libraries of its backends must be installed here.
     """
+    size = ranks.training_ranks(plan)
     for role in plan.roles.values():
         # A critic without a strategy of its own has the actor's layout.
         has_own = role.table == "critic" and plan.table["critic"].get("strategy") is not None

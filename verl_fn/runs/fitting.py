@@ -207,7 +207,7 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
     """Returns the plan with other settings; None if its models cannot have such a layout."""
     try:
         tried = with_settings(plan, settings, gpu)
-        check_ranks(tried, ranks.training_ranks(tried), installed=False)
+        check_ranks(tried, installed=False)
         check_gpus(tried, gpus)
     except (ConfigError, LayoutError):
         return None

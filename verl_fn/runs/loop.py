@@ -70,7 +70,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
     """
     start = Start(say, began)
     check_has_training(plan)
-    check_run_folder(Path(plan.trainer.dir))
+    check_run_folder(plan)
     with contextlib.ExitStack() as stack:
         stack.enter_context(leading(plan))
         plan = with_engine(plan.dated(run_date(plan)))
