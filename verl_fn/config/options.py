@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import attrs
+from attrs.validators import deep_iterable
 
 from verl_fn.errors import UsageError, did_you_mean
 
@@ -120,18 +121,17 @@ def opt(default: Any, doc: str, *checks: Callable[..., Any], when: When = (), pl
 
     Args:
         doc: the documentation that ``verl-fn config`` prints.
-        checks: attrs validators. They are applied to each of several values, and not to None.
+        checks: attrs validators. They are not applied to None.
         when: when the field has an effect; a value that has none is noted before a run.
         place: of a path, its kind; see ``paths``.
     """
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            for validator in checks:
-                try:
-                    validator(instance, attribute, one)
-                except ValueError as error:
-                    raise RangeError(attribute.name, str(error.args[0])) from error
+        for validator in checks if value is not None else ():
+            try:
+                validator(instance, attribute, value)
+            except ValueError as error:
+                raise RangeError(attribute.name, str(error.args[0])) from error
 
     metadata = about(doc, when) | {"place": place}
     return attrs.field(default=default, converter=home if place else None, validator=check, metadata=metadata)
@@ -181,7 +181,7 @@ def paths(default: Any, doc: str, *, kind: str = "path", required: bool = False,
         if not check_path(value) and required:
             raise ValueError("must not be empty")
 
-    return opt(default, doc, check, when=when, place=kind)
+    return opt(default, doc, deep_iterable(check) if isinstance(default, tuple) else check, when=when, place=kind)
 
 
 def free(doc: str, when: When = ()) -> Any:

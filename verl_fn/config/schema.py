@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import attrs
-from attrs.validators import ge, gt, le, lt
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt
 
 from .algorithms import AlgorithmTable, uses_critic
 from .names import is_reference, is_task, reasoning_names, verifiers_name
@@ -191,8 +191,7 @@ class DataConfig:
         (),
         "the share of each of data.train_files among prompts, by default its share of the rows; or of each set of "
         "reasoning_gym, by default the same for all",
-        gt(0),
-        le(MOST),
+        deep_iterable(and_(gt(0), le(MOST))),
         when=provided(
             lambda o, cfg: o.sets or o.train_files, "without data.train_files or data.task = reasoning_gym:SET"
         ),
@@ -314,7 +313,9 @@ class OptimConfig:
     """The optimizer of a model."""
 
     lr: float = opt(1e-6, "learning rate", ge(0), le(MOST))
-    betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", ge(0), lt(1))
+    betas: tuple[float, float] = opt(
+        (0.9, 0.999), "decay rates of AdamW's averages", deep_iterable(and_(ge(0), lt(1)))
+    )
     eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are clipped", gt(0), le(1e30))
@@ -576,7 +577,7 @@ class RayConfig:
     separate: tuple[str, ...] = opt(
         (),
         "roles that train in ray.ranks processes of their own; all other roles share processes",
-        one_of("critic", "reference"),
+        deep_iterable(one_of("critic", "reference")),
         when=OVER_RAY,
     )
     address: str = opt("", "a running cluster to use: auto, or host:port; if empty, one is started", when=OVER_RAY)
@@ -626,7 +627,7 @@ class TrainerConfig:
     logger: tuple[str, ...] = opt(
         (),
         "loggers beside metrics.jsonl: tensorboard, wandb; console is always on",
-        one_of("console", "tensorboard", "wandb"),
+        deep_iterable(one_of("console", "tensorboard", "wandb")),
     )
     project_name: str = opt("verl_fn", "wandb's project", when=WANDB)
     experiment_name: str = opt("", "the run's name in wandb, by default the folder's name", when=WANDB)
