@@ -549,11 +549,13 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     def located(table: Any) -> Any:
         changes = {}
         for field in attrs.fields(type(table)):
-            value, place = getattr(table, field.name), places.get(field.metadata.get("place"))
+            new = value = getattr(table, field.name)
             if attrs.has(type(value)):
-                changes[field.name] = located(value)
-            elif value and place is not None:
-                changes[field.name] = tuple(map(place, value)) if isinstance(value, tuple) else place(value)
+                new = located(value)
+            elif value and (place := places.get(field.metadata.get("place"))):
+                new = tuple(map(place, value)) if isinstance(value, tuple) else place(value)
+            if new is not value:
+                changes[field.name] = new
         return attrs.evolve(table, **changes) if changes else table
 
     cfg = located(cfg)
