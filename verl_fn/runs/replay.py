@@ -87,7 +87,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     cfg, since = run_config(folder, step)
     plan = make_plan(cfg)
     # A judge is not asked again: it might reply otherwise.
-    plan = attrs.evolve(plan, reward=attrs.evolve(plan.reward, offline=bool(plan.reward.url)))
+    plan = plan.changed("reward", offline=bool(plan.reward.url))
     rows = {row["step"]: row for row in read_metrics(folder)}
     if step < 1 or step not in rows:
         raise RunError(
@@ -110,7 +110,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
         say(f"note: the replay has {change} than step {step} had")
     source, plan = prepare(plan, say), sized(plan, build.smallest_gpu(plan.driver))
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
-    of_steps = attrs.evolve(plan, driver=attrs.evolve(plan.driver, max_lag=0)) if recorded else plan
+    of_steps = plan.changed("driver", max_lag=0) if recorded else plan
     with workers(plan) as w:
         algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
