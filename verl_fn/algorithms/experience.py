@@ -356,9 +356,6 @@ def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
     return aggregate(batch, aggregation(options), loss_scale_factor=scale)
 
 
-ROLE = "reward_model"
-
-
 def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
     """Writes the scores of a reward model into a batch that was not scored yet.
 
@@ -369,7 +366,7 @@ def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
         w: the workers, with a trainer of the role ``reward_model``.
         clock: measures the time of ``reward``.
     """
-    outputs = clock.run("reward", w.trainers[ROLE].forward, state.params, batch, ("row_values",))
+    outputs = clock.run("reward", w.trainers["reward_model"].forward, state.params, batch, ("row_values",))
     return with_model_score(batch, outputs)
 
 

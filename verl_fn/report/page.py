@@ -38,19 +38,11 @@ SHOWN = 32  # prompts in the table of held-out answers
 OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name")
 OF_EACH = 2  # responses of a problem in the table of training responses
 _SUMMARY_COLUMNS = (
-    "run",
-    "algorithm",
-    "data",
-    "steps",
-    "time a step",
-    "tokens a second",
-    "held-out, last",
-    "held-out, best",
+    "run", "algorithm", "data", "steps", "time a step", "tokens a second", "held-out, last", "held-out, best",
     "training reward",
-)
+)  # fmt: skip
 _CHARTS_IN_PNG = 8
 _TRAINING = ("prompt", "expected", "response")
-_ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
 
 
@@ -253,7 +245,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     for i, run in enumerate(runs):
         config = run.config
         name = config["algorithm.name"]
-        estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
+        estimator = config.get("algorithm.adv_estimator", "")
         data = entry_names(config["data.train_files"]) or config["data.task"]
         metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
