@@ -53,7 +53,7 @@ from verl_fn.steps.advantages.columns import groups_of
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.correction import engine_log_probs
 
-from .policy import Selection, aggregation, whole_conversations
+from .policy import aggregation, select_tokens, selected_by, whole_conversations
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 DIFFERING, LARGEST = "rollout/tokens_differing", "rollout/log_prob_diff_max"
@@ -324,17 +324,17 @@ def one_update(
 
 
 def selecting(
-    backend: TrainBackend, selection: Selection | None, w: Workers, key: Key
+    backend: TrainBackend, options: PolicyOptimization, w: Workers, key: Key
 ) -> Callable[[Any, Batch, int], Batch] | None:
-    """Returns the function that selects tokens of a whole update batch by the policy's outputs, for ``update``."""
-    if selection is None:
+    """Returns the function that selects tokens before an update, for ``update``; None if none are selected."""
+    if not (needs := selected_by(options)):
         return None
 
-    def select(state: Any, batch: Batch, number: int) -> Batch:
-        outputs = w.get(backend.forward(state.params, batch, selection.needs))
-        return selection.choose(batch, outputs, key.fold_in(number))
+    def selected(state: Any, batch: Batch, number: int) -> Batch:
+        outputs = w.get(backend.forward(state.params, batch, needs))
+        return select_tokens(batch, outputs, key.fold_in(number), options)
 
-    return select
+    return selected
 
 
 def update_batches(

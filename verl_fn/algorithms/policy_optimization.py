@@ -41,7 +41,7 @@ from .experience import (
     update_batches,
     update_report,
 )
-from .policy import actor_outputs, by_conversation, corrected, estimator, policy_loss, selection
+from .policy import actor_outputs, by_conversation, corrected, estimator, policy_loss
 from .workers import Clock, Experience, Report, Workers
 
 
@@ -139,7 +139,7 @@ def policy_optimization(
         shape: changes the rewards of a scored batch, given the longest response allowed; by default they stay.
         warmup: the steps in which only the critic learns.
     """
-    loss, outline, chosen = policy_loss(options), options.outline, selection(options)
+    loss, outline = policy_loss(options), options.outline
 
     def init(states: Mapping[str, Any], key: Key) -> Any:
         reference, kl, judge = states.get("reference"), kl_controller(options), states.get("reward_model")
@@ -164,7 +164,7 @@ def policy_optimization(
             batches = list(batches)  # both roles learn from them
             updates["critic"] = lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)
         if warm:
-            select, check = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection")), check_of_updates(w)
+            select, check = selecting(w.trainers["actor"], options, w, key.fold_in("selection")), check_of_updates(w)
             updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, loss, select, check)
         results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
         after = {role: results[f"update_{role}"] for role in updates}
