@@ -99,19 +99,20 @@ def reference(folder: Path, batch: Batch, dtype: torch.dtype = torch.float64) ->
         # Grouped products of experts have no float64.
         options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
         model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    logprobs = torch.zeros(batch.num_tokens)
-    total = torch.zeros(())
-    start = 0
-    for row in batch.rows():
-        own = model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        drawn = own.gather(1, row[1:, None])[:, 0]
-        logprobs[start + 1 : start + len(row)] = drawn.detach()
-        total = total - drawn.sum()
-        start += len(row)
-    total.backward()
+    logprobs = log_probs_of(model, batch)
+    (-logprobs.sum()).backward()
     named = dict(model.named_parameters())
     grads = {name: p.grad for name, p in named.items() if p.grad is not None}
-    return Computed(type(model).__name__, logprobs, grads, {name: p.detach() for name, p in named.items()})
+    return Computed(type(model).__name__, logprobs.detach(), grads, {name: p.detach() for name, p in named.items()})
+
+
+def log_probs_of(model: Any, batch: Batch) -> Tensor:
+    """Returns the log-prob of every token by transformers' forward of each row by itself; zero for the first."""
+    found = []
+    for row in batch.rows():
+        own = model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found += [own.new_zeros(1), own.gather(1, row[1:, None])[:, 0]]
+    return torch.cat(found)
 
 
 def computed(backend: Any, batch: Batch) -> Computed:

@@ -22,7 +22,7 @@ from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare, workers
 from verl_fn.runs.state import algorithm_of, initial_state
-from verl_fn.runs.steps import Pace, advance
+from verl_fn.runs.steps import advance
 
 from . import measure
 
@@ -61,7 +61,7 @@ def recorded_run(plan: Plan, samples: Path) -> list[dict[str, float]]:
         state = initial_state(plan, w)
         for step in range(1, plan.trainer.total_training_steps + 1):
             engine = attrs.evolve(w, rollout=Recorded(read_samples(samples, step)))
-            state, report, _ = advance(algorithm_of(plan), state, source, engine, Pace.of(plan))
+            state, report, _ = advance(algorithm_of(plan), state, source, engine, plan)
             reports.append(report)
     return reports
 

@@ -3,10 +3,11 @@
 import argparse
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl_fn.config import load, make_plan
-from verl_fn.report.plots import reward_curves
+from verl_fn.report.plots import curve, figure_of, line_style
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
@@ -20,6 +21,26 @@ OVERLAP = ("ray.separate=critic",)
 def say(line: str) -> None:
     """Prints a line at once."""
     print(line, flush=True)
+
+
+def reward_curves(folders: Sequence[str | Path], out: str | Path, *, title: str = "", labels: Sequence[str]) -> Path:
+    """Draws training reward and held-out exact match of runs into the file ``out``, one colour for each run."""
+    figure = figure_of(6.4, 3.6)
+    axes = figure.add_subplot()
+    for i, (folder, name) in enumerate(zip(folders, labels, strict=True)):
+        rows = read_metrics(folder)
+        reward = curve(rows, "critic/score/mean")
+        axes.plot(reward.steps, reward.values, lw=1, alpha=0.5, label=f"{name}: training reward", **line_style(i))
+        for metric in sorted({m for row in rows for m in row if m.startswith("val-core/") and "/acc/mean@" in m}):
+            exact = curve(rows, metric)
+            label = f"{name}: held-out exact match"
+            axes.plot(exact.steps, exact.values, lw=1.8, marker="o", ms=4, label=label, **line_style(i))
+    axes.set(xlabel="step", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, loc="lower right", frameon=False)
+    figure.savefig(out, dpi=150)
+    return Path(out)
 
 
 def main() -> int:

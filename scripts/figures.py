@@ -13,7 +13,9 @@ import json
 import sys
 from pathlib import Path
 
-from verl_fn.report.plots import figure_of, reward_curves
+from demo import reward_curves
+
+from verl_fn.report.plots import figure_of
 
 SEEDS = (1, 2, 3)
 RESULTS = Path("benchmarks/results")

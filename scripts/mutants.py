@@ -3,7 +3,7 @@
 ``tests/mutants/*.toml`` hold the mistakes, each with the tests that should fail:
 
     [[mutant]]
-    name = "grpo keeps the KL controller of the step before"
+    name = "ppo and grpo keep the KL controller of the step before"
     file = "verl_fn/algorithms/policy_optimization.py"
     old = '''text that occurs exactly once in the file'''
     new = '''text that breaks it'''

@@ -1,5 +1,7 @@
 """A run small enough to be made again in every test."""
 
+import attrs
+
 from verl_fn.config import load, make_plan
 
 TINY = [
@@ -11,3 +13,13 @@ TINY = [
 
 def tiny_run(model, folder, *more):
     return make_plan(load(overrides=[*TINY, f"model.path={model}", f"trainer.dir={folder}", *more]))
+
+
+def paced(plan, steps, max_lag=0, in_flight=False):
+    """The plan with so many steps, where sampling runs ahead of learning in one process too."""
+    return attrs.evolve(
+        plan,
+        trainer=attrs.evolve(plan.trainer, total_training_steps=steps),
+        driver=attrs.evolve(plan.driver, max_lag=max_lag),
+        rollout=attrs.evolve(plan.rollout, in_flight_weight_updates=in_flight),
+    )

@@ -125,6 +125,16 @@ def move_files(aside: Path, folder: Path, *, last: str = "", stale: Sequence[str
     shutil.rmtree(aside)
 
 
+def existing(path: Path) -> Path:
+    """Returns a path, or else the nearest folder above it that exists.
+
+    Example:
+        >>> existing(Path("/no/such/folder"))
+        PosixPath('/')
+    """
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def check_empty(folder: Path) -> None:
     """Raises an error unless ``folder`` is empty, does not exist, or was left unfinished by ``replaced_folder``.
 

@@ -1,5 +1,6 @@
 """Every policy loss and every estimator that a config can name takes steps of GRPO, on mocks."""
 
+import functools
 import pickle
 
 import attrs
@@ -8,7 +9,7 @@ import torch
 
 from verl_fn.algorithms import Workers, grpo, make, ppo
 from verl_fn.algorithms.experience import batch_report, selecting, update_report
-from verl_fn.algorithms.policy import selection
+from verl_fn.algorithms.policy import select_tokens, selected_by
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
 from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES
@@ -88,10 +89,10 @@ def test_every_policy_loss_takes_steps(name, share):
     options = GRPO(policy_loss=name, dro_beta=0.1, ppo_mini_batch_size=2, ppo_epochs=2, top_entropy_quantile=share)
     state, report, actor = run(options)
     assert "actor/pg_loss" in report and state.step == 2
-    chosen = selection(options)
+    needs = selected_by(options)
     # Each of the four updates of a step selects in its whole batch of eight rows, at the weights it starts from.
     of_updates = [call for call in actor.forwards if call[0] != ("logprobs", "entropy") or call[1] == 8]
-    assert of_updates == ([] if chosen is None else [(chosen.needs, 8)] * 8)
+    assert of_updates == ([(needs, 8)] * 8 if needs else [])
 
 
 def test_ppo_takes_them_too():
@@ -122,11 +123,12 @@ def test_rows_are_weighted_where_the_loss_has_values_of_rows():
 
 
 def test_a_selection_travels_to_another_process():
-    chosen = selection(GRPO(policy_loss="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=0.0, top_entropy_quantile=0.5))
+    options = GRPO(policy_loss="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=0.0, top_entropy_quantile=0.5)
+    choose = functools.partial(select_tokens, options=options)
     batch, key = tiny_batch(), Key.from_seed(3)
-    outputs = tiny_outputs(batch, chosen.needs)
-    there = pickle.loads(pickle.dumps(chosen.choose))
-    assert tree.equal(there(batch, outputs, key), chosen.choose(batch, outputs, key))
+    outputs = tiny_outputs(batch, selected_by(options))
+    there = pickle.loads(pickle.dumps(choose))
+    assert tree.equal(there(batch, outputs, key), choose(batch, outputs, key))
 
 
 def test_dro_needs_its_weight():
@@ -168,7 +170,7 @@ def test_every_update_and_every_step_selects_with_a_key_of_its_own():
     actor, key = Mock(8, adamw(0.1)), Key.from_seed(0)
     w = Workers({"actor": actor}, MockRollout(sample_table), None, TOKENIZER, Sampling(8))
     state, batch = actor.init(key), tiny_batch(rows=12)
-    selects = [selecting(actor, selection(options), w, key.fold_in(step)) for step in range(2)]
+    selects = [selecting(actor, options, w, key.fold_in(step)) for step in range(2)]
     chosen = [tuple(select(state, batch, number)["cov_selected"].tolist()) for select in selects for number in (0, 1)]
     assert len(set(chosen)) == 4
 

@@ -20,7 +20,7 @@ from verl_fn.config import GRPO, PPO, SFT, ConfigError, Outline, ReMax, Role, lo
 from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
-from verl_fn.runs.steps import Pace, advance
+from verl_fn.runs.steps import advance
 from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
 from verl_fn.steps.aggregate import last_of_rows
@@ -78,7 +78,8 @@ def test_rows_that_learn_leaves_out_are_counted_as_dropped(rows, left):
     rows = torch.arange(12)[rows]
     algorithm = own(learn=lambda state, experience, w: learn(state, experience, w, rows))
     state = RunState(algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY), cursor=0)
-    _, report, drawn = advance(algorithm, state, TASK, w, Pace(4, 1))
+    plan = make_plan(load(overrides=["data.train_batch_size=4", "trainer.total_training_steps=1"]))
+    _, report, drawn = advance(algorithm, state, TASK, w, plan)
     assert isinstance(TASK, Task) and report["rollout/rows_asked"] == 12
     assert report.get("rollout/rows_dropped/learn", 0) == left
     assert report["rollout/rows_learned"] == 12 - left and "row_of_experience" not in drawn.experience.batch

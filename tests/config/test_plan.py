@@ -1,12 +1,14 @@
 """What a config means for a run: roles, layouts, folders, updates and code."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from verl_fn import build
-from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
+from verl_fn.config import ConfigError, evaluation_plan, flat, load, make_plan, notes, to_table
+from verl_fn.config.plan import with_absolute_paths
 from verl_fn.config.schema import CriticOptimConfig, OptimConfig, ValConfig
 from verl_fn.state import Sampling
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear
@@ -25,6 +27,27 @@ def test_a_plan_is_a_function_of_config_and_folder():
     assert (paths.roles["critic"].folder, paths.ray.runtime_env) == ("/somewhere/c", "/somewhere/env.yaml")
     assert paths.reward.functions == ("/somewhere/r.py:f",)
     assert paths.table["trainer"]["dir"] == "/somewhere/runs/run"
+
+
+def test_every_path_of_a_config_is_seen_from_the_same_folder(tmp_path):
+    (tmp_path / "python").symlink_to("/bin/sh")
+    settings = {
+        "trainer.dir": "a", "trainer.resume_from_path": "b", "trainer.rollout_data_dir": "c", "model.path": "d",
+        "critic.path": "e", "data.train_files": ["f", "hub:datasets/a/b@c#d/e"], "data.val_files": ["g"],
+        "data.convert": ["h.py:x", "some.module:x"], "reward.functions": ["i.py:x"], "env.name": "j.py:X",
+        "env.python": "python", "ray.runtime_env": "k", "algorithm.name": "ppo", "algorithm.reward_model": "l",
+        "algorithm.policy_loss": "m.py:x",
+    }  # fmt: skip
+    cfg = load(overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    found = flat(to_table(with_absolute_paths(cfg, tmp_path)))
+    as_they_are = ("hub:", "some.module:", "ppo")
+
+    def expected(value):
+        return value if value.startswith(as_they_are) else f"{tmp_path}/{value}"
+
+    for key, value in settings.items():
+        wanted = tuple(map(expected, value)) if isinstance(value, list) else expected(value)
+        assert found[key] == wanted, key
 
 
 def test_roles_follow_the_algorithm_and_its_kl_terms():

@@ -46,14 +46,15 @@ def command(*args, program=(sys.executable,), folder=ROOT, **env):
 def test_layouts_that_do_not_fit_are_refused_before_anything_starts(model, more, ranks, message):
     plan = make_plan(load(overrides=["driver.kind=ray", f"ray.ranks={ranks}", f"model.path={model}", *more]))
     with pytest.raises(ConfigError, match=message):
-        check_ranks(plan, ranks)
+        check_ranks(plan)
 
 
 def test_sequence_parallelism_wants_heads_to_share(tmp_path):
     three = new_model(tmp_path, chars="abcd", hidden_size=24, num_attention_heads=6, num_key_value_heads=3)
     sp = "actor.fsdp_config.ulysses_sequence_parallel_size"
     with pytest.raises(ConfigError, match=rf"{sp}: .*6 attention heads"):
-        check_ranks(make_plan(load(overrides=["actor.strategy=fsdp", f"{sp}=4", f"model.path={three}"])), 4)
+        over = ["driver.kind=ray", "ray.ranks=4", "actor.strategy=fsdp"]
+        check_ranks(make_plan(load(overrides=[*over, f"{sp}=4", f"model.path={three}"])))
 
 
 def test_more_than_the_cluster_has_is_refused():

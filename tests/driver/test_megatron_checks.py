@@ -23,7 +23,8 @@ def model(tmp_path_factory):
 
 
 def checked(model, ranks, *overrides):
-    check_ranks(make_plan(load(overrides=[f"model.path={model}", "actor.strategy=megatron", *overrides])), ranks)
+    over = ["driver.kind=ray", f"ray.ranks={ranks}", "actor.strategy=megatron"]
+    check_ranks(make_plan(load(overrides=[f"model.path={model}", *over, *overrides])))
 
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")

@@ -8,6 +8,7 @@ import time
 import attrs
 import pytest
 import ray
+from run_configs import paced
 
 from verl_fn import build
 from verl_fn.algorithms import make
@@ -23,7 +24,7 @@ from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import algorithm_of, initial_state
-from verl_fn.runs.steps import Pace, advance
+from verl_fn.runs.steps import advance
 from verl_fn.state import DonatedError, Key, requests_for, tree
 from verl_fn.steps import LossError, aggregate, cross_entropy, frozen
 
@@ -170,7 +171,7 @@ def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path
     folders = [f"model.path={model}", f"trainer.dir={tmp_path}"]
     overrides = [*OVERRIDES, f"algorithm.name={name}", *settings, *no_kl, *folders]
     plan = make_plan(load(overrides=overrides))
-    source, algorithm, pace, reports = prepare(plan, lambda line: None), algorithm_of(plan), Pace(4, 2, max_lag), []
+    source, algorithm, reports = prepare(plan, lambda line: None), algorithm_of(plan), []
     with local_workers(plan) as local:
         for w in (attrs.evolve(remote, sampling=local.sampling), local):
             w = attrs.evolve(w, trainers={"actor": w.trainers["actor"]})
@@ -178,7 +179,7 @@ def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path
             # The engines have weights of other tests under the same version.
             w.get(w.rollout.publish(9, w.trainers["actor"].weights(state.role("actor").params)))
             for _ in range(2):
-                state, report, _ = advance(algorithm, state, source, w, pace)
+                state, report, _ = advance(algorithm, state, source, w, paced(plan, 2, max_lag))
                 reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
     for ours, theirs in zip(reports[:2], reports[2:], strict=True):
         # Two engines round the log-probs of their shares otherwise.

@@ -89,7 +89,7 @@ def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tm
     assert calls()[-1] == "wake cache" and calls().count("generate 0") == 2
     text = str(raised.value)
     assert text.startswith(f"out of memory in gen (generation): {MESSAGE}\n")
-    generation = next(phase for phase in phases(plan, 1) if phase.name == "gen")
+    generation = next(phase for phase in phases(plan) if phase.name == "gen")
     assert generation.describe() in text
     assert raised.value.__notes__ == ["raised in rollout"]
 

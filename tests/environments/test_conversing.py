@@ -257,7 +257,7 @@ def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name, 
     one = torch.tensor([0.0, -penalty, 1.0, 0.0, 0.25])
     several = torch.tensor([1.0, 1.0 - penalty, 1.0, 0.0, 0.25])
     algorithm = importlib.import_module("verl_fn.algorithms.policy_optimization")
-    monkeypatch.setattr(algorithm, "without_critic", lambda options, advantages: advantages)
+    monkeypatch.setattr(algorithm, "policy_optimization", lambda options, advantages: advantages)
     estimate = algorithm.rloo(RLOO()) if name == "as rloo" else estimator(GRPO(adv_estimator=name))
     expected = estimate(whole.with_tokens(token_level_rewards=one).with_rows(**score))
     for fields in ({}, {"token_level_scores": rows["score"]}):

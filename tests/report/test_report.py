@@ -1,5 +1,6 @@
 """Reports: what stands on the page, what it must survive, and what is refused."""
 
+import importlib.util
 import json
 import math
 import re
@@ -15,8 +16,9 @@ from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
 from verl_fn.report.page import SHOWN, ReportError, headline, names, report
-from verl_fn.report.plots import BUILT_IN, COLORS, Chart, Curve, charts, reward_curves, smooth, svg, window
+from verl_fn.report.plots import BUILT_IN, COLORS, Chart, Curve, charts, smooth, svg, window
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
 VOID = {"meta", "path", "rect", "use"}
 
@@ -480,8 +482,11 @@ def test_a_long_curve_is_thinned_but_keeps_its_spike():
 
 
 def test_the_picture_of_the_demo_is_drawn_of_any_run(tmp_path):
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "scripts/demo.py")
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
     runs = [write(tmp_path / "a", metrics(4)), write(tmp_path / "b", [{"step": 1, "train/loss": None}])]
-    assert reward_curves(runs, tmp_path / "p.png", labels=["$x^", "b"]).read_bytes().startswith(b"\x89PNG")
+    assert demo.reward_curves(runs, tmp_path / "p.png", labels=["$x^", "b"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_thinning_keeps_gaps_and_lonely_points():

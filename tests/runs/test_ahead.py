@@ -9,7 +9,7 @@ import contextlib
 import attrs
 import pytest
 import torch
-from run_configs import tiny_run
+from run_configs import paced, tiny_run
 
 from verl_fn.algorithms import Experience
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
@@ -25,7 +25,7 @@ from verl_fn.runs.loop import Interrupted, train
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.recorder import Waiting
 from verl_fn.runs.state import algorithm_of, blank_state, initial_state
-from verl_fn.runs.steps import ROWS_WAITING, Pace, advance
+from verl_fn.runs.steps import ROWS_WAITING, advance
 from verl_fn.state import pack, tree
 
 SILENT = lambda line: None  # noqa: E731
@@ -42,8 +42,8 @@ class Steps:
 
     def take(self, max_lag, until, steps=9, w=None, in_flight=False):
         while self.state.step < until:
-            pace = Pace(8, steps, max_lag, in_flight)
-            self.state, report, drawn = advance(self.algorithm, self.state, self.source, w or self.w, pace)
+            plan = paced(self.plan, steps, max_lag, in_flight)
+            self.state, report, drawn = advance(self.algorithm, self.state, self.source, w or self.w, plan)
             self.reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
             self.entries.append(entry(self.state, drawn, self.w, self.plan))
             self.drawn.append(drawn)

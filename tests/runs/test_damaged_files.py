@@ -21,7 +21,8 @@ from verl_fn.report.plots import charts, window
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import checkpoints, verify
 from verl_fn.runs.continuing import changes, find_origin, finished
-from verl_fn.runs.folder import Run, run_config
+from verl_fn.runs.folder import Run
+from verl_fn.runs.history import run_config
 from verl_fn.runs.journal import Recorded, first_difference, read_samples
 from verl_fn.runs.logs import read_journal
 from verl_fn.runs.loop import train

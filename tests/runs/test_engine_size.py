@@ -133,7 +133,7 @@ def test_rows_of_the_embedded_engine_are_as_many_as_fit(folder):
         assert 0 < plan.rollout.slots < MOST_SLOTS and fits(plan, gpu, FILLED)
         # A third more would not fit.
         more = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, slots=plan.rollout.slots * 4 // 3 + 2))
-        assert max(phase.nbytes for phase in phases(more, 1, gpu)) > FILLED * gpu
+        assert max(phase.nbytes for phase in phases(more, gpu)) > FILLED * gpu
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -41,9 +41,8 @@ def plan_of(folder, *more):
 
 
 def parts(plan, ranks=1, gpu=None, **options):
-    return {
-        phase.name: {part.name: part.nbytes for part in phase.parts} for phase in phases(plan, ranks, gpu, **options)
-    }
+    plan = attrs.evolve(plan, ray=attrs.evolve(plan.ray, ranks=ranks))
+    return {phase.name: {part.name: part.nbytes for part in phase.parts} for phase in phases(plan, gpu, **options)}
 
 
 def test_a_small_model_by_hand(tmp_path):
@@ -96,7 +95,7 @@ def test_measured_peaks(shape, strategy, folder):
     more = ["rollout.n=8", "algorithm.name=grpo", "rollout.placement=apart", "driver.kind=ray"]
     # Log-probs were measured before the first update, which makes that buffer.
     peaks = {"update_actor": "update"} | ({"old_log_prob": "logprobs"} if strategy == "local" else {})
-    counted = {part.name: part for part in phases(plan_of(folder(shape), *more, f"actor.strategy={strategy}"), 1)}
+    counted = {part.name: part for part in phases(plan_of(folder(shape), *more, f"actor.strategy={strategy}"))}
     for phase, what in peaks.items():
         part = counted[phase]
         others = sum(p.nbytes for p in part.parts if p.name == "CUDA itself")
@@ -140,18 +139,18 @@ def test_the_cache_of_the_embedded_engine(folder):
 
 def test_states_move_to_the_cpu_where_they_do_not_fit(folder):
     model = folder("1.5b")
-    needed = phases(plan_of(model, "rollout.gpu_memory_utilization=0.8"), 1, 140 * GIB, offload=False)[2].nbytes
+    needed = phases(plan_of(model, "rollout.gpu_memory_utilization=0.8"), 140 * GIB, offload=False)[2].nbytes
     plan = plan_of(model, "rollout.gpu_memory_utilization=0.8")
-    assert needed > 140 * GIB and offloads(plan, 1, 140 * GIB)
-    assert not offloads(plan, 1, None) and not offloads(plan_of(model), 1, 140 * GIB)
-    assert offloads(plan_of(model, "rollout.offload_trainer=true"), 1, 140 * GIB)
+    assert needed > 140 * GIB and offloads(plan, 140 * GIB)
+    assert not offloads(plan, None) and not offloads(plan_of(model), 140 * GIB)
+    assert offloads(plan_of(model, "rollout.offload_trainer=true"), 140 * GIB)
     never = plan_of(model, "rollout.gpu_memory_utilization=0.8", "rollout.offload_trainer=false")
-    assert not offloads(never, 1, 140 * GIB)
+    assert not offloads(never, 140 * GIB)
     with pytest.raises(ConfigError, match=r"the generation needs at least 152\.10 GiB, and the GPU has 139\.80"):
-        check_memory(never, 1, int(139.8 * GIB))
+        check_memory(never, int(139.8 * GIB))
     # Beside an engine that never sleeps, states would have to fit in the update too.
     awake = plan_of(model, "rollout.free_cache_engine=false", "rollout.offload_trainer=true")
-    assert not offloads(awake, 1, 140 * GIB)
+    assert not offloads(awake, 140 * GIB)
 
 
 def test_roles_that_lie_on_the_cpu(folder):
@@ -164,19 +163,19 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_told(folder):
     model = folder("1.5b")
     awake = plan_of(model, "rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.8")
     with pytest.raises(ConfigError, match=r"rollout\.free_cache_engine=true"):
-        check_memory(awake, 1, int(139.8 * GIB))
-    note = check_memory(plan_of(model), 1, 70 * GIB)
+        check_memory(awake, int(139.8 * GIB))
+    note = check_memory(plan_of(model), 70 * GIB)
     assert note.startswith("the update of the actor may need 79.54 GiB, and the GPU has 70.00")
     assert "lower actor.ppo_max_token_len_per_gpu (16,384 now)" in note
-    assert check_memory(plan_of(model), 1, 90 * GIB) == "" == check_memory(plan_of(model), 1, None)
+    assert check_memory(plan_of(model), 90 * GIB) == "" == check_memory(plan_of(model), None)
     small = plan_of(model, "rollout.gpu_memory_utilization=0.01")
     assert share(small, 100 * GIB) == GIB
     with pytest.raises(ConfigError, match=r"0.01 is 1.00 GiB of this GPU.*weights alone take 2.88; raise it"):
-        check_memory(small, 1, 100 * GIB)
+        check_memory(small, 100 * GIB)
 
 
 def test_advice_follows_the_largest_parts(folder):
-    update = phases(plan_of(folder("1.5b"), "algorithm.name=grpo", "rollout.n=8"), 1, 140 * GIB)[-1]
+    update = phases(plan_of(folder("1.5b"), "algorithm.name=grpo", "rollout.n=8"), 140 * GIB)[-1]
     settings = advice(update).split("; or ")
     assert settings[0].startswith("lower actor.ppo_max_token_len_per_gpu (16,384 now) or set actor.enable_gradient")
     assert settings[1] == "more ranks (actor.strategy=fsdp, ray.ranks)"

@@ -39,7 +39,7 @@ def test_each_phase_is_named_with_its_bytes(phase, tiny, tmp_path, monkeypatch):
         train(plan, lambda line: None)
     first, second, third = str(raised.value).splitlines()
     assert first == f"out of memory in {phase} ({title}): {error.args[0].splitlines()[0]}"
-    described = next(p for p in phases(plan, 1) if p.name == phase).describe()
+    described = next(p for p in phases(plan) if p.name == phase).describe()
     assert second == f"By the plan, a GPU holds there: {described}"
     lower = {"gen": "lower rollout.slots (64 now)", "update_actor": "ppo_max_token_len_per_gpu (16,384 now)"}
     assert lower.get(phase, "") in third and third.endswith("The same command continues from the last checkpoint")
@@ -129,7 +129,7 @@ def test_notes_and_the_size_of_the_gpu_are_told(tiny, tmp_path):
 
 def test_a_phase_that_no_plan_knows_shows_the_largest(tiny, tmp_path):
     plan = tiny_run(tiny, tmp_path)
-    largest = max(phases(plan, 1), key=lambda phase: phase.nbytes)
+    largest = max(phases(plan), key=lambda phase: phase.nbytes)
     for name, where in (("mine", "in mine"), ("", "outside of a phase")):
         text = explain(plan, None, name, "CUDA out of memory.")
         assert text.startswith(f"out of memory {where}: CUDA out of memory.\n")

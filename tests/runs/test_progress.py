@@ -16,8 +16,7 @@ from verl_fn.runs.progress import LONG, Lines, Pulse, numbers, waiting
 
 def test_a_long_step_tells_its_phase_its_share_and_the_time_left():
     lines = []
-    pulse, clock = Pulse(9, 10.0, lines.append), Clock(get_here)
-    pulse.done(2, {})
+    pulse, clock = Pulse(2, 9, 10.0, lines.append), Clock(get_here)
     began = time.perf_counter()
 
     def beats(*times):
@@ -44,7 +43,7 @@ def test_a_long_step_tells_its_phase_its_share_and_the_time_left():
 def test_the_thread_of_a_pulse_ends_with_it_and_errors_leave_no_phase():
     with Lines(0, 3, 1, print) as lines, pytest.raises(ZeroDivisionError):
         Clock(get_here).run("gen", lambda: 1 / 0)
-    assert not lines._pulse._thread.is_alive() and RUNNING == [] and LONG >= 10
+    assert not lines._thread.is_alive() and RUNNING == [] and LONG >= 10
 
 
 def test_what_takes_long_says_so_ever_more_rarely(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from verl_fn.driver.ranks import local_workers
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import algorithm_of, give_to_engine, initial_state, on_one_gpu, release
-from verl_fn.runs.steps import Pace, advance
+from verl_fn.runs.steps import advance
 
 COMPUTE = ("init", "load_pretrained", "restore", "place", "forward", "forward_backward", "apply_update")
 
@@ -100,7 +100,7 @@ def steps(plan, w, source, count, roles=frozenset()):
     state, reports = initial_state(plan, w), []
     for _ in range(count):
         held_out = validate(state, source.held_out(8), w, plan)[0]
-        state, report, _ = advance(algorithm, state, source, w, Pace.of(plan))
+        state, report, _ = advance(algorithm, state, source, w, plan)
         reports.append({name: value for name, value in (report | held_out).items() if "time" not in name})
     return [{k: v for k, v in r.items() if not k.startswith(("timing", "perf/"))} for r in reports], state
 

@@ -1,7 +1,7 @@
 """Runs whose steps ask the engine several times: the journal has every call, and nothing changes after a resume."""
 
 import pytest
-from run_configs import tiny_run
+from run_configs import paced, tiny_run
 
 from verl_fn.driver.ranks import local_workers
 from verl_fn.runs import RunError
@@ -13,7 +13,7 @@ from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.replay import replay
 from verl_fn.runs.state import algorithm_of, blank_state, initial_state
-from verl_fn.runs.steps import ROWS_WAITING, Pace, advance
+from verl_fn.runs.steps import ROWS_WAITING, advance
 
 SILENT = lambda line: None  # noqa: E731
 SETTINGS = {
@@ -97,12 +97,12 @@ def test_a_resumed_run_is_the_undisturbed_one(run, tiny, tmp_path):
 def test_greedy_responses_wait_with_the_experience_that_they_belong_to(tiny, tmp_path):
     """Sampled ahead, saved and restored, ReMax takes the steps of the undisturbed run, and its ledger closes."""
     of_run = plan(tiny, tmp_path, "remax")
-    source, algorithm, pace = prepare(of_run, SILENT), algorithm_of(of_run), Pace(4, 4, 2)
+    source, algorithm, ahead = prepare(of_run, SILENT), algorithm_of(of_run), paced(of_run, 4, 2)
 
     def take(state, until):
         reports = []
         while state.step < until:
-            state, report, _ = advance(algorithm, state, source, w, pace)
+            state, report, _ = advance(algorithm, state, source, w, ahead)
             reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
         return state, reports
 

@@ -44,7 +44,6 @@ def make(name: str, options: Any) -> Algorithm[Any]:
 
     Args:
         name: a built-in one, such as ``ppo``, or a function of the user as ``FILE.py:NAME`` or ``MODULE:NAME``.
-        options: an instance of the algorithm's options class.
 
     Raises:
         ConfigError: the user's function cannot be imported.

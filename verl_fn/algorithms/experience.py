@@ -53,7 +53,7 @@ from verl_fn.steps.advantages.columns import groups_of
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.correction import engine_log_probs
 
-from .policy import Selection, aggregation, whole_conversations
+from .policy import aggregation, select_tokens, selected_by, whole_conversations
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 DIFFERING, LARGEST = "rollout/tokens_differing", "rollout/log_prob_diff_max"
@@ -82,7 +82,7 @@ def sample_and_score(
     """
     clock = Clock(w.get)
     version = clock.run("update_weights", publish, w, actor, step)
-    batch = respond(problems, w.sampling, w, key.fold_in("rollout"), version, clock, score=score)
+    batch = respond(problems, w, key.fold_in("rollout"), version, clock, score=score)
     return Experience(batch, len(problems), clock.seconds)
 
 
@@ -93,29 +93,25 @@ def draw(state: Any, problems: Sequence[Problem], w: Workers, *, score: bool = T
 
 def respond(
     problems: Sequence[Problem],
-    sampling: Sampling,
     w: Workers,
     key: Key,
     version: int,
     clock: Clock,
     *,
     score: bool = True,
-    phase: str = "gen",
 ) -> Batch:
     """Returns the batch of the engine's responses to ``problems``.
 
     Conversations whose environment failed are left out.
 
     Args:
-        sampling: how they are drawn.
         key: draws are a function of it and of the problems' ids.
         version: of the engine's weights.
-        clock: measures the time of ``phase`` and ``reward``.
+        clock: measures the time of ``gen`` and ``reward``.
         score: ask the workers' reward.
-        phase: the name of the time in which the engine draws.
     """
-    requests = requests_of(problems, w, sampling, key)
-    samples = clock.run(phase, w.rollout.generate, requests, version=version)
+    requests = requests_of(problems, w, w.sampling, key)
+    samples = clock.run("gen", w.rollout.generate, requests, version=version)
     return batch_of(samples, problems, w, clock, score=score)
 
 
@@ -223,9 +219,7 @@ def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference"
     With LoRA, the actor's frozen base is that copy.
 
     Args:
-        batch: the rows.
         state: has ``actor`` and a field of the role's name.
-        w: the workers.
         role: the name of a ``Role(trained=False, copy_of="actor")``.
     """
     outputs = w.get(reference_outputs(batch, state, w, role))
@@ -306,38 +300,41 @@ def update(
 
 
 def one_update(
-    actor: Any, batch: Batch, loss: Loss, experience: Experience, w: Workers, clock: Clock, family: str = "train"
+    state: Any,
+    batch: Batch,
+    loss: Loss,
+    experience: Experience,
+    w: Workers,
+    clock: Clock | None = None,
+    family: str = "train",
 ) -> tuple[Any, Report]:
-    """Returns the actor after one update on a batch, and the metrics of a step that has no other.
+    """Takes the step of an algorithm in which the actor has one update; also the step's metrics.
 
     Args:
-        actor: its training state.
         batch: the whole update batch, with its weights.
-        loss: the loss.
-        experience: the step's experience.
-        w: the workers.
-        clock: of the step.
+        clock: has the times of the step's earlier phases, if it has any.
         family: of the update's metrics; fine-tuning has verl's ``train``, and ``train/global_tokens``.
     """
-    actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
+    clock = clock or Clock(w.get, experience.seconds)
+    actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
     tokens = float(experience.batch.num_tokens)
     total = "train/global_tokens" if family == "train" else "perf/total_num_tokens"
     report = update_report(family, metrics) | experience.report | {total: tokens}
-    return actor, report | timing_report(clock, tokens)
+    return attrs.evolve(state, actor=actor, step=state.step + 1), report | timing_report(clock, tokens)
 
 
 def selecting(
-    backend: TrainBackend, selection: Selection | None, w: Workers, key: Key
+    backend: TrainBackend, options: PolicyOptimization, w: Workers, key: Key
 ) -> Callable[[Any, Batch, int], Batch] | None:
-    """Returns the function that selects tokens of a whole update batch by the policy's outputs, for ``update``."""
-    if selection is None:
+    """Returns the function that selects tokens before an update, for ``update``; None if none are selected."""
+    if not (needs := selected_by(options)):
         return None
 
-    def select(state: Any, batch: Batch, number: int) -> Batch:
-        outputs = w.get(backend.forward(state.params, batch, selection.needs))
-        return selection.choose(batch, outputs, key.fold_in(number))
+    def selected(state: Any, batch: Batch, number: int) -> Batch:
+        outputs = w.get(backend.forward(state.params, batch, needs))
+        return select_tokens(batch, outputs, key.fold_in(number), options)
 
-    return select
+    return selected
 
 
 def update_batches(
@@ -353,17 +350,10 @@ def update_batches(
         yield aggregate_rows(part) if "row" in loss.levels else part
 
 
-def loss_scale(options: Aggregation, w: Workers) -> float:
-    """Returns the constant of ``seq-mean-token-sum-norm``: the option, or the longest response allowed."""
-    return options.loss_scale_factor or float(w.sampling.max_tokens)
-
-
 def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
     """Writes ``loss_weight`` into a whole update batch, as the options ask for."""
-    return aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
-
-
-ROLE = "reward_model"
+    scale = options.loss_scale_factor or float(w.sampling.max_tokens)
+    return aggregate(batch, aggregation(options), loss_scale_factor=scale)
 
 
 def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
@@ -372,12 +362,11 @@ def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
     It is a part of ``learn``: the ranks that train would wait for samples that a later step has asked for.
 
     Args:
-        batch: the rows.
         state: the reward model's training state.
         w: the workers, with a trainer of the role ``reward_model``.
         clock: measures the time of ``reward``.
     """
-    outputs = clock.run("reward", w.trainers[ROLE].forward, state.params, batch, ("row_values",))
+    outputs = clock.run("reward", w.trainers["reward_model"].forward, state.params, batch, ("row_values",))
     return with_model_score(batch, outputs)
 
 
@@ -421,9 +410,7 @@ def require_equal(state: Any, batch: Batch, measured: Metrics, w: Workers) -> No
 
     Args:
         state: of the actor, with the weights that have drawn the tokens.
-        batch: the rows.
         measured: the metrics of ``exact_gap``.
-        w: the workers.
 
     Raises:
         NotExact: they differ; the message names the first module of the model whose results do.
@@ -489,7 +476,6 @@ def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -
     """Returns the metrics of a batch of experience with outputs and advantages; it has ``sample_report``'s too.
 
     Args:
-        batch: the rows.
         compares: whether the advantages compare the rows of a group, so that a row by itself gets none.
         exact: whether to count the log-probs that differ from the engine's.
     """

@@ -36,9 +36,7 @@ def sft(options: SFT) -> Algorithm[ActorState]:
         return Experience(weighted(batch, options, w), len(problems))
 
     def learn(state: ActorState, experience: Experience, w: Workers) -> tuple[ActorState, Report]:
-        clock = Clock(w.get, experience.seconds)
-        actor, report = one_update(state.actor, experience.batch, cross_entropy(), experience, w, clock)
-        return ActorState(actor, state.key, state.step + 1), report
+        return one_update(state, experience.batch, cross_entropy(), experience, w)
 
     def evaluate(state: ActorState, problems: Sequence[Problem], w: Workers) -> Report:
         images: list[RowImages | None] = []
@@ -57,8 +55,6 @@ def answer_report(sources: Sequence[str], batch: Batch, outputs: TokenOutputs) -
     """Returns, by data source, the mean of -log p over tokens of held-out answers, and how many are the likeliest.
 
     Args:
-        sources: the data source of each row.
-        batch: the rows.
         outputs: ``logprobs``, and ``top_ids_1`` if the backend gives it.
 
     Example:
@@ -101,10 +97,9 @@ def rejection(options: Rejection) -> Algorithm[ActorState]:
         clock, batch = Clock(w.get, experience.seconds), experience.batch
         if not len(batch):
             report = {"rejection/rows_kept": 0.0, "perf/total_num_tokens": 0.0} | experience.report
-            return ActorState(state.actor, state.key, state.step + 1), report | timing_report(clock, 0.0)
-        actor, report = one_update(state.actor, weighted(batch, options, w), loss, experience, w, clock, "actor")
-        report |= {"rejection/rows_kept": float(len(batch)), "rejection/score/mean": mean_score(batch)}
-        return ActorState(actor, state.key, state.step + 1), report
+            return attrs.evolve(state, step=state.step + 1), report | timing_report(clock, 0.0)
+        after, report = one_update(state, weighted(batch, options, w), loss, experience, w, clock, "actor")
+        return after, report | {"rejection/rows_kept": float(len(batch)), "rejection/score/mean": mean_score(batch)}
 
     return Algorithm(sample=sample, learn=learn, outline=options.outline)
 
@@ -182,7 +177,6 @@ def distill(options: Distill) -> Algorithm[DistillState]:
         clock, batch = Clock(w.get, experience.seconds), experience.batch
         outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, tuple(fields))
         batch = weighted(with_outputs(batch, outputs, **fields), options, w)
-        actor, report = one_update(state.actor, batch, loss, experience, w, clock, "actor")
-        return DistillState(actor, state.teacher, state.key, state.step + 1), report
+        return one_update(state, batch, loss, experience, w, clock, "actor")
 
     return Algorithm(init=init, learn=learn, outline=options.outline)

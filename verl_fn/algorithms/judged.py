@@ -77,7 +77,6 @@ def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: st
     A tie does not count, as in TRL's metrics.
 
     Args:
-        pairs: the held-out pairs.
         scores: of the rows of ``pack_pairs``.
         prefix: the first part of the metrics' names.
         suffix: the name of the share.
@@ -103,7 +102,6 @@ def label_report(problems: Sequence[Judged], gained: Bool[Tensor, " B"]) -> Repo
     """Returns, by data source, the share of labelled responses that the policy prefers if and only if they are good.
 
     Args:
-        problems: the held-out problems.
         gained: whether each response has gained more than the reference point.
 
     Example:
@@ -181,8 +179,7 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
     def learn(state: DPOState, experience: Experience, w: Workers) -> tuple[DPOState, Report]:
         clock = Clock(w.get, experience.seconds)
         batch = annotated(state, experience.batch, w, clock, options)
-        actor, report = one_update(state.actor, batch, loss, experience, w, clock)
-        return DPOState(actor, state.reference, state.key, state.step + 1), report
+        return one_update(state, batch, loss, experience, w, clock)
 
     def evaluate(state: DPOState, problems: Sequence[Problem], w: Workers) -> Report:
         known = [p for p in problems if isinstance(p, Judged)] if labels else held_out_pairs(problems)
@@ -252,9 +249,7 @@ def reward_model(options: RewardModel) -> Algorithm[ActorState]:
         return Experience(pair_batch(problems, w), len(problems))
 
     def learn(state: ActorState, experience: Experience, w: Workers) -> tuple[ActorState, Report]:
-        clock = Clock(w.get, experience.seconds)
-        actor, report = one_update(state.actor, experience.batch, loss, experience, w, clock)
-        return ActorState(actor, state.key, state.step + 1), report
+        return one_update(state, experience.batch, loss, experience, w)
 
     def evaluate(state: ActorState, problems: Sequence[Problem], w: Workers) -> Report:
         pairs = held_out_pairs(problems)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -38,6 +38,8 @@ OF_BUILT_IN_PARTS = frozenset(("sum_pi_squared", "rollout_is_weights", "reward_b
 OF_LATER_STEPS = frozenset(("advantages", "returns", "loss_weight", "row_weight"))
 # Calls of a training backend that show nothing of what is learned from.
 HIDDEN = ("map", "loss_fn")
+Pass: TypeAlias = tuple[list[int] | None, int]
+"""The rows of a pass that weigh, None if they are not known, and how many of its advantages are not finite."""
 
 
 def check_fields(options: PolicyOptimization) -> None:
@@ -127,7 +129,8 @@ def _kept(function: Callable[..., Any], batch: Any) -> contextlib.AbstractContex
 
 
 def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..., Any]) -> tuple[Any, Report]:
-    clock, passes = Clock(w.get, experience.seconds), _Passes()
+    clock = Clock(w.get, experience.seconds)
+    passes: list[Pass] = []
     trainers = {role: cast(TrainBackend, _Watched(trainer, passes)) for role, trainer in w.trainers.items()}
     numbered = attrs.evolve(experience, batch=_numbered(experience.batch))
     after: list[Any] = []
@@ -151,7 +154,7 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
     _check_leaves(state, after[0], w, learn)
     samples = sample_report(experience.batch) if isinstance(experience.batch, Batch) else {}
     report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
-    return after[0], report | passes.left_out(experience.batch, learn)
+    return after[0], report | _left_out(passes, experience.batch, learn)
 
 
 def _check_leaves(before: Any, after: Any, w: Workers, learn: Callable[..., Any]) -> None:
@@ -211,33 +214,26 @@ def _numbered(batch: Any) -> Any:
     return batch.with_rows(**{ROW: torch.arange(len(batch))}) if isinstance(batch, Batch) else batch
 
 
-class _Passes:
-    """The passes in which ``learn`` computes gradients."""
+def _left_out(passes: Sequence[Pass], batch: Any, learn: Callable[..., Any]) -> Report:
+    """Returns the counts of the rows of a batch that no pass of ``learn`` had, and of their sampled tokens.
 
-    def __init__(self) -> None:
-        self.of: list[tuple[list[int] | None, int]] = []
-        self.hidden = False
+    They are empty where there are none, or where ``learn`` computes gradients by other calls or of other rows.
 
-    def left_out(self, batch: Any, learn: Callable[..., Any]) -> Report:
-        """Returns the counts of the rows of a batch that no pass had, and of their sampled tokens.
-
-        They are empty where there are none, or where ``learn`` computes gradients by other calls or of other rows.
-
-        Raises:
-            AlgorithmError: an advantage is not finite.
-        """
-        if bad := next((bad for _, bad in self.of if bad), 0):
-            raise AlgorithmError(
-                f"{place_of(learn)} learns from advantages that are not finite, on {bad} tokens of a batch; look for "
-                "a division by the spread of equal rewards"
-            )
-        if self.hidden or any(rows is None for rows, _ in self.of):
-            return {}
-        rows, tokens = _others(batch, {row for rows, _ in self.of for row in rows or ()})
-        return {"rollout/rows_dropped/learn": rows, "rollout/tokens_dropped/learn": tokens} if rows else {}
+    Raises:
+        AlgorithmError: an advantage is not finite.
+    """
+    if bad := next((bad for _, bad in passes if bad), 0):
+        raise AlgorithmError(
+            f"{place_of(learn)} learns from advantages that are not finite, on {bad} tokens of a batch; look for "
+            "a division by the spread of equal rewards"
+        )
+    if any(rows is None for rows, _ in passes):
+        return {}
+    rows, tokens = _others(batch, {row for rows, _ in passes for row in rows or ()})
+    return {"rollout/rows_dropped/learn": rows, "rollout/tokens_dropped/learn": tokens} if rows else {}
 
 
-def _pass(batch: Batch) -> tuple[list[int] | None, int]:
+def _pass(batch: Batch) -> Pass:
     """Returns the numbers of the rows of a pass that weigh, and the count of tokens whose advantage is not finite."""
     rows = batch[ROW].tolist() if ROW in batch.per_row else None
     if rows is not None and "loss_weight" in batch.per_token:
@@ -256,15 +252,16 @@ def _others(batch: Any, kept: set[int]) -> tuple[int, int]:
 
 
 class _Watched:
-    """A training backend that shows which rows it computes gradients of."""
+    """A training backend that notes which rows it computes gradients of."""
 
-    def __init__(self, inner: TrainBackend, passes: _Passes) -> None:
+    def __init__(self, inner: TrainBackend, passes: list[Pass]) -> None:
         self._inner, self._passes = inner, passes
 
     def forward_backward(self, state: Any, batch: Any, loss: Any) -> Any:
-        self._passes.of.append(_pass(batch))
+        self._passes.append(_pass(batch))
         return self._inner.forward_backward(state, batch, loss)
 
     def __getattr__(self, name: str) -> Any:
-        self._passes.hidden |= name in HIDDEN
+        if name in HIDDEN:
+            self._passes.append((None, 0))
         return getattr(self._inner, name)

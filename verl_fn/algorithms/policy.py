@@ -158,35 +158,20 @@ def _built_in_loss(options: PolicyOptimization) -> Loss:
     return makers[options.policy_loss]()
 
 
-@attrs.frozen(eq=False)
-class Selection:
-    """A step before each update that selects tokens of its whole batch.
-
-    Attributes:
-        needs: the outputs of the policy that it compares.
-        choose: ``(batch, outputs, key) -> batch``.
-    """
-
-    needs: tuple[str, ...]
-    choose: Callable[[Batch, TokenOutputs, Key], Batch]
-
-
-def selection(options: PolicyOptimization) -> Selection | None:
-    """Returns the selection that ``policy_loss`` and ``top_entropy_quantile`` need, or None.
+def selected_by(options: PolicyOptimization) -> tuple[str, ...]:
+    """Returns the outputs of the policy by which tokens of an update batch are selected; empty if none are.
 
     Example:
-        >>> selection(GRPO(policy_loss="kl_cov", top_entropy_quantile=0.2)).needs
-        ('logprobs', 'entropy')
-        >>> selection(GRPO()) is None
-        True
+        >>> selected_by(GRPO(policy_loss="kl_cov", top_entropy_quantile=0.2)), selected_by(GRPO())
+        (('logprobs', 'entropy'), ())
     """
     by_covariance = options.policy_loss in ("clip_cov", "kl_cov")
     by_entropy = options.top_entropy_quantile < 1.0
-    needs = ("logprobs",) * by_covariance + ("entropy",) * by_entropy
-    return Selection(needs, functools.partial(_choose, options=options)) if needs else None
+    return ("logprobs",) * by_covariance + ("entropy",) * by_entropy
 
 
-def _choose(batch: Batch, outputs: TokenOutputs, key: Key, options: PolicyOptimization) -> Batch:
+def select_tokens(batch: Batch, outputs: TokenOutputs, key: Key, options: PolicyOptimization) -> Batch:
+    """Selects tokens of a whole update batch, as ``policy_loss`` and ``top_entropy_quantile`` need."""
     if options.policy_loss == "clip_cov":
         batch = select_clip_cov(
             batch,

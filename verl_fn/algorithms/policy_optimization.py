@@ -19,7 +19,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
 from verl_fn.state import Batch, Key, Node, node
 from verl_fn.state.batch import concatenate
-from verl_fn.steps import AdaptiveKL, FixedKL, penalize_overlong, value_clip
+from verl_fn.steps import AdaptiveKL, FixedKL, Loss, penalize_overlong, value_clip
 from verl_fn.steps.advantages.columns import Groups, groups_of
 
 from .algorithm import Algorithm
@@ -41,7 +41,7 @@ from .experience import (
     update_batches,
     update_report,
 )
-from .policy import actor_outputs, by_conversation, corrected, estimator, policy_loss, selection
+from .policy import actor_outputs, by_conversation, corrected, estimator, policy_loss
 from .workers import Clock, Experience, Report, Workers
 
 
@@ -77,48 +77,9 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
     Source:
         Schulman et al. 2017, arXiv 1707.06347.
     """
-    advantages, actor_loss = estimator(options), policy_loss(options)
-    critic_loss = value_clip(options.cliprange_value)
-    outline, chosen = options.outline, selection(options)
-
-    def init(states: Mapping[str, Any], key: Key) -> PPOState:
-        return PPOState(
-            actor=states["actor"],
-            critic=states["critic"],
-            reference=states.get("reference"),
-            kl=kl_controller(options),
-            key=key,
-            step=0,
-            reward_model=states.get("reward_model"),
-        )
-
-    def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
-        clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
-        batch = experience.batch
-        if state.reward_model is not None:
-            batch = score_by_model(batch, state.reward_model, w, clock)
-        warm = state.step >= options.critic_warmup
-        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, critic=True, updated=warm)
-        batch, kl, report = kl_in_reward(batch, state.kl, options)
-        batch = clock.run("adv", advantages, batch)
-        batches = list(update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss))
-
-        updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
-        if warm:
-            select, check = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection")), check_of_updates(w)
-            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss, select, check)
-        results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
-        updated = {role: results[f"update_{role}"] for role in updates}
-        for role, (_, metrics) in updated.items():
-            report |= update_report(role, metrics)
-
-        report |= experience.report | batch_report(batch, exact=w.exact != "off")
-        report |= timing_report(clock, report["perf/total_num_tokens"])
-        critic = updated["critic"][0]
-        actor = updated["actor"][0] if "actor" in updated else state.actor
-        return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.reward_model), report
-
-    return Algorithm(init=init, learn=learn, outline=outline)
+    return policy_optimization(
+        options, estimator(options), critic_loss=value_clip(options.cliprange_value), warmup=options.critic_warmup
+    )
 
 
 @node
@@ -143,7 +104,7 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
     Source:
         Shao et al. 2024, arXiv 2402.03300.
     """
-    return without_critic(options, estimator(options), outputs=actor_outputs(options))
+    return policy_optimization(options, estimator(options), outputs=actor_outputs(options))
 
 
 def rloo(options: RLOO) -> Algorithm[GRPOState]:
@@ -156,53 +117,64 @@ def rloo(options: RLOO) -> Algorithm[GRPOState]:
     Source:
         Ahmadian et al. 2024, arXiv 2402.14740.
     """
-    return without_critic(options, corrected(functools.partial(by_conversation, estimate=steps.rloo), options))
+    return policy_optimization(options, corrected(functools.partial(by_conversation, estimate=steps.rloo), options))
 
 
-def without_critic(
+def policy_optimization(
     options: PolicyOptimization,
     advantages: Callable[[Batch], Batch],
-    sample: Callable[[GRPOState, Sequence[Problem], Workers], Experience] | None = None,
+    sample: Callable[[Any, Sequence[Problem], Workers], Experience] | None = None,
     *,
     outputs: tuple[str, ...] = ("logprobs", "entropy"),
     shape: Callable[[Batch, int], Batch] | None = None,
-) -> Algorithm[GRPOState]:
-    """Makes an algorithm that updates the actor alone.
+    critic_loss: Loss | None = None,
+    warmup: int = 0,
+) -> Algorithm[Any]:
+    """Makes an algorithm that updates the actor, and a critic if there is a loss for it.
 
     Args:
-        options: its options.
         advantages: the estimator.
         sample: draws the experience of a step; by default ``draw``.
         outputs: the actor's outputs that the step reads; see ``annotate``.
         shape: changes the rewards of a scored batch, given the longest response allowed; by default they stay.
+        warmup: the steps in which only the critic learns.
     """
-    loss, outline, chosen = policy_loss(options), options.outline, selection(options)
+    loss, outline = policy_loss(options), options.outline
 
-    def init(states: Mapping[str, Any], key: Key) -> GRPOState:
-        reference = states.get("reference")
-        kl, judge = kl_controller(options), states.get("reward_model")
-        return GRPOState(states["actor"], reference, kl, key, step=0, reward_model=judge)
+    def init(states: Mapping[str, Any], key: Key) -> Any:
+        reference, kl, judge = states.get("reference"), kl_controller(options), states.get("reward_model")
+        if critic_loss is None:
+            return GRPOState(states["actor"], reference, kl, key, 0, judge)
+        return PPOState(states["actor"], states["critic"], reference, kl, key, 0, judge)
 
-    def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
+    def learn(state: Any, experience: Experience, w: Workers) -> tuple[Any, Report]:
         clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
-        batch = experience.batch
+        batch, warm = experience.batch, state.step >= warmup
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
         if shape is not None:
             batch = shape(batch, w.sampling.max_tokens)
-        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, outputs=outputs)
+        asked = {"reference": "reference" in outline.roles, "critic": critic_loss is not None}
+        batch = annotate(batch, state, w, clock, **asked, updated=warm, outputs=outputs)
         batch, kl, report = kl_in_reward(batch, state.kl, options)
         batch = clock.run("adv", advantages, batch)
-        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
-        select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
-        actor, metrics = clock.run(
-            "update_actor", update, w.trainers["actor"], state.actor, batches, loss, select, check_of_updates(w)
-        )
+        batches: Any = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
+        updates: dict[str, Callable[[], Any]] = {}
+        if critic_loss is not None:
+            batches = list(batches)  # both roles learn from them
+            updates["critic"] = lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)
+        if warm:
+            select, check = selecting(w.trainers["actor"], options, w, key.fold_in("selection")), check_of_updates(w)
+            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, loss, select, check)
+        results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
+        after = {role: results[f"update_{role}"] for role in updates}
+        for role, (_, metrics) in after.items():
+            report |= update_report(role, metrics)
 
-        of_batch = batch_report(batch, compares=outline.min_n > 1, exact=w.exact != "off")
-        report |= update_report("actor", metrics) | experience.report | of_batch
+        report |= experience.report | batch_report(batch, compares=outline.min_n > 1, exact=w.exact != "off")
         report |= timing_report(clock, report["perf/total_num_tokens"])
-        return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
+        trained = {role: new for role, (new, _) in after.items()}
+        return attrs.evolve(state, **trained, kl=kl, step=state.step + 1), report
 
     sample = sample or functools.partial(draw, score=outline.needs_reward)
     return Algorithm(init=init, sample=sample, learn=learn, outline=outline)
@@ -220,7 +192,7 @@ def remax(options: ReMax) -> Algorithm[GRPOState]:
     Source:
         Li et al. 2023, arXiv 2310.10505.
     """
-    return without_critic(options, corrected(steps.remax, options), sample_with_baseline)
+    return policy_optimization(options, corrected(steps.remax, options), sample_with_baseline)
 
 
 def sample_with_baseline(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
@@ -287,7 +259,7 @@ def dapo(options: DAPO) -> Algorithm[GRPOState]:
     shape = None
     if buffer.len:
         shape = functools.partial(penalize_overlong, buffer=buffer.len, factor=buffer.penalty_factor)
-    return without_critic(options, estimator(options), sample, outputs=actor_outputs(options), shape=shape)
+    return policy_optimization(options, estimator(options), sample, outputs=actor_outputs(options), shape=shape)
 
 
 def sample_with_signal(
@@ -296,7 +268,6 @@ def sample_with_signal(
     """Draws as many groups with different rewards as there are problems, or as many as the limit of calls allows.
 
     Args:
-        state: the algorithm's state.
         problems: the step's training problems, of which some may be replaced.
         w: the workers; ``w.more`` gives the problems that take their places.
         options: what is compared, and the limit.
@@ -311,7 +282,7 @@ def sample_with_signal(
     groups = asked = calls = 0
     while groups < len(problems) and calls < options.max_num_gen_batches:
         drawn = problems if calls == 0 else w.more(len(problems) - groups)
-        scored = respond(drawn, w.sampling, w, key, version, clock)
+        scored = respond(drawn, w, key, version, clock)
         calls, asked = calls + 1, asked + len(drawn)
         differing, equal, count = split_by_signal(scored, options.metric)
         kept, dropped, groups = [*kept, differing], [*dropped, equal], groups + count

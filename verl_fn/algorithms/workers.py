@@ -33,11 +33,7 @@ def get_here(value: T) -> T:
 
 
 def no_more(count: int) -> Sequence[Problem]:
-    """Raises an error, since there is no source of further problems.
-
-    Raises:
-        ArgumentError: always.
-    """
+    """Raises an error, since there is no source of further problems."""
     raise ArgumentError(
         f"this step asks for {count} more problems, and its workers have no source of them; a run has one, and "
         "elsewhere attrs.evolve(workers, more=...) sets a function that returns so many problems"

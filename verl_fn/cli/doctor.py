@@ -20,6 +20,7 @@ from pathlib import Path
 
 import attrs
 
+from verl_fn.atomic import existing
 from verl_fn.errors import install
 
 # The oldest driver of each major version of CUDA, by its compatibility guide.
@@ -179,8 +180,7 @@ def _bytecode() -> Iterator[Finding]:
 def _compiled(file: Path) -> bool:
     """Returns whether a module has bytecode, or its next import may write it."""
     cached = Path(importlib.util.cache_from_source(str(file)))
-    there = next(place for place in cached.parents if place.exists())
-    return cached.exists() or (not sys.dont_write_bytecode and os.access(there, os.W_OK))
+    return cached.exists() or (not sys.dont_write_bytecode and os.access(existing(cached), os.W_OK))
 
 
 def _places() -> Iterator[Finding]:
@@ -195,9 +195,8 @@ def _places() -> Iterator[Finding]:
         needed=False,
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    there = next(place for place in (cache, *cache.parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing(cache)):
             mend = ""
     except OSError as error:
         mend = f"it cannot be written ({error.strerror}), so kernels are compiled in each run: set XDG_CACHE_HOME"

@@ -71,7 +71,9 @@ def _add_overrides(to: argparse.ArgumentParser) -> None:
     to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
 
 
-def _add_check(to: argparse.ArgumentParser) -> None:
+def _add_training(to: argparse.ArgumentParser) -> None:
+    _add_overrides(to)
+    to.add_argument("--quiet", action="store_true", help="print nothing but errors")
     to.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     to.add_argument(
         "--gpu-memory",
@@ -117,9 +119,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds the commands that train, evaluate and show runs."""
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
-    _add_overrides(train)
-    _add_check(train)
-    train.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_training(train)
 
     evaluate = command("eval", "evaluate runs, checkpoints or any Hugging Face folders on the same held-out problems")
     evaluate.add_argument(
@@ -158,9 +158,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
-    _add_overrides(fork)
-    _add_check(fork)
-    fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_training(fork)
 
     replay = command("replay", "execute a step of a run again and check that it comes out bitwise the same")
     replay.add_argument("run", type=path, help="the run's folder")

@@ -46,10 +46,10 @@ def describe(cfg: Config, origins: Mapping[str, str]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def options_lines(options: Any, prefix: str, origins: Mapping[str, str] | None = None) -> list[str]:
-    """Returns one line for each option of an algorithm: its value, its documentation and its origin."""
+def options_lines(options: Any, prefix: str) -> list[str]:
+    """Returns one line for each option of an algorithm: its value and its documentation."""
     lines: list[str] = []
-    _describe(options, prefix, origins or {}, lines)
+    _describe(options, prefix, {}, lines)
     return lines
 
 

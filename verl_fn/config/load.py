@@ -67,8 +67,7 @@ def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:
     # The algorithm's name decides which options exist, so it is looked up first among the overrides.
     names = [value.strip() for key, _, value in map(split_override, overrides) if key == "algorithm.name"]
     name = names[-1].strip("\"'") if names else _name_in(table)
-    kinds = dict(_kinds(Config, "")) | dict(_kinds(algorithm_options(name), "algorithm."))
-    return put(table, overrides, kinds.get)
+    return put(table, overrides, keys(options=algorithm_options(name)).get)
 
 
 def structure(table: Mapping[str, Any]) -> Config:
@@ -80,7 +79,7 @@ def structure(table: Mapping[str, Any]) -> Config:
         raise ConfigError("; ".join(_advice(key, known) for key in unknown))
     fields = dict(table)
     algorithm = fields.pop("algorithm", {})
-    names = {key.split(".")[1] for key in keys(options, "algorithm.")}
+    names = {field.name for field in attrs.fields(options) if field.init}
     values = {name: value for name, value in algorithm.items() if name in names}
     name = algorithm.get("name", "ppo")
     chosen = AlgorithmTable(name, structured(values, options, "algorithm"))
@@ -120,32 +119,31 @@ def default_table(table: Mapping[str, Any]) -> Table:
     return to_table(Config(algorithm=AlgorithmTable(name, algorithm_options(name)())))
 
 
-def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> Iterator[str]:
-    """Yields every dotted key.
+def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> dict[str, Any]:
+    """Returns every dotted key with its type.
 
     Args:
         options: the options class of the algorithm; by default the keys of all built-in ones.
 
     Example:
-        >>> "actor.optim.lr" in set(keys()), "algorithm.lam" in set(keys())
-        (True, True)
+        >>> keys()["actor.optim.lr"], "algorithm.lam" in keys()
+        (<class 'float'>, True)
     """
+    found: dict[str, Any] = {}
     for name, kind in _hints(cls):
         if kind is AlgorithmTable:
-            yield f"{prefix}{name}.name"
-            classes = BUILT_IN.values() if options is None else [options]
-            yield from dict.fromkeys(key for cls_ in classes for key in keys(cls_, f"{prefix}{name}."))
-        elif attrs.has(kind):
-            yield from keys(kind, f"{prefix}{name}.")
+            found[f"{prefix}{name}.name"] = str
+            for one in BUILT_IN.values() if options is None else [options]:
+                found |= keys(one, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            found |= keys(kind, f"{prefix}{name}.") if attrs.has(kind) else {prefix + name: kind}
+    return found
 
 
 @functools.lru_cache(maxsize=64)
 def elsewhere(options: type[Any]) -> frozenset[str]:
     """Returns the keys of built-in algorithms that this algorithm lacks. Such keys are ignored, and reported."""
-    known = set(keys(options, "algorithm."))
-    return frozenset(key for cls in BUILT_IN.values() for key in keys(cls, "algorithm.")) - known
+    return frozenset(keys()) - keys(options=options).keys()
 
 
 def _name_in(table: Mapping[str, Any]) -> Any:
@@ -160,16 +158,6 @@ def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
     """Returns the fields of a class that a table can set, with their types."""
     hints = typing.get_type_hints(cls)
     return tuple((f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init)
-
-
-def _kinds(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, kind in _hints(cls):
-        if kind is AlgorithmTable:
-            yield f"{prefix}{name}.name", str
-        elif attrs.has(kind):
-            yield from _kinds(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, kind
 
 
 def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: type) -> Iterator[str]:
@@ -288,7 +276,6 @@ def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -
 
     Args:
         table: the table; it is changed.
-        overrides: strings of the form ``key=value``.
         kind_of: returns the type of a key, or None for an unknown key.
 
     Raises:
@@ -372,8 +359,6 @@ def structured(table: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
     """Makes an instance of ``cls`` from a table.
 
     Args:
-        table: the values by name.
-        cls: an attrs class.
         prefix: the dotted key of the table, for error messages.
 
     Raises:

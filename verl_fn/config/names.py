@@ -133,7 +133,6 @@ def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
     """Returns the options class of an algorithm: the annotation of its factory's first parameter.
 
     Args:
-        factory: the function that makes the algorithm.
         key: the config key that names it, for error messages.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import attrs
+from attrs.validators import deep_iterable
 
 from verl_fn.errors import UsageError, closest, did_you_mean
 
@@ -85,7 +86,6 @@ def provided(test: Callable[[Any, Any], object], otherwise: str) -> Condition:
     """Returns the condition that a function of the key's table and of the whole config is true.
 
     Args:
-        test: the function.
         otherwise: why the key has no effect if the function is false; may have values such as ``{cfg.data.task}``.
 
     Example:
@@ -116,14 +116,14 @@ def about(doc: str, when: When = ()) -> dict[str, Any]:
     return {"doc": f"{labels}: {doc}" if labels else doc, "when": conditions}
 
 
-def opt(default: Any, doc: str, *checks: Callable[..., Any], when: When = ()) -> Any:
+def opt(default: Any, doc: str, *checks: Callable[..., Any], when: When = (), place: str = "") -> Any:
     """Declares a field with a default, a line of documentation, and checks of its range.
 
     Args:
-        default: the default value.
         doc: the documentation that ``verl-fn config`` prints.
         checks: attrs validators. They are not applied to None.
         when: when the field has an effect; a value that has none is noted before a run.
+        place: of a path, its kind; see ``paths``.
     """
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
@@ -133,7 +133,8 @@ def opt(default: Any, doc: str, *checks: Callable[..., Any], when: When = ()) ->
             except ValueError as error:
                 raise RangeError(attribute.name, str(error.args[0])) from error
 
-    return attrs.field(default=default, validator=check, metadata=about(doc, when))
+    metadata = about(doc, when) | {"place": place}
+    return attrs.field(default=default, converter=home if place else None, validator=check, metadata=metadata)
 
 
 def home(value: Any) -> Any:
@@ -168,35 +169,23 @@ def check_path(value: str) -> str:
     return value
 
 
-def paths(default: Any, doc: str, *, required: bool = False, when: When = ()) -> Any:
+def paths(default: Any, doc: str, *, kind: str = "path", required: bool = False, when: When = ()) -> Any:
     """Declares a field of one or several paths.
 
     Args:
-        default: the default value.
-        doc: the documentation that ``verl-fn config`` prints.
+        kind: ``path``; ``code`` for a reference to an object in a file; or ``link`` for a path that is not resolved.
         required: whether an empty path is an error.
-        when: when the field has an effect.
     """
 
-    def check(instance: Any, attribute: Any, value: Any) -> None:
-        try:
-            for item in value if isinstance(value, tuple) else () if value is None else (value,):
-                check_path(item)
-        except ValueError as error:
-            raise RangeError(attribute.name, str(error)) from error
-        if required and not value:
-            raise RangeError(attribute.name, "must not be empty")
+    def check(instance: Any, attribute: Any, value: str) -> None:
+        if not check_path(value) and required:
+            raise ValueError("must not be empty")
 
-    return attrs.field(default=default, converter=home, validator=check, metadata=about(doc, when))
+    return opt(default, doc, deep_iterable(check) if isinstance(default, tuple) else check, when=when, place=kind)
 
 
 def free(doc: str, when: When = ()) -> Any:
-    """Declares a table of keys that are checked where they are used.
-
-    Args:
-        doc: the documentation that ``verl-fn config`` prints.
-        when: when the table has an effect.
-    """
+    """Declares a table of keys that are checked where they are used."""
     return attrs.field(factory=dict, metadata=about(doc, when))
 
 
@@ -230,29 +219,6 @@ def one_of(*choices: str) -> Callable[[Any, Any, str], None]:
             raise ValueError(f"must be {', '.join(first)} or {last} (got {value!r}){did_you_mean(value, choices)}")
 
     return check
-
-
-def each_in(*choices: str) -> Callable[..., Any]:
-    """Returns a validator that checks that each of several strings is one of ``choices``."""
-
-    def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
-        for value in values:
-            if value not in choices:
-                raise ValueError(f"must be of {', '.join(choices)} (got {value!r}){did_you_mean(value, choices)}")
-
-    return check
-
-
-def each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
-    """Validates that each of several numbers is at least 0 and below 1."""
-    if not all(0 <= value < 1 for value in values):
-        raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
-
-
-def each_above_zero(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
-    """Validates that each of several numbers is above 0 and not too large."""
-    if not all(0 < value <= MOST for value in values):
-        raise ValueError(f"must be above 0 and at most {MOST:g} (got {list(values)})")
 
 
 def is_address(instance: Any, attribute: Any, value: str) -> None:

@@ -7,7 +7,7 @@ nothing else takes the whole config.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import attrs
 from .algorithms import (
     BUILT_IN,
     DAPO,
+    AlgorithmTable,
     Distill,
     LearnsFrom,
     Outline,
@@ -186,30 +187,21 @@ class Plan:
     code: tuple[str, ...]
     table: Table
 
-    def with_engine(self, name: str) -> Plan:
-        """Returns the plan with an engine in place of ``rollout.name``."""
-        return attrs.evolve(
-            self,
-            rollout=attrs.evolve(self.rollout, name=name),
-            table=self.table | {"rollout": self.table["rollout"] | {"name": name}},
-        )
+    def changed(self, table: str, **values: Any) -> Plan:
+        """Returns the plan of a config with other values in one of its tables, such as ``rollout``."""
+        changes = {table: attrs.evolve(getattr(self, table), **values)}
+        return attrs.evolve(self, **changes, table=self.table | {table: self.table[table] | values})
 
     def dated(self, date: str) -> Plan:
         """Returns the plan with a day in place of ``data.date``."""
-        data = attrs.evolve(self.data, date=date)
-        return attrs.evolve(
-            self,
-            data=data,
-            rollout=attrs.evolve(self.rollout, data=data),
-            table=self.table | {"data": self.table["data"] | {"date": date}},
-        )
+        plan = self.changed("data", date=date)
+        return attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, data=plan.data))
 
 
 def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     """Makes the plan of a config.
 
     Args:
-        cfg: the config.
         folder: the folder that relative paths start from, by default the current one.
 
     Raises:
@@ -381,11 +373,7 @@ def _code(cfg: Config) -> tuple[str, ...]:
 
 
 def check(cfg: Config) -> None:
-    """Checks the rules between tables that need no algorithm; ``load`` and ``make_plan`` call it.
-
-    Raises:
-        ConfigError: settings of two tables exclude each other.
-    """
+    """Checks the rules between tables that need no algorithm; ``load`` and ``make_plan`` call it."""
     data, replay, name = cfg.data, cfg.actor.router_replay.mode, cfg.algorithm.name
     if (cfg.rollout.name == "vllm" or _publishes_adapters(cfg)) and cfg.driver.kind != "ray":
         raise ConfigError(
@@ -412,11 +400,7 @@ def check(cfg: Config) -> None:
 
 
 def check_run(cfg: Config, outline: Outline) -> None:
-    """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it.
-
-    Raises:
-        ConfigError: as for ``make_plan``.
-    """
+    """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it."""
     name, learns_from = cfg.algorithm.name, outline.learns_from
     _check_lag(cfg, learns_from)
     if cfg.rollout.exact != "off":
@@ -512,7 +496,6 @@ def check_room(
     """Raises an error for a plan for which a cluster can never have room.
 
     Args:
-        plan: the plan.
         bundles: the resources that the plan's processes reserve.
         nodes: the resources of each node.
         planned: whether they are of a machine that is only planned for.
@@ -554,54 +537,41 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     """
 
     def path(name: str) -> str:
-        return str((folder / name).resolve()) if name and not name.startswith("hub:") else name
+        return name if name.startswith("hub:") else str((folder / name).resolve())
 
-    d, t, a = cfg.data, cfg.trainer, cfg.algorithm
-    references = {
-        name: absolute(value, folder)
-        for name, value in ((n, getattr(a.options, n, None)) for n in OWN_PARTS)
-        if isinstance(value, str)
+    places: dict[str | None, Callable[[str], str]] = {
+        "path": path,
+        "code": lambda name: absolute(name, folder),
+        # The interpreter of a virtual environment is a link and knows its folder by its path.
+        "link": lambda name: os.path.abspath(folder / name),
     }
-    folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))
-    references |= {name: path(value) for name, value in folders if isinstance(value, str)}
-    return attrs.evolve(
-        cfg,
-        trainer=attrs.evolve(
-            t,
-            dir=path(t.dir),
-            resume_from_path=t.resume_from_path and path(t.resume_from_path),
-            rollout_data_dir=t.rollout_data_dir and path(t.rollout_data_dir),
-        ),
-        data=attrs.evolve(
-            d,
-            train_files=tuple(map(path, d.train_files)),
-            val_files=tuple(map(path, d.val_files)),
-            convert=tuple(absolute(name, folder) for name in d.convert),
-            task=absolute_task(d.task, folder),
-        ),
-        model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
-        critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
-        # The interpreter of a virtual environment is a link and knows its folder by its path: links are not resolved.
-        env=attrs.evolve(
-            cfg.env,
-            name=absolute(cfg.env.name, folder),
-            python=cfg.env.python and os.path.abspath(folder / cfg.env.python),
-        ),
-        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
-        ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
-        algorithm=attrs.evolve(
-            a,
-            name=absolute(a.name, folder),
-            options=attrs.evolve(a.options, **references) if references else a.options,
-        ),
-    )
+
+    def located(table: Any) -> Any:
+        changes = {}
+        for field in attrs.fields(type(table)):
+            new = value = getattr(table, field.name)
+            if attrs.has(type(value)):
+                new = located(value)
+            elif value and (place := places.get(field.metadata.get("place"))):
+                new = tuple(map(place, value)) if isinstance(value, tuple) else place(value)
+            if new is not value:
+                changes[field.name] = new
+        return attrs.evolve(table, **changes) if changes else table
+
+    cfg = located(cfg)
+    data = attrs.evolve(cfg.data, task=absolute_task(cfg.data.task, folder))
+    name, options = absolute(cfg.algorithm.name, folder), cfg.algorithm.options
+    # An algorithm of the user has options of these names too.
+    of_name = dict.fromkeys(OWN_PARTS, places["code"]) | {"reward_model": path, "teacher": path}
+    given = {key: getattr(options, key, None) for key in of_name}
+    options = attrs.evolve(options, **{k: of_name[k](v) for k, v in given.items() if v and isinstance(v, str)})
+    return attrs.evolve(cfg, data=data, algorithm=AlgorithmTable(name, options))
 
 
 def absolute_task(task: str, folder: Path) -> str:
     """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
 
     Args:
-        task: of the config.
         folder: relative paths are seen from it.
 
     Example:

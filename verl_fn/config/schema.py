@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import attrs
-from attrs.validators import ge, gt, le
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt
 
 from .algorithms import AlgorithmTable, uses_critic
 from .names import is_reference, is_task, reasoning_names, verifiers_name
@@ -17,9 +17,6 @@ from .options import (
     PROMPT,
     ConfigError,
     all_or_some,
-    each_above_zero,
-    each_below_one,
-    each_in,
     free,
     given,
     has_a_group,
@@ -194,7 +191,7 @@ class DataConfig:
         (),
         "the share of each of data.train_files among prompts, by default its share of the rows; or of each set of "
         "reasoning_gym, by default the same for all",
-        each_above_zero,
+        deep_iterable(and_(gt(0), le(MOST))),
         when=provided(
             lambda o, cfg: o.sets or o.train_files, "without data.train_files or data.task = reasoning_gym:SET"
         ),
@@ -229,6 +226,7 @@ class DataConfig:
         (),
         "functions that make rows of other columns into verl's: FILE.py:NAME or MODULE:NAME, such as "
         "verl_fn.data.converters:gsm8k",
+        kind="code",
         when=FROM_FILES,
     )
     stream: bool = opt(
@@ -315,7 +313,9 @@ class OptimConfig:
     """The optimizer of a model."""
 
     lr: float = opt(1e-6, "learning rate", ge(0), le(MOST))
-    betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", each_below_one)
+    betas: tuple[float, float] = opt(
+        (0.9, 0.999), "decay rates of AdamW's averages", deep_iterable(and_(ge(0), lt(1)))
+    )
     eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are clipped", gt(0), le(1e30))
@@ -440,7 +440,7 @@ class RewardConfig:
     """Reward functions of the user, or a judge."""
 
     functions: tuple[str, ...] = paths(
-        (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source"
+        (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source", kind="code"
     )
     weights: tuple[float, ...] = opt((), "weight of each function, by default 1", when=BY_FUNCTIONS)
     arguments: Mapping[str, Any] = free(
@@ -468,10 +468,7 @@ class RewardConfig:
     )
     model: str = opt("", "the name of its model", when=BY_JUDGE)
     prompt: str = opt(
-        PROMPT,
-        "what it is asked; {prompt}, {response} and {ground_truth} are replaced",
-        has_response,
-        when=ASKED,
+        PROMPT, "what it is asked; {prompt}, {response} and {ground_truth} are replaced", has_response, when=ASKED
     )
     pattern: str = opt(
         PATTERN,
@@ -480,11 +477,7 @@ class RewardConfig:
         when=ASKED,
     )
     unreadable_score: float = opt(
-        0.0,
-        "the score of a response where the reply has none; these are counted",
-        ge(-MOST),
-        le(MOST),
-        when=ASKED,
+        0.0, "the score of a response where the reply has none; these are counted", ge(-MOST), le(MOST), when=ASKED
     )
     retries: int = opt(
         3, "further attempts where it is not reached, late, overloaded or broken", ge(0), le(100), when=BY_JUDGE
@@ -524,11 +517,12 @@ class RewardConfig:
 class EnvConfig:
     """The environment that the policy talks to in several turns."""
 
-    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
+    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem", kind="code")
     arguments: Mapping[str, Any] = free("a table of keyword arguments of the class", when=IN_TURNS)
     python: str = paths(
         "",
         "interpreter of the processes with environments, if their packages differ from the trainer's",
+        kind="link",
         when=IN_TURNS,
     )
     max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000), when=IN_TURNS)
@@ -583,7 +577,7 @@ class RayConfig:
     separate: tuple[str, ...] = opt(
         (),
         "roles that train in ray.ranks processes of their own; all other roles share processes",
-        each_in("critic", "reference"),
+        deep_iterable(one_of("critic", "reference")),
         when=OVER_RAY,
     )
     address: str = opt("", "a running cluster to use: auto, or host:port; if empty, one is started", when=OVER_RAY)
@@ -633,7 +627,7 @@ class TrainerConfig:
     logger: tuple[str, ...] = opt(
         (),
         "loggers beside metrics.jsonl: tensorboard, wandb; console is always on",
-        each_in("console", "tensorboard", "wandb"),
+        deep_iterable(one_of("console", "tensorboard", "wandb")),
     )
     project_name: str = opt("verl_fn", "wandb's project", when=WANDB)
     experiment_name: str = opt("", "the run's name in wandb, by default the folder's name", when=WANDB)

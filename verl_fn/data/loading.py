@@ -377,11 +377,6 @@ class StreamedData(FileData):
     read: Read
     fits: Fits
 
-    @property
-    def first(self) -> Sequence[Problem]:
-        """Returns the first problems of each data set."""
-        return self.training
-
     def _problems(self, key: Key, start: int, places: Sequence[int]) -> Sequence[Problem]:
         """Reads the rows of places, and others of the same data sets for those that are too long.
 

@@ -27,12 +27,10 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size":
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
     "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
-    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "actor_rollout_ref.actor.optim.lr_decay_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "critic.optim.lr_decay_style": "critic.optim.lr_scheduler_type",
-    "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "critic.optim.grad_clip": "critic.optim.clip_grad",
+    **{f"{role}optim.{old}": f"{role}optim.{new}"
+       for role in ("actor_rollout_ref.actor.", "critic.")
+       for old, new in (("warmup_style", "lr_scheduler_type"), ("lr_decay_style", "lr_scheduler_type"),
+                        ("grad_clip", "clip_grad"))},
     **{f"{model}lora.": f"{model}lora_" for model in ("actor_rollout_ref.model.", "critic.model.")},
 }  # fmt: skip
 SFT_ALIASES: Mapping[str, str] = {

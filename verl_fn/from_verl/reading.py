@@ -411,10 +411,6 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     Restricted bash runs the script, and starts no program but a few that only print: variables, arrays, functions,
     arithmetic and ``$@`` are what they would be in the run. Variables of the environment count as they do there.
 
-    Args:
-        script: a bash script.
-        arguments: its arguments.
-
     Raises:
         ConfigError: there is no such file or no bash, or the script starts no trainer, or several.
     """

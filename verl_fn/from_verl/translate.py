@@ -103,7 +103,6 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     where schedules here count updates, so warm-ups are multiplied by the updates of a step.
 
     Args:
-        settings: verl's settings.
         count_rows: counts the rows of data files, for the steps of an epoch; None if they cannot be read.
 
     Raises:

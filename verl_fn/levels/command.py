@@ -31,14 +31,12 @@ BRIDGE_TESTS = (
     "tests/unit_tests/models/test_param_mapping.py",
     "tests/unit_tests/training/test_integration.py",
 )
+NOT_REACHED = "the command ended before it"
 IMPORT, CAPTURE = "Local Bridge import in verl_fn", "Log capture"
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the levels that are asked for, writes the report, and returns the exit status.
-
-    Args:
-        args: the arguments of the command line.
 
     Raises:
         UsageError: an argument cannot be used.
@@ -61,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
         if request.ray and not blocked:
             blocked += _of_workers(request, env)
     deliverables = [
-        _bridge_tests(args, out, env) if not blocked else _skipped(args),
+        _bridge_tests(args, out, env, blocked),
         _imported(args.bridge, probed, blocked),
     ]
     command, sources = shlex.join(["verl-fn", *args.argv]), _repositories(args.bridge, probed)
 
     def reported(last: int) -> report.Report:
-        whole = [*deliverables, *_to_come(request, last), _capture(out, deliverables)]
+        to_come = [_level(level, request, out, env, [NOT_REACHED]) for level in LEVELS if level > last]
+        whole = [*deliverables, *to_come, _capture(out, deliverables)]
         made = report.Report.of(request, whole, command, sources, probed)
         made.write(out)
         return made
@@ -118,12 +117,10 @@ def _of_workers(request: Request, env: Mapping[str, str]) -> list[str]:
     return reasons
 
 
-def _skipped(args: argparse.Namespace) -> Deliverable:
-    return Deliverable(CHECKS, Verdict.SKIPPED, "nothing was run, since the environment is blocked")
-
-
-def _bridge_tests(args: argparse.Namespace, out: Path, env: Mapping[str, str]) -> Deliverable:
+def _bridge_tests(args: argparse.Namespace, out: Path, env: Mapping[str, str], blocked: Sequence[str]) -> Deliverable:
     """Runs the focused tests of the checkout, and the ones that the user names."""
+    if blocked:
+        return Deliverable(CHECKS, Verdict.SKIPPED, "nothing was run, since the environment is blocked")
     if not args.bridge:
         return Deliverable(CHECKS, Verdict.SKIPPED, "no checkout was named with --bridge")
     if args.skip_bridge_tests:
@@ -175,7 +172,8 @@ def _imported(bridge: str, probed: Mapping[str, Any], blocked: Sequence[str]) ->
 
 def _level(level: int, request: Request, out: Path, env: Mapping[str, str], blocked: Sequence[str]) -> Deliverable:
     """Runs the processes of a level, one after the other, and returns its verdict."""
-    about, name = LEVELS[level], _named(level)
+    about = LEVELS[level]
+    name = f"Level {level}: {about.title}"
     if level not in request.levels:
         return Deliverable(name, Verdict.NOT_REQUESTED, about.proves)
     if blocked:
@@ -192,21 +190,6 @@ def _level(level: int, request: Request, out: Path, env: Mapping[str, str], bloc
             outcome = attrs.evolve(outcome, blocked=reason, checks=())
         outcomes[part] = attrs.evolve(outcome, notes=(*outcome.notes, f"{time.monotonic() - began:.0f} s"))
     return of_level(name, about.required(request), outcomes)
-
-
-def _named(level: int) -> str:
-    return f"Level {level}: {LEVELS[level].title}"
-
-
-def _to_come(request: Request, last: int) -> list[Deliverable]:
-    """Returns the deliverables of the levels after one, as they are if the command ends now."""
-    return [
-        Deliverable(_named(level), Verdict.BLOCKED, "the command ended before it")
-        if level in request.levels
-        else Deliverable(_named(level), Verdict.NOT_REQUESTED, about.proves)
-        for level, about in LEVELS.items()
-        if level > last
-    ]
 
 
 def _drop_weights(out: Path, level: Deliverable) -> None:

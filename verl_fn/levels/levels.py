@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -45,24 +46,18 @@ def blocked(feature: str) -> Outcome:
     return Outcome(blocked=BLOCKED[feature])
 
 
-@attrs.define
-class Replays:
-    """Counts the calls in which one of Megatron's routers took recorded experts."""
-
-    count: int = 0
-
-
 @contextlib.contextmanager
-def counted() -> Iterator[Replays]:
-    """Counts in the class of Megatron's routers itself."""
+def counted() -> Iterator[Counter[str]]:
+    """Counts the calls in which one of Megatron's routers takes recorded experts, in the class of routers itself."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
 
     replaying = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD)
-    found, inner = Replays(), RouterReplay.get_replay_topk
+    inner = RouterReplay.get_replay_topk
+    found: Counter[str] = Counter()
 
     def counting(self: RouterReplay, *args: object, **options: object) -> object:
-        found.count += self.router_replay_action in replaying
+        found["calls"] += self.router_replay_action in replaying
         return inner(self, *args, **options)
 
     RouterReplay.get_replay_topk = counting
@@ -73,13 +68,7 @@ def counted() -> Iterator[Replays]:
 
 
 def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
-    """Trains all parameters with the experts of the engine, one update a step.
-
-    Args:
-        request: what is tested.
-        folder: of the run.
-        say: prints a line.
-    """
+    """Trains all parameters with the experts of the engine, one update a step."""
     plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
     with counted() as replays:
         train(plan, say)
@@ -95,7 +84,7 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
     checks = (
         *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
-        Check(REPLAYED, replays.count > 0, f"{replays.count} calls"),
+        Check(REPLAYED, replays["calls"] > 0, f"{replays['calls']} calls"),
         Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}"),
         training.all_changed(ROUTERS, routers),
     )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from verl_fn.backends.hf.config import read_config
@@ -35,7 +34,7 @@ from verl_fn.benchmarks.together import RanksFailed
 from verl_fn.testing.compare import bars_of, compare_numbers, missed_bars
 
 from .subject import Request
-from .verdict import Check, trap_in
+from .verdict import Check, Outcome, trap_in
 
 NAMES = ("log-probs equal transformers'", "gradients equal transformers'", "weights come out as they went in")
 SHOWN = 3  # parameters that a failure names
@@ -59,18 +58,12 @@ def rows_for(vocabulary: int) -> list[list[int]]:
     return [[1 + (token - 1) % (vocabulary - 1) for token in row] for row in ROWS]
 
 
-def parity(folder: Path, device: str, layout: str = "megatron") -> list[Check]:
-    """Compares a layout in fp32 with transformers' own forward of each row in float64.
-
-    Args:
-        folder: a model folder.
-        device: of the layout.
-        layout: as for ``bench first-step``; this process has to be its only rank.
-    """
+def parity(folder: Path, device: str) -> list[Check]:
+    """Compares Megatron in fp32, in this process, with transformers' own forward of each row in float64."""
     rows = rows_for(read_config(folder).get_text_config().vocab_size)
     batch = batch_of(rows)
     expected = reference(folder, batch)
-    found = of_layout(folder, layout, device, rows)
+    found = of_layout(folder, "megatron", device, rows)
     result = compared(found, expected)
     errors = gradient_errors(found, expected)
     bar = BAR
@@ -104,23 +97,6 @@ def _named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:SHOWN])}{more} changed"
 
 
-@attrs.frozen
-class Compared:
-    """What became of the layouts.
-
-    Attributes:
-        checks: one for each layout that fits the model.
-        limitations: the layouts that do not.
-        imports: the file of each module, by rank.
-        blocked: why a layout could not run at all.
-    """
-
-    checks: tuple[Check, ...]
-    limitations: tuple[str, ...]
-    imports: dict[str, str]
-    blocked: str = ""
-
-
 def stress_layouts(request: Request) -> list[str]:
     """Returns the layouts of level 2."""
     return list(EXPERTS if request.experts else DENSE)
@@ -136,15 +112,10 @@ def layouts_within(layouts: Sequence[str], request: Request, device: str) -> lis
 
 def compare_layouts(
     request: Request, layouts: Sequence[str], device: str, folder: Path, say: Callable[[str], None]
-) -> Compared:
-    """Runs the first step of each layout, and compares it with the reference's.
+) -> Outcome:
+    """Runs the first step of each layout, as ``bench first-step`` names it, and compares it with the reference's.
 
-    Args:
-        request: what is tested.
-        layouts: as for ``bench first-step``.
-        device: of the ranks.
-        folder: takes states and logs.
-        say: prints a line.
+    There is a check for each layout that fits the model, and a limitation for every other one.
     """
     (folder / "model").symlink_to(request.folder)
     config = read_config(request.folder).get_text_config()
@@ -158,14 +129,14 @@ def compare_layouts(
         _, wanted = _run(folder, "local", device, first_step.REFERENCE)
     except RanksFailed as error:
         say(str(error))
-        return Compared((), (), {}, f"the reference, local, failed: {trap_in(str(error)) or error.cause}")
+        return Outcome(blocked=f"the reference, local, failed: {trap_in(str(error)) or error.cause}")
     for text in layouts:
         try:
             logs, found = _run(folder, text, device, first_step.COMPARED)
         except RanksFailed as error:
             say(str(error))
             if trap := trap_in(str(error)):
-                return Compared(tuple(checks), tuple(limitations), imports, f"{text}: {trap}")
+                return Outcome(tuple(checks), tuple(limitations), imports=imports, blocked=f"{text}: {trap}")
             if DOES_NOT_FIT.search(error.cause):
                 limitations.append(f"{text} does not fit the model: {error.cause}")
             else:
@@ -174,7 +145,7 @@ def compare_layouts(
         imports |= {f"{text} {key}": file for key, file in imports_of(logs).items()}
         checks.append(check_of(text, found, wanted, layers))
         say(f"{text}: {checks[-1].found}")
-    return Compared(tuple(checks), tuple(limitations), imports)
+    return Outcome(tuple(checks), tuple(limitations), imports=imports)
 
 
 def name_of(text: str) -> str:

@@ -107,15 +107,20 @@ def environment(bridge: str, device: str) -> dict[str, str]:
     return {**os.environ, **changed}
 
 
+def files() -> dict[str, str]:
+    """Imports Megatron in this process, and returns the files that it came from."""
+    load_bridge()
+    return {name: str(sys.modules[name].__file__) for name in ("megatron.core", "megatron.bridge")}
+
+
 def imported() -> dict[str, Any]:
     """Imports Megatron in this process; returns the files and the versions, or the error."""
     try:
-        load_bridge()
-        files = {name: str(sys.modules[name].__file__) for name in ("megatron.core", "megatron.bridge")}
+        found = files()
     except Exception:
         return {"error": traceback.format_exc()}
     # A checkout has another version than the package that is installed.
-    return {"files": files, "versions": versions() | {name: text.split()[0] for name, text in about().items()}}
+    return {"files": found, "versions": versions() | {name: text.split()[0] for name, text in about().items()}}
 
 
 def versions() -> dict[str, str]:
@@ -154,8 +159,6 @@ def why_not(probed: Mapping[str, Any], bridge: str, whose: str) -> str:
     """Returns why a process cannot be used to test a checkout; nothing if it can.
 
     Args:
-        probed: what ``imported`` gave there.
-        bridge: the checkout.
         whose: names the process.
     """
     if "error" in probed:

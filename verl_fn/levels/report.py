@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.megatron.importing import TESTED
-from verl_fn.errors import printable
 from verl_fn.report import plots
+from verl_fn.report.page import card_of, document, escaped, legend_of, table_of
 from verl_fn.runs.logs import read_metrics
 
 from .levels import LEVELS
@@ -65,15 +64,7 @@ class Report:
         repositories: Sequence[Repository],
         probed: Mapping[str, Any],
     ) -> Report:
-        """Returns the report of a run.
-
-        Args:
-            request: what was asked for.
-            deliverables: what became of it.
-            command: the words of the command.
-            repositories: the source trees under test.
-            probed: what ``provenance.imported`` gave.
-        """
+        """Returns the report of a run."""
         counted = [one.verdict for one in deliverables]
         result = overall(counted)
         if not any(one.verdict == Verdict.PASS and one.name.startswith("Level ") for one in deliverables):
@@ -143,30 +134,15 @@ class Report:
             for one in self.deliverables
             for check in one.checks
         ]
-        title = _escaped(f"{self.result}: {self.sentence}")
-        css = Path(plots.__file__).with_name("report.css").read_text(encoding="utf-8")
-        parts = [
-            _table(("deliverable", "verdict", "reason"), rows),
-            _table(("level", "check", "", "found"), checks),
-            _curves(self.curves),
-            f"<pre>{_escaped(self.text())}</pre>",
-        ]
-        return (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-            f"<title>{title}</title><style>{css}{_colors()}</style></head>\n"
-            f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
-        )
-
-    def table(self) -> dict[str, Any]:
-        """The report as a table for JSON."""
-        return attrs.asdict(self)
+        tables = _table(("deliverable", "verdict", "reason"), rows) + _table(("level", "check", "", "found"), checks)
+        words = f"<pre>{escaped(self.text())}</pre>"
+        return document(f"{self.result}: {self.sentence}", tables + _curves(self.curves) + words)
 
     def write(self, out: Path) -> None:
         """Writes ``report.txt``, ``report.md``, ``report.json``, ``report.html`` and ``pull_request.md``."""
         (out / "report.txt").write_text(self.text() + "\n", encoding="utf-8")
         (out / "report.md").write_text(self.markdown(), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(self.table(), indent=1) + "\n", encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(attrs.asdict(self), indent=1) + "\n", encoding="utf-8")
         (out / "report.html").write_text(self.page(), encoding="utf-8", errors="replace")
         (out / "pull_request.md").write_text(self.pull_request(), encoding="utf-8")
 
@@ -263,29 +239,10 @@ def _curves(runs: Mapping[str, str]) -> str:
     steps = [row["step"] for run in rows for row in run]
     ends, width = (min(steps), max(steps)), plots.window(rows)
     cards = [
-        f'<figure class="card"><h3>{_escaped(chart.title)}</h3><code>{_escaped(chart.metric)}</code>'
-        f"{plots.svg(chart, labels, ends, width)}</figure>"
-        for chart in plots.charts(rows)
+        card_of(chart.title, chart.metric, plots.svg(chart, labels, ends, width)) for chart in plots.charts(rows)
     ]
-    legend = "".join(
-        f'<li><span class="swatch {plots.line_class(i)}"></span>{_escaped(label)}</li>'
-        for i, label in enumerate(labels)
-    )
-    return f'<h2>Curves of level 5</h2><ul class="legend">{legend}</ul><div class="cards">{"".join(cards)}</div>'
+    return f'<h2>Curves of level 5</h2>{legend_of(labels)}<div class="cards">{"".join(cards)}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    names = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>\n{body}</tbody></table>\n"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))
-
-
-def _colors() -> str:
-    """Returns the colours of the curves as CSS."""
-    each = "".join(f"--run{i}:{light};" for i, (light, _) in enumerate(plots.COLORS))
-    borders = "".join(f".run{i}{{border-color:var(--run{i})}}" for i in range(len(plots.COLORS)))
-    return f":root{{{each}}}{borders}"
+    return table_of(head, ("".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows), "keys", head[0])

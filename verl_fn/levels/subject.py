@@ -85,7 +85,6 @@ def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Pat
     Args:
         model: a model folder, or a ``config.json``.
         out: where a model is made, if there are no weights.
-        tiny: make the sizes tiny.
         device: a model that is made for a CPU has fp32 weights.
 
     Raises:

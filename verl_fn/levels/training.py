@@ -26,7 +26,7 @@ from verl_fn.backends.checkpoint import SCALARS, export_adapter, export_model
 from verl_fn.backends.hf.config import LOCAL, quiet, read_config
 from verl_fn.backends.hf.lora import Reference, in_peft
 from verl_fn.backends.tensor_file import TENSORS
-from verl_fn.benchmarks.families import batch_of
+from verl_fn.benchmarks.families import batch_of, log_probs_of
 from verl_fn.benchmarks.first_step_layout import ON_CPU
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import process_group
@@ -96,14 +96,18 @@ RESUMING = (STATE, METRICS, MERGED, ADAPTER)
 
 def plan_of(request: Request, folder: Path, *more: str) -> Plan:
     """Returns the plan of a run of two steps in ``folder``; later settings replace earlier ones."""
-    settings = [f"model.path={request.folder}", f"trainer.dir={folder}", f"driver.device={request.device}"]
-    settings += [*SETTINGS, *SCHEDULE, *data_settings(request), f"rollout.name={request.engine}"]
-    settings += [f"trainer.seed={request.seed}", "trainer.total_training_steps=2"]
+    return _plan(request, folder, *SETTINGS, *SCHEDULE, "trainer.total_training_steps=2", *more)
+
+
+def _plan(request: Request, folder: Path, *settings: str) -> Plan:
+    """Returns the plan of a run with these settings after the ones that the request decides."""
+    given = [f"model.path={request.folder}", f"trainer.dir={folder}", f"driver.device={request.device}"]
+    given += [f"trainer.seed={request.seed}", f"rollout.name={request.engine}", *data_settings(request)]
     if request.device == "cpu":
-        settings.append("driver.num_threads=1")
+        given.append("driver.num_threads=1")
     if request.reward_model:
-        settings.append(f"algorithm.reward_model={request.reward_model}")
-    return make_plan(load(overrides=[*settings, *ray_settings(request), *more]))
+        given.append(f"algorithm.reward_model={request.reward_model}")
+    return make_plan(load(overrides=[*given, *ray_settings(request), *settings]))
 
 
 def data_settings(request: Request) -> list[str]:
@@ -148,10 +152,7 @@ def smoke(request: Request, folder: Path, kind: str, say: Callable[[str], None])
     """Trains for two steps and returns what the files of the run say.
 
     Args:
-        request: what is tested.
-        folder: of the run.
         kind: ``LORA`` or ``FSDP``.
-        say: prints a line.
 
     Raises:
         SaysNothing: all rewards are the same.
@@ -166,11 +167,7 @@ def smoke(request: Request, folder: Path, kind: str, say: Callable[[str], None])
 
 
 def require_signal(folder: Path, request: Request) -> None:
-    """Raises an error if every response of a run got the same reward, so that there is nothing to learn from.
-
-    Raises:
-        SaysNothing: it did.
-    """
+    """Raises an error if every response of a run got the same reward, so that there is nothing to learn from."""
     rows = [row for row in read_metrics(folder) if row["step"] > 0]
     scores = {row[f"critic/score/{end}"] for row in rows for end in ("min", "max")}
     if len(scores) == 1:
@@ -282,9 +279,6 @@ def finite(rows: Sequence[Mapping[str, Any]]) -> Check:
 def agreement(rows: Sequence[Mapping[str, Any]]) -> Check:
     """Returns the check that trainer and engine give the sampled tokens the same log-probs.
 
-    Args:
-        rows: the metrics of each step.
-
     Example:
         >>> agreement([{"step": 1, "rollout_corr/k3_kl": 5e-9}])
         Check(name='engine and trainer agree', held=True, found='1.0e-04 nats root mean square, bar 1e-04')
@@ -316,15 +310,11 @@ def plan_of_learning(request: Request, folder: Path, strategy: str) -> Plan:
     """Returns the plan of a run of level 5.
 
     Args:
-        request: what is tested.
-        folder: of the run.
         strategy: ``megatron``, or the baseline's.
     """
     settings = [
-        f"model.path={request.folder}", f"trainer.dir={folder}", f"driver.device={request.device}",
-        f"trainer.seed={request.seed}", f"trainer.total_training_steps={request.steps}", "trainer.save_freq=-1",
-        f"trainer.test_freq={max(1, request.steps // 4)}", "trainer.max_ckpt_to_keep=9", "data.val_size=200",
-        f"rollout.name={request.engine}", f"actor.strategy={strategy}", *data_settings(request),
+        f"trainer.total_training_steps={request.steps}", f"trainer.test_freq={max(1, request.steps // 4)}",
+        "trainer.save_freq=-1", "trainer.max_ckpt_to_keep=9", "data.val_size=200", f"actor.strategy={strategy}",
         *(RANDOM if request.dummy else PRETRAINED),
     ]  # fmt: skip
     if request.dummy:
@@ -332,31 +322,13 @@ def plan_of_learning(request: Request, folder: Path, strategy: str) -> Plan:
         settings.append(f"actor.optim.lr={RATE * min(1.0, WIDTH / width):g}")
     if not request.data:
         settings += ['reward.functions=["verl_fn.scores:even_share"]', "data.val_size=32"]
-    if request.device == "cpu":
-        settings.append("driver.num_threads=1")
-    if request.reward_model:
-        settings.append(f"algorithm.reward_model={request.reward_model}")
-    return make_plan(load(overrides=[*settings, *ray_settings(request)]))
-
-
-def learn(request: Request, folder: Path, strategy: str, say: Callable[[str], None]) -> Plan:
-    """Trains with a strategy, and returns the plan of the run."""
-    plan = plan_of_learning(request, folder, strategy)
-    train(plan, say)
-    return plan
+    return _plan(request, folder, *settings)
 
 
 def compare(request: Request, folder: Path, baseline: Path, say: Callable[[str], None]) -> list[Check]:
-    """Trains with Megatron, and compares the run with its start and with the baseline's.
-
-    Args:
-        request: what is tested.
-        folder: of the run.
-        baseline: the folder of the baseline's run.
-        say: prints a line.
-    """
+    """Trains with Megatron, and compares the run with its start and with the baseline's."""
     say(f"the margin was set beforehand: {request.margin}")
-    learn(request, folder, "megatron", say)
+    train(plan_of_learning(request, folder, "megatron"), say)
     rows, others = read_metrics(folder), read_metrics(baseline)
     kept = sorted((folder / "checkpoints").glob("step_*"), key=lambda one: int(one.name.removeprefix("step_")))
     moved = changed(parameters(Path(request.folder)), parameters(kept[-1] / "actor"))
@@ -387,11 +359,6 @@ def gains(
     rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], margin: float
 ) -> tuple[Check, Check]:
     """Returns the checks of the held-out score.
-
-    Args:
-        rows: the metrics of the run.
-        baseline: of the baseline's run.
-        margin: the least gain.
 
     Example:
         >>> score = "val-core/count/acc/mean@1"
@@ -424,22 +391,15 @@ def _shown(curve: Sequence[tuple[int, float]]) -> str:
     return ", ".join(f"step {step}: {value:.3f}" for step, value in curve)
 
 
-def straight(request: Request, folder: Path, say: Callable[[str], None]) -> list[Check]:
+def straight(request: Request, folder: Path, say: Callable[[str], None]) -> None:
     """Trains for two steps without a stop, and for the first step of the run that another process continues."""
     settings = kind_settings(LORA)
     train(plan_of(request, folder / "run", *settings), say)
     train(plan_of(request, folder / "stopped", *settings, "trainer.total_training_steps=1"), say)
-    return []
 
 
 def resumed(request: Request, folder: Path, other: Path, say: Callable[[str], None]) -> list[Check]:
     """Continues the stopped run, and compares it with the other one.
-
-    Args:
-        request: what is tested.
-        folder: takes the exports.
-        other: the folder of ``straight``.
-        say: prints a line.
 
     Raises:
         RunError: there is no stopped run.
@@ -493,13 +453,7 @@ def _same_metrics(folder: Path) -> Check:
 
 
 def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
-    """Exports a checkpoint, loads it with other libraries, and compares log-probs with Megatron's.
-
-    Args:
-        plan: of the run.
-        checkpoint: of the actor.
-        folder: takes the exports.
-    """
+    """Exports a checkpoint, loads it with other libraries, and compares log-probs with Megatron's."""
     batch = batch_of(rows_for(read_config(plan.model).get_text_config().vocab_size))
     role = plan.roles["actor"]
     trainer: Any = build.trainer(role, plan.driver, build.device(plan.driver))
@@ -508,13 +462,14 @@ def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
     export_model(checkpoint, merged)
     export_adapter(checkpoint, adapter)
     return [
-        _agrees(MERGED, logprobs(_model(merged), batch), expected, batch),
-        _agrees(ADAPTER, logprobs(_adapted(plan.model, adapter), batch), expected, batch),
+        _agrees(MERGED, _model(merged), expected, batch),
+        _agrees(ADAPTER, _adapted(plan.model, adapter), expected, batch),
     ]
 
 
-def _agrees(name: str, found: Tensor, expected: Tensor, batch: Batch) -> Check:
-    gap = (found - expected.cpu())[batch["response_mask"].bool()].abs()
+def _agrees(name: str, model: Any, expected: Tensor, batch: Batch) -> Check:
+    with torch.no_grad():
+        gap = (log_probs_of(model, batch) - expected.cpu())[batch["response_mask"].bool()].abs()
     worst = float(gap.max())
     return Check(name, worst <= AGREE, f"log-probs differ by {worst:.1e} nats, bar {AGREE:.0e}")
 
@@ -530,15 +485,3 @@ def _adapted(base: str | Path, adapter: Path) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(_model(base), str(adapter)).eval()
-
-
-def logprobs(model: Any, batch: Batch) -> Tensor:
-    """Returns the log-prob of every token by transformers' forward of each row by itself; zero for the first."""
-    found = torch.zeros(batch.num_tokens)
-    start = 0
-    with torch.no_grad():
-        for row in batch.rows():
-            own = model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found[start + 1 : start + len(row)] = own.gather(1, row[1:, None])[:, 0]
-            start += len(row)
-    return found

@@ -8,7 +8,6 @@ like a failure of the model.
 from __future__ import annotations
 
 import enum
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+
+from verl_fn.atomic import existing
 
 
 class Verdict(enum.StrEnum):
@@ -110,9 +111,7 @@ def of_level(name: str, required: Sequence[str], outcomes: Mapping[str, Outcome]
     """Returns the verdict about a level.
 
     Args:
-        name: of the level.
         required: the names of the checks that it is defined by.
-        outcomes: of its processes, by name.
 
     Example:
         >>> of_level("Level 0", ["a", "b"], {"one": Outcome((Check("a", True, "0 of 1"),))}).reason
@@ -226,21 +225,14 @@ def trap_in(text: str) -> str:
     return ""
 
 
-def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the traps that can be seen before anything starts.
-
-    Args:
-        out: the folder with logs and checkpoints.
-        device: ``cpu`` or ``cuda``.
-        gpus: how many GPUs the levels need.
-        environment: the variables of the processes.
-    """
+def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str]) -> list[str]:
+    """Returns the traps that can be seen before anything starts."""
     found = []
     if "ROCR_VISIBLE_DEVICES" in environment and {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & set(environment):
         found.append(f"{TRAPS[1].name}; {TRAPS[1].advice}")
     caches = [environment[name] for name in ("HF_HOME", "HF_HUB_CACHE") if name in environment]
     for folder in dict.fromkeys([str(out), *caches]):
-        free = shutil.disk_usage(_existing(Path(folder))).free
+        free = shutil.disk_usage(existing(Path(folder))).free
         if free < LEAST_FREE:
             found.append(f"{TRAPS[0].name}: {folder} has {free / 2**20:.0f} MiB; {TRAPS[0].advice}")
     if reason := goes_away(out, environment):
@@ -263,18 +255,13 @@ def goes_away(out: Path, environment: Mapping[str, str]) -> str:
         ''
     """
     place = out.resolve()
-    kind = _file_system(_existing(place))
+    kind = _file_system(existing(place))
     if kind in MEMORY:
         return f"logs in {out} are lost with this machine's memory: the folder is on {kind}"
     local = [Path("/tmp"), *(Path(environment[name]) for name in ("TMPDIR", "SLURM_TMPDIR") if name in environment)]
     if "SLURM_JOB_ID" in environment and any(place.is_relative_to(folder.resolve()) for folder in local):
         return f"logs in {out} are lost when Slurm job {environment['SLURM_JOB_ID']} ends: the folder is of this node"
     return ""
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def _file_system(folder: Path) -> str:

@@ -18,10 +18,11 @@ from typing import Any
 
 import attrs
 
-from verl_fn.backends.megatron.importing import MegatronMissing, load_bridge
+from verl_fn.backends.megatron.importing import MegatronMissing
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
 from verl_fn.data.rows import DataError
 from verl_fn.driver.ranks import process_group
+from verl_fn.runs.loop import train
 
 from . import levels, parity, provenance, training
 from .subject import Request
@@ -40,16 +41,13 @@ class Progress:
     Attributes:
         part: its name.
         provider: whether Megatron-Bridge was asked for a model.
-        lines: what was said.
     """
 
     part: str
     provider: bool = False
-    lines: list[str] = attrs.field(factory=list)
 
     def say(self, line: str) -> None:
         """Prints a line; the line that names the libraries comes when all processes of a run are there."""
-        self.lines.append(line)
         self.provider |= "megatron-bridge " in line and "megatron-core " in line
         print(line, flush=True)
 
@@ -76,7 +74,8 @@ def level_0(request: Request, folder: Path, progress: Progress) -> Outcome:
 
 def level_1(request: Request, folder: Path, progress: Progress) -> Outcome:
     """Two steps without a stop, and one step of a run that ``level_1_resumed`` continues."""
-    return Outcome(tuple(training.straight(request, folder, progress.say)))
+    training.straight(request, folder, progress.say)
+    return Outcome()
 
 
 def level_1_resumed(request: Request, folder: Path, progress: Progress) -> Outcome:
@@ -113,7 +112,8 @@ def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
 
 def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The run of ``local``, or of ``fsdp`` on several ranks, that the next process compares its own with."""
-    training.learn(request, folder / "run", "local" if request.gpus == 1 else "fsdp", progress.say)
+    strategy = "local" if request.gpus == 1 else "fsdp"
+    train(training.plan_of_learning(request, folder / "run", strategy), progress.say)
     return Outcome()
 
 
@@ -127,10 +127,8 @@ def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
 def _layouts(request: Request, texts: Sequence[str], folder: Path, progress: Progress) -> Outcome:
     """Compares the layouts that run on the device of this process."""
     device = "cpu" if progress.part.endswith(ON_CPU) else request.device
-    found = parity.compare_layouts(
-        request, parity.layouts_within(texts, request, device), device, folder, progress.say
-    )
-    return Outcome(found.checks, found.limitations, imports=found.imports, blocked=found.blocked)
+    within = parity.layouts_within(texts, request, device)
+    return parity.compare_layouts(request, within, device, folder, progress.say)
 
 
 PARTS: dict[str, Part] = {
@@ -148,26 +146,14 @@ PARTS: dict[str, Part] = {
 }
 
 
-def imports() -> dict[str, str]:
-    """Imports Megatron and returns the files that it came from."""
-    load_bridge()
-    return {name: str(sys.modules[name].__file__) for name in ("megatron.core", "megatron.bridge")}
-
-
 def run_part(request: Request, name: str, folder: Path) -> Outcome:
-    """Runs a part in this process.
-
-    Args:
-        request: what is tested.
-        name: of ``PARTS``.
-        folder: takes what the part writes.
-    """
+    """Runs a part of ``PARTS`` in this process; it writes into ``folder``."""
     progress = Progress(name)
     found: dict[str, str] = {}
     try:
         if request.device == "cpu" or name.endswith(ON_CPU):
             megatron_on_cpu()
-        found = imports()
+        found = provenance.files()
         for module, file in found.items():
             print(f"{module} {file}", flush=True)
         outcome = PARTS[name](request, folder, progress)

@@ -38,19 +38,11 @@ SHOWN = 32  # prompts in the table of held-out answers
 OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name")
 OF_EACH = 2  # responses of a problem in the table of training responses
 _SUMMARY_COLUMNS = (
-    "run",
-    "algorithm",
-    "data",
-    "steps",
-    "time a step",
-    "tokens a second",
-    "held-out, last",
-    "held-out, best",
+    "run", "algorithm", "data", "steps", "time a step", "tokens a second", "held-out, last", "held-out, best",
     "training reward",
-)
+)  # fmt: skip
 _CHARTS_IN_PNG = 8
 _TRAINING = ("prompt", "expected", "response")
-_ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
 
 
@@ -186,7 +178,6 @@ def _check_shown(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
-    title = _escaped(", ".join(run.label for run in runs))
     differences = _differences(runs)
     sections = (
         _summary(runs),
@@ -199,6 +190,12 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
         _configs(runs),
         _footer(runs, command),
     )
+    return document(", ".join(run.label for run in runs), "".join(sections))
+
+
+def document(title: str, body: str) -> str:
+    """Returns a whole page; it has no scripts and loads nothing else."""
+    title = escaped(title)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -207,11 +204,11 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
-{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}{_colors()}</style>
+{Path(__file__).with_name("report.css").read_text(encoding="utf-8")}{colors()}</style>
 </head>
 <body>
 <h1>{title}</h1>
-{"".join(sections)}</body>
+{body}</body>
 </html>
 """
 
@@ -225,7 +222,7 @@ def headline(folder: Path) -> str:
         best, step = max(held_out, key=lambda pair: (pair[0], -pair[1]))
         when = f"best {best:.3f}, step {step:,}" if _varies(held_out) else "always 0"
         parts.append(f"held-out {metric} {held_out[-1][0]:.3f} ({when})")
-    last, best_reward = _last_and_best(run.rows, "critic/score/mean")
+    last, best_reward = _last_and_best(run.rows)
     if best_reward:
         parts.append(f"training reward {last} ({best_reward})")
     parts.append(f"{_median(run.rows, 'timing_s/step', '{:.3g}')} s/step")
@@ -248,25 +245,25 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     for i, run in enumerate(runs):
         config = run.config
         name = config["algorithm.name"]
-        estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
+        estimator = config.get("algorithm.adv_estimator", "")
         data = entry_names(config["data.train_files"]) or config["data.task"]
         metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
-            f'<th scope="row">{_swatch(i)}{_escaped(run.label)}</th>',
-            f"<td>{_escaped(name)}{f' ({_escaped(estimator)})' if estimator not in ('', name) else ''}</td>",
-            f"<td>{_escaped(data)}</td>",
+            f'<th scope="row">{_swatch(i)}{escaped(run.label)}</th>',
+            f"<td>{escaped(name)}{f' ({escaped(estimator)})' if estimator not in ('', name) else ''}</td>",
+            f"<td>{escaped(data)}</td>",
             _number_cell(f"{run.rows[-1]['step']:,}", f"of {config['trainer.total_training_steps']:,}"),
             _number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
             _number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
             _at_step(held_out[-1] if held_out else None, metric),
             _at_step(best, metric) if _varies(held_out) else _number_cell(MISSING, f"{metric} always 0"),
-            _number_cell(*_last_and_best(run.rows, "critic/score/mean")),
+            _number_cell(*_last_and_best(run.rows)),
         ]
         rows.append("".join(cells))
-    table = _table(_SUMMARY_COLUMNS, rows, "summary", "Summary")
-    ends = [f"<p>{_escaped(said)}</p>\n" for said in _over_seeds(runs)]
-    ends += [f"<p>{_escaped(f'{run.label}: {said}')}</p>\n" for run in runs for said in remarks(run)]
+    table = table_of(_SUMMARY_COLUMNS, rows, "summary", "Summary")
+    ends = [f"<p>{escaped(said)}</p>\n" for said in _over_seeds(runs)]
+    ends += [f"<p>{escaped(f'{run.label}: {said}')}</p>\n" for run in runs for said in remarks(run)]
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n{"".join(ends)}'
 
 
@@ -330,7 +327,7 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
     cards = []
     for chart in drawn:
         notes = [
-            f"{f'{_escaped(labels[i])}: ' if len(runs) > 1 else ''}{curve.gaps} "
+            f"{f'{escaped(labels[i])}: ' if len(runs) > 1 else ''}{curve.gaps} "
             f"{'value is' if curve.gaps == 1 else 'values are'} not finite, shown as gaps"
             for i, curve in chart.curves.items()
             if curve.gaps
@@ -341,7 +338,7 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
         if chart.log:
             notes.insert(0, "log scale, geometric mean" if width > 1 else "log scale")
         drawing = plots.svg(chart, labels, steps, width)
-        cards.append(_card(chart.title, chart.metric, drawing, "; ".join(notes)))
+        cards.append(card_of(chart.title, chart.metric, drawing, "; ".join(notes)))
     phases = _phases(runs)
     if phases:
         total = sum(sum(_values(run.rows, name)) for run in runs for name in ("timing_s/step", "timing_s/testing"))
@@ -349,15 +346,14 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
         note = f"median over the steps that have it, and the sum; all steps and evaluations took {duration(total)}"
         note += f", and starting {duration(start)}" if start else ""
         note += ", of all runs together" if len(runs) > 1 else ""
-        cards.append(_card("Time by phase", "timing_s/*", plots.bars(phases), note))
-    legend = "".join(f"<li>{_swatch(i)}{_escaped(label)}</li>" for i, label in enumerate(labels))
+        cards.append(card_of("Time by phase", "timing_s/*", plots.bars(phases), note))
     smoothed = any(not chart.is_plain(curve, steps) for chart in drawn for curve in chart.curves.values())
     lines = f" Where there is a faint line, it is as logged, and the strong one a mean over {width} points."
     lines = lines if smoothed and width > 1 else ""
     zero = ", ".join(f"<code>{metric}</code>" for metric in plots.always_zero([run.rows for run in runs]))
     lines += f" 0 in every step, so not drawn: {zero}." if zero else ""
     return (
-        f'<h2>Curves</h2>\n<ul class="legend">{legend}</ul>\n<p class="soft">Over training steps.{lines}</p>\n'
+        f'<h2>Curves</h2>\n{legend_of(labels)}<p class="soft">Over training steps.{lines}</p>\n'
         f'<div class="cards">\n{"".join(cards)}</div>\n'
     )
 
@@ -389,8 +385,8 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
     when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
     changes = "".join(_change(run, last[run.label], prompts[:SHOWN]) for run in logged)
-    whose = "" if alone else _escaped(", ".join(run.label for run in logged)) + ": "
-    table = _table(["prompt", "expected", *columns], rows, "samples", "Held-out answers")
+    whose = "" if alone else escaped(", ".join(run.label for run in logged)) + ": "
+    table = table_of(["prompt", "expected", *columns], rows, "samples", "Held-out answers")
     return f'<p class="soft">{whose}{when if alone else when[0].lower() + when[1:]}{cut}.</p>\n{table}{changes}'
 
 
@@ -413,7 +409,7 @@ def _training(runs: Sequence[RunRecord]) -> str:
             ]
             many = f"{len(rows)} of {len(answers)} responses of step {max(steps):,}"
             title = f"{run.label}: {many}, up to {OF_EACH} of a prompt"
-            tables.append(f"<p>{_escaped(title)}</p>" + _table(_TRAINING, rows, "samples", title))
+            tables.append(f"<p>{escaped(title)}</p>" + table_of(_TRAINING, rows, "samples", title))
     return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
 
 
@@ -434,8 +430,8 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
     judged = any(answer.get("acc") is not None for answer in after.values())
     right = f", {gained:+} right of {len(both)}" if judged else ""
     title = f"{run.label}: from step {first:,} to step {last:,}{right}"
-    table = _table(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
-    return f"<details><summary>{_escaped(title)}</summary>\n{table}</details>\n"
+    table = table_of(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
+    return f"<details><summary>{escaped(title)}</summary>\n{table}</details>\n"
 
 
 def _metrics(runs: Sequence[RunRecord]) -> str:
@@ -447,10 +443,10 @@ def _metrics(runs: Sequence[RunRecord]) -> str:
             if values := [v for v in _values(run.rows, metric) if isinstance(v, (int, float))]:
                 shown = (values[0], values[-1], min(values), max(values))
                 cells = "".join(_number_cell(f"{value:.4g}") for value in shown)
-                rows.append(f'<th scope="row"><code>{_escaped(metric)}</code></th>{cells}')
+                rows.append(f'<th scope="row"><code>{escaped(metric)}</code></th>{cells}')
         title = f"All metrics of {run.label}"
-        table = _table(("metric", "first", "last", "lowest", "highest"), rows, "keys", title)
-        parts.append(f"<details><summary>{_escaped(title)}</summary>\n{table}</details>\n")
+        table = table_of(("metric", "first", "last", "lowest", "highest"), rows, "keys", title)
+        parts.append(f"<details><summary>{escaped(title)}</summary>\n{table}</details>\n")
     return "".join(parts)
 
 
@@ -469,29 +465,29 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             for column in columns
         ]
         if len(set(values)) > 1:
-            cells = "".join(f"<td><code>{_escaped(value)}</code></td>" for value in values)
-            rows.append(f'<th scope="row"><code>{_escaped(key)}</code></th>{cells}')
-    body = _table(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
+            cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in values)
+            rows.append(f'<th scope="row"><code>{escaped(key)}</code></th>{cells}')
+    body = table_of(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
     return f"<h2>{title}</h2>\n{body}"
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:
     return "".join(
-        f"<details><summary>The whole config of {_escaped(run.label)}</summary>\n"
-        f'<div class="scroll" tabindex="0"><pre>{_escaped(run.toml)}</pre></div></details>\n'
+        f"<details><summary>The whole config of {escaped(run.label)}</summary>\n"
+        f'<div class="scroll" tabindex="0"><pre>{escaped(run.toml)}</pre></div></details>\n'
         for run in runs
     )
 
 
 def _footer(runs: Sequence[RunRecord], command: str) -> str:
     folders = "".join(
-        f"<p>{_escaped(run.label)}: <code>{_escaped(str(run.folder.resolve()))}</code>, "
+        f"<p>{escaped(run.label)}: <code>{escaped(str(run.folder.resolve()))}</code>, "
         f"last logged {_date((run.folder / 'metrics.jsonl').stat().st_mtime)}</p>\n"
         for run in runs
     )
     versions = f"verl_fn {__version__}, torch {version('torch')}, Python {platform.python_version()}"
-    made = f"Made {_date(datetime.now(UTC).timestamp())} with {_escaped(versions)}"
-    return f"<footer>\n<p><code>{_escaped(command)}</code></p>\n<p>{made}</p>\n{folders}</footer>\n"
+    made = f"Made {_date(datetime.now(UTC).timestamp())} with {escaped(versions)}"
+    return f"<footer>\n<p><code>{escaped(command)}</code></p>\n<p>{made}</p>\n{folders}</footer>\n"
 
 
 def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, tuple[float, str]]]:
@@ -510,7 +506,7 @@ def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, tuple[float, str]]
 
 def _listed(runs: Sequence[RunRecord], numbers: Sequence[int]) -> str:
     """Returns the names of some runs, as HTML."""
-    names = [_escaped(runs[i].label) for i in numbers]
+    names = [escaped(runs[i].label) for i in numbers]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -523,8 +519,9 @@ def _median(rows: Sequence[Mapping[str, Any]], metric: str, form: str) -> str:
     return form.format(statistics.median(values)) if values else MISSING
 
 
-def _last_and_best(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[str, str]:
-    """Returns the last value of a metric, and the highest one with its step."""
+def _last_and_best(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns the last training reward, and the highest one with its step."""
+    metric = "critic/score/mean"
     logged = [(row[metric], -row["step"]) for row in rows if row.get(metric) is not None]
     if not logged:
         return MISSING, ""
@@ -547,18 +544,18 @@ def _answer(answer: Mapping[str, Any] | None) -> str:
     reward = MISSING if answer.get("score") is None else f"{answer['score']:.3g}"
     cut = "" if answer["finished"] else ", cut off"
     if said := answer.get("messages"):
-        cut = f", ended: {_escaped(answer.get('ended', ''))}"
-        content = "".join(f'<div class="soft">{_escaped(m["role"])}</div>{_block(content_of(m))}' for m in said)
+        cut = f", ended: {escaped(answer.get('ended', ''))}"
+        content = "".join(f'<div class="soft">{escaped(m["role"])}</div>{_block(content_of(m))}' for m in said)
     else:
         content = _block(answer["response"])
     return f'<td>{content}{right} <span class="soft">reward {reward}{cut}</span></td>'
 
 
-def _escaped(value: str) -> str:
+def escaped(value: str) -> str:
     """Escapes a string so that it may stand in an element or in an attribute.
 
     Example:
-        >>> _escaped("a < b")
+        >>> escaped("a < b")
         'a &lt; b'
     """
     return escape(printable(str(value)))
@@ -567,8 +564,8 @@ def _escaped(value: str) -> str:
 def _block(content: str) -> str:
     """Returns a box with a prompt or a response."""
     if content and not content.strip():
-        return f'<div class="soft">(only white space: {_escaped(json.dumps(content))})</div>'
-    return f'<div class="text">{_escaped(content)}</div>' if content else '<div class="soft">(empty)</div>'
+        return f'<div class="soft">(only white space: {escaped(json.dumps(content))})</div>'
+    return f'<div class="text">{escaped(content)}</div>' if content else '<div class="soft">(empty)</div>'
 
 
 def _prompt(answer: Mapping[str, Any]) -> str:
@@ -585,27 +582,32 @@ def _number_cell(value: str, note: str = "") -> str:
     return f'<td class="number">{value}{f"<small>{note}</small>" if note else ""}</td>'
 
 
-def _table(head: Iterable[str], rows: Iterable[str], kind: str, label: str) -> str:
+def table_of(head: Iterable[str], rows: Iterable[str], kind: str, label: str) -> str:
     """Returns a table in a box that scrolls on its own.
 
     Args:
-        head: the names of the columns.
         rows: the cells of each row, as HTML.
         kind: the table's CSS class.
         label: what the table shows, for screen readers.
     """
-    columns = "".join(f'<th scope="col">{_escaped(name)}</th>' for name in head)
+    columns = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
     body = "".join(f"<tr>{row}</tr>\n" for row in rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{_escaped(label)}"><table class="{kind}">\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(label)}"><table class="{kind}">\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n"
     )
 
 
-def _card(title: str, metric: str, drawing: str, note: str) -> str:
+def legend_of(labels: Sequence[str]) -> str:
+    """Returns the names of runs with their colours."""
+    items = "".join(f"<li>{_swatch(i)}{escaped(label)}</li>" for i, label in enumerate(labels))
+    return f'<ul class="legend">{items}</ul>\n'
+
+
+def card_of(title: str, metric: str, drawing: str, note: str = "") -> str:
     """Returns a figure with a title, the metric's name, a drawing and a caption."""
     caption = f"<figcaption>{note}</figcaption>" if note else ""
-    return f'<figure class="card"><h3>{title}</h3><code>{_escaped(metric)}</code>{drawing}{caption}</figure>\n'
+    return f'<figure class="card"><h3>{title}</h3><code>{escaped(metric)}</code>{drawing}{caption}</figure>\n'
 
 
 def _swatch(run: int) -> str:
@@ -613,7 +615,7 @@ def _swatch(run: int) -> str:
     return f'<span class="swatch {plots.line_class(run)}" aria-hidden="true"></span>'
 
 
-def _colors() -> str:
+def colors() -> str:
     """Returns the CSS of the runs' colours for light and dark pages; the PNG uses the same list."""
     light, dark = ("".join(f"--run{i}:{c[k]};" for i, c in enumerate(plots.COLORS)) for k in (0, 1))
     runs = "".join(f".run{i}{{border-color:var(--run{i})}}" for i in range(len(plots.COLORS)))

@@ -15,7 +15,6 @@ import numpy as np
 
 from verl_fn.errors import printable
 from verl_fn.runs.checkpoints import step_of
-from verl_fn.runs.logs import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -262,9 +261,6 @@ def svg(chart: Chart, labels: Sequence[str], steps: tuple[float, float], width: 
     """Draws a chart as SVG with the colours of report.css: raw curves faint, means over ``width`` points strong.
 
     Args:
-        chart: the chart.
-        labels: the runs' names, by number.
-        steps: the ends of the horizontal axis.
         width: how many points a smoothed curve averages.
     """
     figure = figure_of(_WIDTH / 72, _HEIGHT / 72)
@@ -336,29 +332,6 @@ def png(
     return Path(out)
 
 
-def reward_curves(
-    folders: Sequence[str | Path], out: str | Path, *, title: str = "", labels: Sequence[str] = ()
-) -> Path:
-    """Draws training reward and held-out exact match of runs into the file ``out``, one colour for each run."""
-    figure = figure_of(6.4, 3.6)
-    axes = figure.add_subplot()
-    names = labels or [Path(folder).name for folder in folders]
-    for i, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        rows = read_metrics(folder)
-        reward = curve(rows, "critic/score/mean")
-        axes.plot(reward.steps, reward.values, lw=1, alpha=0.5, label=f"{name}: training reward", **line_style(i))
-        for metric in sorted({m for row in rows for m in row if m.startswith("val-core/") and "/acc/mean@" in m}):
-            exact = curve(rows, metric)
-            label = f"{name}: held-out exact match"
-            axes.plot(exact.steps, exact.values, lw=1.8, marker="o", ms=4, label=label, **line_style(i))
-    axes.set(xlabel="step", ylim=(0, 1.02), title=title)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, loc="lower right", frameon=False)
-    figure.savefig(out, dpi=150)
-    return Path(out)
-
-
 def figure_of(width: float, height: float) -> Figure:
     """Makes a figure without the state of pyplot, in inches."""
     from matplotlib.figure import Figure
@@ -370,9 +343,6 @@ def _draw(axes: Axes, chart: Chart, steps: tuple[float, float], width: int, font
     """Draws the curves of a chart.
 
     Args:
-        axes: where to draw.
-        chart: the chart.
-        steps: the ends of the horizontal axis.
         width: how many points a smoothed curve averages.
         font: the size of labels, in points.
     """
@@ -434,7 +404,6 @@ def _inline(figure: Figure, name: str, description: str) -> str:
     """Returns a figure as an SVG element for the page.
 
     Args:
-        figure: the figure.
         name: makes the ids of this drawing different from other drawings' on the page.
         description: what it shows, for screen readers.
     """
@@ -462,14 +431,6 @@ def _last(curve: Curve) -> str:
     return f"{finite[-1]:.4g}" if len(finite) else "none"
 
 
-@attrs.frozen
-class _Panel:
-    """The metrics of one data source: for each short name the value of each model, None where it has none."""
-
-    source: str
-    values: Mapping[str, list[float | None]]
-
-
 def evaluation_table(reports: Reports) -> str:
     """Returns a table for each data source, with a line for each model and a column for each metric.
 
@@ -482,12 +443,12 @@ def evaluation_table(reports: Reports) -> str:
     """
     wide = max(len("model"), *map(len, reports))
     lines = []
-    for panel in _panels(reports):
-        widths = [max(len(name), 6) for name in panel.values]
-        head = "  ".join(f"{name:>{width}}" for name, width in zip(panel.values, widths, strict=True))
-        lines += [panel.source, f"  {'model':<{wide}}  {head}"]
+    for source, values in _panels(reports).items():
+        widths = [max(len(name), 6) for name in values]
+        head = "  ".join(f"{name:>{width}}" for name, width in zip(values, widths, strict=True))
+        lines += [source, f"  {'model':<{wide}}  {head}"]
         for i, label in enumerate(reports):
-            cells = ("-" if column[i] is None else f"{column[i]:.4f}" for column in panel.values.values())
+            cells = ("-" if column[i] is None else f"{column[i]:.4f}" for column in values.values())
             row = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             lines.append(f"  {label:<{wide}}  {row}")
     return "\n".join(lines)
@@ -506,12 +467,12 @@ def evaluation_plot(reports: Reports, out: str | Path) -> Path:
     places = [float(step or 0) if by_step else float(i) for i, step in enumerate(steps)]
     order = sorted(range(len(places)), key=places.__getitem__)
     figure = figure_of(6.4, 3.4 * len(panels))
-    for n, panel in enumerate(panels):
+    for n, (source, metrics) in enumerate(panels.items()):
         axes = figure.add_subplot(len(panels), 1, n + 1)
-        for i, (name, values) in enumerate(panel.values.items()):
+        for i, (name, values) in enumerate(metrics.items()):
             points = [(places[j], value) for j in order if (value := values[j]) is not None]
             axes.plot(*zip(*points, strict=True), lw=1.6, marker="o", ms=4, label=name, **line_style(i))
-        axes.set_title(printable(panel.source), fontsize=9, loc="left", parse_math=False)
+        axes.set_title(printable(source), fontsize=9, loc="left", parse_math=False)
         if by_step:
             axes.set_xlabel("step")
         else:
@@ -524,11 +485,11 @@ def evaluation_plot(reports: Reports, out: str | Path) -> Path:
     return Path(out)
 
 
-def _panels(reports: Reports) -> list[_Panel]:
-    """Returns the metrics by data source, in the reports' order; metrics of another form come last."""
+def _panels(reports: Reports) -> dict[str, dict[str, list[float | None]]]:
+    """Returns the value of each model by data source and short name; metrics of another form come last."""
     panels: dict[str, dict[str, list[float | None]]] = {}
     for name in dict.fromkeys(name for report in reports.values() for name in report):
         match = _NAME.fullmatch(name)
         source, short = (match["source"], f"{match['value']}/{match['kind']}") if match else ("", name)
         panels.setdefault(source, {})[short] = [report.get(name) for report in reports.values()]
-    return [_Panel(source or "further metrics", panels[source]) for source in sorted(panels, key=lambda s: s == "")]
+    return {source or "further metrics": panels[source] for source in sorted(panels, key=lambda s: s == "")}

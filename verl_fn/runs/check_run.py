@@ -19,7 +19,6 @@ from verl_fn import build, user_files
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import with_model_score
 from verl_fn.backends.hf.config import compute_dtype
-from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
 from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
 from verl_fn.config import ConfigError, Plan, RolePlan, structure
@@ -54,7 +53,6 @@ from .fitting import (
     Fit,
     better_engine,
     cached_rows,
-    counted,
     enough_gpus,
     fits,
     layouts,
@@ -66,7 +64,7 @@ from .fitting import (
     with_engine,
 )
 from .folder import Run
-from .memory import GIB, engine_weights, largest, model_sizes, offloads, phases, role_memory, share
+from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share, sizes_of
 from .prepare import prepare
 from .state import algorithm_of
 
@@ -93,7 +91,6 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     """Runs the checks that precede training, and describes the run.
 
     Args:
-        plan: the plan.
         gpu: bytes of a GPU; by default of this machine's, if it has one.
         gpus: the GPUs of another machine that the run is planned for; None for this machine. Then model folders need
             no weights and no tokenizer, and the run's folder and the packages of the run are not looked for.
@@ -106,8 +103,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     """
     if gpus is None:
         check_device(plan)
-        check_run_folder(Path(plan.trainer.dir))
-        check_writable(Path(plan.trainer.dir))
+        check_run_folder(plan)
+        check_writable(plan)
     else:
         check_gpus(plan, gpus)
         plan = _on_gpus(plan)
@@ -141,7 +138,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         check_disk(plan)
     if not on_gpus:
         return Report("\n".join([*lines, "the run can start; memory is counted on GPUs only"]))
-    lines += _memory_lines(plan, ranks.training_ranks(plan), gpu)
+    lines += _memory_lines(plan, gpu)
     if gpu is None:
         return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
@@ -165,7 +162,7 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
     check_code(plan, here=False)
-    check_ranks(plan, ranks.training_ranks(plan), installed=False)
+    check_ranks(plan, installed=False)
     if plan.learns_from == "samples":
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
@@ -186,11 +183,7 @@ def _on_gpus(plan: Plan) -> Plan:
     """
     if plan.driver.device == "cpu":
         raise ConfigError("driver.device is cpu, and --gpus plans for GPUs; set driver.device=auto or cuda")
-    return attrs.evolve(
-        plan,
-        driver=attrs.evolve(plan.driver, device="cuda"),
-        table=plan.table | {"driver": plan.table["driver"] | {"device": "cuda"}},
-    )
+    return plan.changed("driver", device="cuda")
 
 
 def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
@@ -245,9 +238,9 @@ def _default(default: Any) -> Any:
     return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
-def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
+def _memory_lines(plan: Plan, gpu: int | None) -> Iterator[str]:
     """Yields the bytes of each phase on the GPU of a rank, and whether they fit."""
-    counted = phases(plan, size, gpu)
+    counted = phases(plan, gpu)
     most = largest(counted)
     room = f"of {gpu / GIB:.2f} GiB" if gpu is not None else "of unknown size (--gpu-memory GIB compares)"
     yield f"memory      by phase, in GiB, on a GPU {room}; the largest is the {most.title}"
@@ -255,9 +248,9 @@ def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
         yield f"            {phase.title}: {phase.describe()}"
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
-    if offloads(plan, size, gpu):
-        own = [role_memory(role, plan, size).own for role in plan.roles.values()]
-        held = size * sum(parameters.nbytes + moments.nbytes for parameters, _, moments, *_ in own) / GIB
+    if offloads(plan, gpu):
+        states = [part.nbytes for role in plan.roles.values() for part in role_memory(role, plan).loaded]
+        held = ranks.training_ranks(plan) * sum(states) / GIB
         yield (
             f"            training states, {held:.3g} GiB of all ranks, lie on the CPU while the engine generates "
             "(rollout.offload_trainer)"
@@ -273,7 +266,7 @@ def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
     yield from _layout_lines(plan, gpus, gpu, found)
     if more is not None:
         yield f"            {more[0]} such GPUs are enough: {more[1]}"
-    most, room = largest(counted(plan, gpu)), f"{gpu / GIB:.4g} GiB"
+    most, room = largest(phases(plan, gpu)), f"{gpu / GIB:.4g} GiB"
     if fits(plan, gpu):
         yield f"fits: the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
     else:
@@ -297,7 +290,7 @@ def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iter
 
 def _lacking(plan: Plan, gpu: int) -> str:
     """Returns what a plan that does not fit lacks memory for."""
-    most = largest(counted(plan, gpu))
+    most = largest(phases(plan, gpu))
     if most.nbytes > gpu:
         return f"the {most.title} needs {most.nbytes / GIB:.1f} of {gpu / GIB:.4g} GiB"
     weights, room = engine_weights(plan) / GIB, share(plan, gpu) / GIB
@@ -329,7 +322,7 @@ def _engines(plan: Plan) -> str:
 
 def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
     dtype = compute_dtype(role.dtype, role.folder, build.device(plan.driver))
-    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    sizes = sizes_of(role)
     trained = sizes.trained if role.trained else 0
     layout = role.strategy
     if role.strategy == "fsdp":
@@ -356,7 +349,7 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"
     yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"
-    counted = role_memory(role, plan, size, build.device(plan.driver)).own
+    counted = role_memory(role, plan, build.device(plan.driver)).own
     parts = [f"{p.name.removeprefix(f'{role.name} ')} {p.nbytes / GIB:.3f}" for p in counted if p.nbytes]
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {', '.join(parts)}; micro-batches of at most {role.max_tokens:,} tokens{place}"
@@ -384,7 +377,6 @@ def rehearse(plan: Plan, source: Source) -> str | None:
     Args:
         plan: the plan. Steps of built-in algorithms, with environments, or with adapters whose base is the reference,
             are not taken.
-        source: its problems.
 
     Returns:
         A sentence about what went wrong, empty if the step went well; None if no step was taken.
@@ -438,11 +430,7 @@ def unplanned(role: RolePlan, plan: Plan, made: int, planned: int, steps: int) -
     """Returns a sentence about a role with more updates than its algorithm's outline counts, whose rate ends early.
 
     Args:
-        role: the role.
-        plan: the plan.
-        made: its updates so far.
         planned: the updates that the outline counts for ``steps`` steps.
-        steps: the steps so far.
     """
     if not role.falls or made <= planned:
         return ""

@@ -22,13 +22,12 @@ from verl_fn.algorithms import Workers
 from verl_fn.atomic import crc_of
 from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.hf.config import ModelError, compute_dtype
-from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.tensor_file import TENSORS
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.state import tree
 
 from . import RunError
-from .memory import FLOAT32, GIB, model_sizes, moment_bytes, width_of
+from .memory import FLOAT32, GIB, moment_bytes, sizes_of, width_of
 from .recorder import read_waiting, save_waiting
 from .state import RunState, run_of
 
@@ -84,11 +83,6 @@ def begin(
     """Begins to write a checkpoint: the training state of each role, and what waits; ``seal`` ends it.
 
     Args:
-        state: the state.
-        aside: the folder.
-        plan: the plan of the run.
-        w: the workers.
-        identity: the run's.
         later: let threads write the training states, from copies.
 
     Returns:
@@ -129,9 +123,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
     """Reads the state in a checkpoint.
 
     Args:
-        folder: the checkpoint.
         blank: the run's state without its training states.
-        plan: the plan of the run.
         w: the workers; they read the training states.
 
     Raises:
@@ -166,7 +158,6 @@ def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> 
     """Compares the files of a checkpoint with its manifest, and returns the manifest.
 
     Args:
-        folder: the checkpoint.
         matters: whether to compare a file, by its path in the checkpoint; by default all are compared.
 
     Raises:
@@ -331,7 +322,7 @@ def _role_bytes(role: RolePlan, plan: Plan) -> int:
     With adapters, a checkpoint refers to the frozen weights. Only if the model's files contain buffers, it holds the
     merged model, whose adapted layers are fp32, and the weights of these layers without adapters.
     """
-    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    sizes = sizes_of(role)
     width = width_of(compute_dtype(role.dtype, role.folder, build.device(plan.driver)))
     if not role.lora:
         each = FLOAT32 + moment_bytes(role) if role.trained else width
@@ -350,13 +341,9 @@ def checkpoints_at_once(plan: Plan) -> int:
 
 
 def check_disk(plan: Plan) -> None:
-    """Checks that the disk of a run's folder has room for its checkpoints, less the ones that are there.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Checks that the disk of a run's folder has room for its checkpoints, less the ones that are there."""
     folder = Path(plan.trainer.dir)
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    there = atomic.existing(folder)
     each, free, most = checkpoint_bytes(plan), shutil.disk_usage(there).free, checkpoints_at_once(plan)
     more = max(1, most - len(checkpoints(folder)))
     if more * each > free:

@@ -1,4 +1,7 @@
-"""Checks of a plan, its data and its models before the first step."""
+"""Checks of a plan, its data and its models before the first step.
+
+A check that fails raises a ``ConfigError``, unless it says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.algorithms.own import check_fields
+from verl_fn.atomic import existing
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import experts_of
@@ -38,7 +42,6 @@ from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
-from verl_fn.data.loading import StreamedData
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 from verl_fn.driver import ranks
@@ -50,9 +53,8 @@ from verl_fn.state import Key
 
 # Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
-# The most conversations of a kind that a check probes.
 JUDGED = 2  # problems of each kind that reward functions are tried on
-TRIES = 8
+TRIES = 8  # conversations of a kind that a check probes at most
 # A path in one of these is no OWNER/NAME of the hub.
 OUR_FOLDERS = frozenset(("models", "runs", "checkpoints", "exported", "data"))
 
@@ -61,9 +63,6 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
     """Checks that tokenizer, models, row lengths and ranks go together.
 
     Args:
-        plan: the plan.
-        source: its problems.
-        tokenizer: of the model.
         installed: whether the libraries of its backends must be installed here.
 
     Raises:
@@ -72,8 +71,8 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
             than allowed, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    check_ranks(plan, ranks.training_ranks(plan), installed=installed)
-    if plan.trainer.stop_at is not None and isinstance(source, FileData | StreamedData) and not source.validation:
+    check_ranks(plan, installed=installed)
+    if plan.trainer.stop_at is not None and isinstance(source, FileData) and not source.validation:
         raise ConfigError(
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
             "eval_dataset"
@@ -88,11 +87,7 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
 
 
 def check_lengths(plan: Plan, rows: RowLengths) -> None:
-    """Checks that the longest rows fit the models and the budgets of tokens.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """Checks that the longest rows fit the models and the budgets of tokens."""
     own = plan.learns_from != "samples"
     for role in plan.roles.values():
         positions = getattr(read_config(role.folder), "max_position_embeddings", None)
@@ -173,23 +168,16 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
     )
 
 
-def check_run_folder(folder: Path) -> None:
-    """Checks that a run's folder is no file and lies in none.
-
-    Raises:
-        ConfigError: the folder or one of its parents is a file.
-    """
+def check_run_folder(plan: Plan) -> None:
+    """Checks that a run's folder is no file and lies in none."""
+    folder = Path(plan.trainer.dir)
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
 
 
-def check_writable(folder: Path) -> None:
-    """Checks that a run's folder can be written or made, by a file that has no name.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+def check_writable(plan: Plan) -> None:
+    """Checks that a run's folder can be written or made, by a file that has no name."""
+    there = existing(Path(plan.trainer.dir))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -200,21 +188,13 @@ def check_writable(folder: Path) -> None:
 
 
 def check_has_training(plan: Plan) -> None:
-    """Checks that there is something to train on.
-
-    Raises:
-        ConfigError: there are files of held-out problems alone.
-    """
+    """Checks that there is something to train on."""
     if plan.data.val_files and not plan.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
 
 
 def check_model_folders(plan: Plan) -> None:
-    """Checks that the folders of models exist; nothing is downloaded.
-
-    Raises:
-        ConfigError: one does not.
-    """
+    """Checks that the folders of models exist; nothing is downloaded."""
     for role in plan.roles.values():
         if role.folder == plan.model and plan.new_model is not None:
             continue
@@ -240,15 +220,10 @@ def _hub_name(folder: Path) -> str:
 
 
 def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
-    """Checks that no row has tools where an environment gives them.
-
-    Raises:
-        ConfigError: one has.
-    """
-    if not plan.env.name or not isinstance(source, FileData | StreamedData):
+    """Checks that no row has tools where an environment gives them."""
+    if not plan.env.name or not isinstance(source, FileData):
         return
-    training = source.first if isinstance(source, StreamedData) else source.training
-    if rows := sum(traits_of(problems, tokenizer).count(TOOLS) for problems in (training, source.validation)):
+    if rows := sum(traits_of(problems, tokenizer).count(TOOLS) for problems in (source.training, source.validation)):
         raise ConfigError(
             f"env.name: {rows} rows have tools in the column tools, and the model would only see the environment's; "
             "let the environment give them, and remove the column (a function of data.convert can)"
@@ -256,15 +231,10 @@ def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
 
 
 def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
-    """Checks that all parts of a run read images, if rows have any.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    if not isinstance(source, FileData | StreamedData):
+    """Checks that all parts of a run read images, if rows have any."""
+    if not isinstance(source, FileData):
         return
-    training = source.first if isinstance(source, StreamedData) else source.training
-    if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in (training, source.validation)):
+    if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in (source.training, source.validation)):
         return
     if plan.trainer.journal == "samples":
         raise ConfigError("trainer.journal = samples keeps no images, and rows have some; set it to digests")
@@ -289,14 +259,13 @@ def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData | StreamedData):
+    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
     if samples_answers(plan, held_out):
         by_rules([Answer(problem, "") for problem in held_out])
     if plan.needs_reward:
-        training = source.first if isinstance(source, StreamedData) else source.training
-        by_rules([Answer(training[i], "") for i in _with_rules(traits_of(training, tokenizer))])
+        by_rules([Answer(source.training[i], "") for i in _with_rules(traits_of(source.training, tokenizer))])
 
 
 def _with_rules(traits: Traits) -> list[int]:
@@ -325,17 +294,13 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     )
 
 
-def check_ranks(plan: Plan, size: int, *, installed: bool = True) -> None:
+def check_ranks(plan: Plan, *, installed: bool = True) -> None:
     """Checks that every role's layout fits the number of ranks and its model.
 
     Args:
-        plan: the plan.
-        size: the number of ranks.
         installed: whether the libraries of its backends must be installed here.
-
-    Raises:
-        ConfigError: a layout does not fit.
     """
+    size = ranks.training_ranks(plan)
     for role in plan.roles.values():
         # A critic without a strategy of its own has the actor's layout.
         has_own = role.table == "critic" and plan.table["critic"].get("strategy") is not None
@@ -390,11 +355,7 @@ def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -
 
 
 def check_device(plan: Plan) -> None:
-    """Checks that the device exists.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Checks that the device exists."""
     # A Ray cluster may have GPUs that this process does not see.
     on_ray = plan.driver.kind == "ray"
     ray = sys.modules.get("ray") if on_ray else None
@@ -447,11 +408,7 @@ def _check_top_k(plan: Plan, tokens: int) -> None:
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
-    """Checks that a model has an embedding for every id of the tokenizer.
-
-    Raises:
-        ModelError: the tokenizer is larger than the model's vocabulary.
-    """
+    """Checks that a model has an embedding for every id of the tokenizer."""
     size = read_config(folder).get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ModelError(
@@ -468,8 +425,6 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
     """Checks loggers, chat template, rollout engine and cluster, none of which is started.
 
     Args:
-        plan: the plan.
-        tokenizer: of the model.
         ends: the tokens that end an answer.
         gpus: how many GPUs another machine has, for which packages need not be installed here; None for this one.
 
@@ -491,11 +446,7 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
 
 
 def check_gpus(plan: Plan, gpus: int) -> None:
-    """Checks that a machine has a GPU for each process of a plan that takes one.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Checks that a machine has a GPU for each process of a plan that takes one."""
     from verl_fn.driver.ray import placements
 
     if plan.driver.kind == "ray":
@@ -506,7 +457,6 @@ def check_code(plan: Plan, *, here: bool = True) -> None:
     """Checks that the files of the user's own code exist, and that the algorithm can be made of its objects.
 
     Args:
-        plan: the plan.
         here: whether rewards and environment run on this machine, and so have to be here.
 
     Raises:
@@ -524,11 +474,7 @@ def check_code(plan: Plan, *, here: bool = True) -> None:
 
 
 def check_loggers(trainer: TrainerConfig) -> None:
-    """Checks that the packages of ``trainer.logger`` are installed.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Checks that the packages of ``trainer.logger`` are installed."""
     for name in trainer.logger:
         if name != CONSOLE and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -541,7 +487,6 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
     """Checks that model folders have the weights of their models, whose files are not read to the end.
 
     Args:
-        plan: the plan.
         needed: whether a folder must have weights.
 
     Returns:
@@ -601,7 +546,6 @@ def check_rewards(plan: Plan, source: Source | None) -> None:
     These are the ground truths of some problems, and odd answers. A judge at an address is asked nothing.
 
     Args:
-        plan: the plan.
         source: the problems; None if the functions judge nothing, since what they need may be on another machine.
 
     Raises:

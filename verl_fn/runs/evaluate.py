@@ -59,10 +59,6 @@ def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w:
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     """Evaluates a plan's model on its held-out problems and returns metrics and all answers.
 
-    Args:
-        plan: a plan made by ``verl_fn.config.evaluation_plan``.
-        say: prints a line.
-
     Raises:
         ConfigError: there are no held-out problems.
     """
@@ -125,11 +121,7 @@ def has_held_out(plan: Plan) -> bool:
 
 
 def check_goal(plan: Plan, report: Report) -> None:
-    """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with."""
     if plan.trainer.stop_at is not None and held_out_value(report, plan.trainer.stop_metric) is None:
         raise ConfigError(
             "trainer.stop_at is compared with acc, which the reward functions do not return; return it "
@@ -150,7 +142,6 @@ def evaluation_of(
 
     Args:
         batch: scored rows, or conversations of one or several rows, the same number for each problem.
-        problems: the held-out problems.
         tokenizer: decodes the answers.
         end_tokens: of the model; they are no part of an answer's text.
         samples: what the rows were made of, for the messages of conversations.

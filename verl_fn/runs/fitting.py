@@ -83,11 +83,6 @@ def with_settings(plan: Plan, settings: Sequence[str], gpu: int) -> Plan:
     return sized(make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None))), gpu)
 
 
-def counted(plan: Plan, gpu: int) -> tuple[Phase, ...]:
-    """Returns the phases on the GPU of a training rank."""
-    return phases(plan, ranks.training_ranks(plan), gpu)
-
-
 def longest_row(plan: Plan) -> int:
     """Returns the tokens of the longest row that is sampled."""
     return plan.data.max_prompt_length + plan.data.max_response_length
@@ -204,17 +199,15 @@ def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
     named = f"{after.roles['actor'].strategy} over {size} ranks" if size > 1 else "one process"
     if after.rollout.placement == "apart":
         named += f" and engines on {after.rollout.engines * after.rollout.tensor_parallel_size} GPUs"
-    resting = [role_memory(role, after, size).own for role in after.roles.values() if role.offload]
-    # Parameters and moments; gradients lie on the GPU.
-    on_cpu = size * sum(own[0].nbytes + own[2].nbytes for own in resting)
-    return Fit(lacking, counted(after, gpu), named, on_cpu)
+    resting = [role_memory(role, after).loaded for role in after.roles.values() if role.offload]
+    return Fit(lacking, phases(after, gpu), named, size * sum(part.nbytes for parts in resting for part in parts))
 
 
 def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | None:
     """Returns the plan with other settings; None if its models cannot have such a layout."""
     try:
         tried = with_settings(plan, settings, gpu)
-        check_ranks(tried, ranks.training_ranks(tried), installed=False)
+        check_ranks(tried, installed=False)
         check_gpus(tried, gpus)
     except (ConfigError, LayoutError):
         return None
@@ -234,7 +227,7 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
         ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
-        _smaller_share if r.name == "vllm" else _fewer_slots,
+        _smaller_engine,
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
         tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
@@ -258,17 +251,13 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
             return None
         settings += more
     after = _possible(plan, settings, gpus, gpu)
-    return Fit(settings, counted(after, gpu)) if after is not None and fits(after, gpu) else None
+    return Fit(settings, phases(after, gpu)) if after is not None and fits(after, gpu) else None
 
 
-def _smaller_share(plan: Plan, gpu: int) -> Settings | None:
-    most = largest_share(plan, gpu)
-    return None if most is None else (f"rollout.gpu_memory_utilization={most:g}",)
-
-
-def _fewer_slots(plan: Plan, gpu: int) -> Settings | None:
-    slots = largest_slots(plan, gpu)
-    return None if slots is None else (f"rollout.slots={slots}",)
+def _smaller_engine(plan: Plan, gpu: int) -> Settings | None:
+    if plan.rollout.name == "vllm":
+        return None if (most := largest_share(plan, gpu)) is None else (f"rollout.gpu_memory_utilization={most:g}",)
+    return None if (slots := largest_slots(plan, gpu)) is None else (f"rollout.slots={slots}",)
 
 
 def better_engine(plan: Plan, gpu: int) -> Iterator[str]:
@@ -303,15 +292,15 @@ def with_engine(plan: Plan) -> Plan:
         return plan
     in_one_process = plan.driver.kind != "ray" or build.device(plan.driver) == "cpu"
     if r.tensor_parallel_size > 1 or r.lora is not None:
-        return plan.with_engine("vllm")
+        return plan.changed("rollout", name="vllm")
     if in_one_process or r.exact != "off" or plan.new_model is not None:
-        return plan.with_engine("sampler")
+        return plan.changed("rollout", name="sampler")
     from verl_fn.backends.sampler.llama import misfit
     from verl_fn.backends.serving import model_of
 
     skeleton, shapes = model_of(r.folder)
     fast = not skeleton.padded and misfit(skeleton.config, shapes) is None
-    return plan.with_engine("sampler" if fast or skeleton.family is not None else "vllm")
+    return plan.changed("rollout", name="sampler" if fast or skeleton.family is not None else "vllm")
 
 
 def sized(plan: Plan, gpu: int | None) -> Plan:
@@ -322,7 +311,6 @@ def sized(plan: Plan, gpu: int | None) -> Plan:
     decoded at once, up to 1,024, as far as the cache holds them at their longest.
 
     Args:
-        plan: the plan.
         gpu: bytes of a GPU; None if there is none or it is unknown, and the plan then stays as it is.
     """
     if gpu is None or plan.learns_from != "samples":
@@ -340,15 +328,19 @@ def rows_of_engine(plan: Plan) -> int:
 
 def cached_rows(plan: Plan, gpu: int) -> int:
     """Returns how many rows of the greatest length the cache of a vLLM engine holds."""
+    return max(0, share(plan, gpu) - engine_weights(plan)) // max(1, _row_bytes(plan))
+
+
+def _row_bytes(plan: Plan) -> int:
+    """Returns the bytes of the longest row in the cache of each of a vLLM engine's GPUs."""
     r = plan.rollout
-    row = model_sizes(r.folder, "lm").cache(r.longest, element_width(plan)) // r.tensor_parallel_size
-    return max(0, share(plan, gpu) - engine_weights(plan)) // max(1, row)
+    return model_sizes(r.folder, "lm").cache(r.longest, element_width(plan)) // r.tensor_parallel_size
 
 
 def fits(plan: Plan, gpu: int, filled: float = 1.0) -> bool:
     """Returns whether all phases fit into a part of the GPU, and the engine's weights into its share of it."""
     served = not (of_engine := share(plan, gpu)) or engine_weights(plan) <= of_engine
-    return served and largest(phases(plan, ranks.training_ranks(plan), gpu)).nbytes <= filled * gpu
+    return served and largest(phases(plan, gpu)).nbytes <= filled * gpu
 
 
 def largest_share(plan: Plan, gpu: int) -> float | None:
@@ -373,12 +365,10 @@ def _with_slots(plan: Plan, slots: int) -> Plan:
 
 
 def _share(plan: Plan, gpu: int) -> float:
-    r = plan.rollout
-    if r.placement == "apart":
+    if plan.rollout.placement == "apart":
         return MOST_SHARE
-    row = model_sizes(r.folder, "lm").cache(r.longest, element_width(plan)) // r.tensor_parallel_size
     rows = min(rows_of_engine(plan), MOST_SLOTS)
-    needed = -(-100 * (engine_weights(plan) + rows * row + COMPUTATION) // gpu)
+    needed = -(-100 * (engine_weights(plan) + rows * _row_bytes(plan) + COMPUTATION) // gpu)
     target = max(SHARE, -(-needed // 5) * 5 / 100)
     fitting = (one for one in SHARES if _generates(_with_share(plan, one), gpu))
     return min(target, next(fitting, SHARE))
@@ -387,7 +377,7 @@ def _share(plan: Plan, gpu: int) -> float:
 def _generates(plan: Plan, gpu: int) -> bool:
     """Returns whether the phases in which the engine is awake fit; if others do not, the trainer has to change."""
     awake = (GENERATION, PUBLICATION) if plan.rollout.sleeps else None
-    counted = phases(plan, ranks.training_ranks(plan), gpu)
+    counted = phases(plan, gpu)
     most = max(phase.nbytes for phase in counted if awake is None or phase.name in awake)
     return engine_weights(plan) < share(plan, gpu) and most <= FILLED * gpu
 

@@ -30,7 +30,7 @@ from .checkpoints import (
     prune,
     seal,
 )
-from .history import changed_keys, fingerprints, numbered, record, run_config
+from .history import fingerprints, numbered, record
 from .logs import (
     GENERATIONS,
     LOGS,
@@ -48,8 +48,6 @@ from .logs import (
 from .progress import Say, waiting
 from .state import RunState, run_of
 
-__all__ = ["ANSWERS", "Run", "changed_keys", "run_config"]
-
 ANSWERS = "answers"
 FAILURE = "failure.txt"
 
@@ -58,7 +56,6 @@ class Run:
     """The folder of one run.
 
     Args:
-        plan: the plan of the run.
         say: prints a line; it reports checkpoints that cannot be removed.
 
     Attributes:
@@ -236,8 +233,6 @@ class Run:
         """Writes a checkpoint under a temporary name, syncs it to the disk, and then renames it.
 
         Args:
-            state: the state.
-            w: the workers.
             later: let threads write the files until ``saved`` is called, as ``trainer.async_save`` does.
 
         Returns:
@@ -247,7 +242,7 @@ class Run:
             RunError: the checkpoint, or the one before, cannot be written; earlier checkpoints are unchanged.
         """
         self.saved(w)
-        final = self._checkpoint(state.step)
+        final = self.folder / "checkpoints" / f"step_{state.step}"
         aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
         later = later or self._plan.trainer.async_save
@@ -301,13 +296,11 @@ class Run:
                 raise RunError(f"{error.filename} is a symbolic link; remove it") from error
             last = self.latest()
             intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+            free = shutil.disk_usage(atomic.existing(self.folder)).free / 2**20
             raise RunError(
-                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_free(self.folder)}; "
-                f"{intact}. Make room or fix the folder, then run the same command to continue"
+                f"{what} cannot be written to {self.folder}: {error.strerror or error} ({free:,.0f} MiB are free on "
+                f"its disk); {intact}. Make room or fix the folder, then run the same command to continue"
             ) from error
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.folder / "checkpoints" / f"step_{step}"
 
     def _point_at(self, actor: Path) -> None:
         """Points the link ``model`` in the run's folder at its newest model."""
@@ -327,10 +320,3 @@ def _share_written(folder: Path) -> float:
 def _no_link(path: str, flags: int) -> int:
     """Opens a file unless it is a symbolic link: somebody else may have put that there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _free(folder: Path) -> str:
-    existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
-    if existing is None:
-        return ""
-    return f" ({shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free on its disk)"

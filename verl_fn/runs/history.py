@@ -44,10 +44,7 @@ def record(folder: Path, step: int | None, table: Table, inputs: Mapping[str, st
     A kill leaves the record as it was, or as it is to be. Settings of a continuation that saved no step are dropped.
 
     Args:
-        folder: the run's folder.
         step: the last step that is done; None if the folder has no step yet.
-        table: the config.
-        inputs: the fingerprints of the inputs.
         origin: the identity of the checkpoint that a new run is a fork of.
     """
     kept = set()
@@ -120,10 +117,6 @@ def _carried(folder: Path) -> str:
 
 def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int | None]:
     """Returns the config that a step of a run was made with, and the step after which that config applied.
-
-    Args:
-        folder: the run's folder.
-        step: the step, by default the run's last one.
 
     Returns:
         The config, and the step; None if it applied from the beginning of the run.
@@ -203,15 +196,21 @@ def fingerprints(plan: Plan) -> dict[str, str]:
         The size and the checksum of every file by path, the commits of folders from the hub, and the versions of
         libraries.
     """
-    files = dict.fromkeys(file for file in _files(plan) if file.is_file())
-    prints = {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
-    prints |= {entry: _whole(read) for entry in _data(plan) if is_set(entry) and (read := set_files(entry))}
-    folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data_files(plan) for up in file.parents)])
-    if (
-        not any(_data(plan))
-        and reasoning_names(plan.data.task)
-        and importlib.util.find_spec("reasoning_gym") is not None
-    ):
+    data = (*plan.data.train_files, *plan.data.val_files)
+    # Sets of the hub have no files of their own, since the config has their commit.
+    sets = {entry: set_files(entry) for entry in data if is_set(entry)}
+    files = [*(Path(entry) for entry in data if entry not in sets), *_files(plan)]
+    prints = {
+        str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}"
+        for file in dict.fromkeys(files)
+        if file.is_file()
+    }
+    prints |= {entry: _whole(read) for entry, read in sets.items() if read}
+    own = plan.model if plan.new_model is not None else None
+    models = [Path(role.folder) for role in plan.roles.values() if role.folder != own]
+    of_data = [file for entry in data for file in sets.get(entry, [Path(entry)])]
+    folders = dict.fromkeys([*models, *(up for file in of_data for up in file.parents)])
+    if not data and reasoning_names(plan.data.task) and importlib.util.find_spec("reasoning_gym") is not None:
         # Another version may make other questions of the same seeds.
         prints["reasoning-gym"] = _VERSION + importlib.metadata.version("reasoning-gym")
     prints |= {"verl_fn": _VERSION + __version__, "python": _VERSION + platform.python_version()}
@@ -259,30 +258,14 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     ]
 
 
-def _data(plan: Plan) -> tuple[str, ...]:
-    return (*plan.data.train_files, *plan.data.val_files)
-
-
 def _whole(files: Sequence[Path]) -> str:
     """Returns one fingerprint of all files of a data set; it also changes if a file is added or removed."""
     lines = "".join(f"{file} {file.stat().st_size} {crc_of(file):08x}\n" for file in files)
     return f"{len(files)} files, CRC {zlib.crc32(lines.encode()):08x}"
 
 
-def _data_files(plan: Plan) -> Iterator[Path]:
-    """Yields the files of the data; sets of the hub have none, since the config has their commit."""
-    for entry in _data(plan):
-        yield from set_files(entry) if is_set(entry) else (Path(entry),)
-
-
-def _folders(plan: Plan) -> Iterator[str]:
-    """Yields the folders of models that the run did not make itself."""
-    yield from (role.folder for role in plan.roles.values() if plan.new_model is None or role.folder != plan.model)
-
-
 def _files(plan: Plan) -> Iterator[Path]:
-    """Yields the data, the user's code, and what makes tokens of text in a model that the run did not make itself."""
-    yield from (Path(entry) for entry in _data(plan) if not is_set(entry))
+    """Yields the user's code, and what makes tokens of text in a model that the run did not make itself."""
     for reference in (*plan.code, *plan.data.convert, *plan.reward.functions, plan.env.name):
         if is_reference(reference) and not verifiers_name(reference):
             yield from code_files(reference.rpartition(":")[0])

@@ -134,9 +134,6 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     """Writes the responses that a step was trained with as text, one a line, under verl's names.
 
     Responses that waited in a checkpoint are left out, since it does not hold their ground truths.
-
-    Raises:
-        RunError: the file cannot be written.
     """
     # Without a reward, as for demonstrations, there are no responses. An engine may be called without a reward.
     matching = len(drawn.samples) == len(drawn.scored)

@@ -148,9 +148,7 @@ def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterato
     """Opens the loggers of ``trainer.logger`` and closes them at the end.
 
     Args:
-        t: the config's ``[trainer]`` table.
         table: the whole config, for the logger's own display.
-        folder: the run's folder.
         start: the last step that is done.
 
     Yields:

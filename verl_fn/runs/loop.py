@@ -34,20 +34,20 @@ from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
 from .prepare import prepare, workers
-from .progress import Lines, Live, Progress, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
+from .progress import Lines, Live, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
 from .recorder import Drawn
 from .state import (
     RunState,
     algorithm_of,
+    at_rest,
     blank_state,
     differing_fields,
     initial_state,
-    offloaded,
     offloaded_roles,
     on_one_gpu,
     run_of,
 )
-from .steps import Pace, advance
+from .steps import advance
 
 
 class Interrupted(RuntimeError):
@@ -58,8 +58,6 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
     """Runs a plan to its end, from the folder's last checkpoint if there is one.
 
     Args:
-        plan: a plan made by ``verl_fn.config.make_plan``.
-        say: prints a line.
         live: draw progress on the terminal instead of printing lines.
         began: ``time.monotonic()`` of the command, for ``timing_s/start/*``; None if it is not known.
 
@@ -72,7 +70,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
     """
     start = Start(say, began)
     check_has_training(plan)
-    check_run_folder(Path(plan.trainer.dir))
+    check_run_folder(plan)
     with contextlib.ExitStack() as stack:
         stack.enter_context(leading(plan))
         plan = with_engine(plan.dated(run_date(plan)))
@@ -98,7 +96,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
                 w = running.enter_context(workers(plan))
             if w.processes.about:
                 say(w.processes.about)
-            if notice := check_memory(plan, ranks.training_ranks(plan), w.processes.gpu_memory):
+            if notice := check_memory(plan, w.processes.gpu_memory):
                 say(f"note: {notice}")
             with explained(plan, w.processes.gpu_memory):
                 evaluation = _Loop(plan, run, w, source, say, start, held).run_to_end(origin, changed, live)
@@ -145,7 +143,7 @@ def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
         fresh = blank_state(plan).algorithm
         changed = {name: getattr(fresh, name) for name in differing_fields(before, plan)}
         state = attrs.evolve(state, algorithm=attrs.evolve(state.algorithm, **changed))
-    return state.with_roles(offloaded({name: state.role(name) for name in plan.roles}, plan, w))
+    return state.with_roles({name: at_rest(name, state.role(name), plan, w) for name in plan.roles})
 
 
 class _Loop:
@@ -157,7 +155,6 @@ class _Loop:
         self.held = held
         self.algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
-        self.pace = Pace.of(plan)
         self.evaluation: Report = {}
         self.saved: Path | None = None
         self.noticed: set[str] = set()
@@ -223,14 +220,14 @@ class _Loop:
             stop_signals = stack.enter_context(stop_requests(self.say))
             total = t.total_training_steps
             hidden = always_zero(plan)
-            progress: Progress = (
+            progress: Lines | Live = (
                 Live(state.step, total, hidden) if live else Lines(state.step, total, t.log_freq, self.say, hidden)
             )
             stack.enter_context(progress)
             skipped: dict[str, int] = {}
             begun = state.step
             while state.step < total and not goal_reached(plan, self.evaluation):
-                state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
+                state, report, drawn = advance(self.algorithm, state, self.source, self.w, plan)
                 # A save had the time of this step. A log without any checkpoint would not be continued.
                 self.run.saved(self.w)
                 report |= self._restarts() | started
@@ -245,10 +242,8 @@ class _Loop:
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
-                self._say_once("signal", without_signal(state.step, report))
-                self._say_once("gap", wide_gap(state.step, report))
-                self._say_once("cut", cut_off(state.step, report))
-                self._say_once("settled", settled(state.step, report))
+                for notice in (without_signal, wide_gap, cut_off, settled):
+                    self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):
                         made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
@@ -346,11 +341,7 @@ def _updates(state: TrainState) -> int:
 
 
 def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, plan: Plan, run: Run) -> None:
-    """Ends a run in which all updates of a role have been skipped for ``trainer.max_skipped_steps`` steps.
-
-    Raises:
-        RunError: they have.
-    """
+    """Ends a run in which all updates of a role have been skipped for ``trainer.max_skipped_steps`` steps."""
     for name, share in report.items():
         if name.endswith("/update_skipped"):
             family = name.partition("/")[0]
@@ -377,7 +368,6 @@ def stop_requests(say: Say, reply: str = STOPPING) -> Iterator[list[int]]:
     In a thread other than the main one no signals can be handled, and the list stays empty.
 
     Args:
-        say: prints a line.
         reply: the line that answers the first signal.
     """
     requests: list[int] = []

@@ -23,7 +23,7 @@ from verl_fn.backends.hf.lora import Lora, target_layers
 from verl_fn.backends.hf.skeleton import DTYPES
 from verl_fn.backends.memory import PhaseOutOfMemory, lacks_memory, reason_of
 from verl_fn.config import ConfigError, Plan, RolePlan
-from verl_fn.driver import ranks as driver_ranks
+from verl_fn.driver.ranks import training_ranks
 from verl_fn.errors import UserError
 from verl_fn.state import Key
 
@@ -151,6 +151,11 @@ def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes
     return ModelSizes(total, trained, experts, ends, adapted, buffers, model.config.get_text_config())
 
 
+def sizes_of(role: RolePlan) -> ModelSizes:
+    """Counts the elements of a role's model."""
+    return model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+
+
 def width_of(dtype: str) -> int:
     """Returns the bytes of an element.
 
@@ -243,16 +248,13 @@ class RoleMemory:
     phases: tuple[Phase, ...]
 
 
-def role_memory(role: RolePlan, plan: Plan, ranks: int, device: str = "cuda") -> RoleMemory:
+def role_memory(role: RolePlan, plan: Plan, device: str = "cuda") -> RoleMemory:
     """Counts the bytes of a role on one of the ranks that train it.
 
     Args:
-        role: the role.
-        plan: the plan that it belongs to.
-        ranks: how many ranks train it.
         device: ``cpu`` or ``cuda``, by which the dtype is chosen if the config names none.
     """
-    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    sizes, ranks = sizes_of(role), training_ranks(plan)
     dtype = _dtype(role.dtype, role.folder, device, _stamp(role.folder))
     width, name, lower = width_of(dtype), role.name, _state_setting(role)
     own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
@@ -381,21 +383,19 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     return own, own_trained, copied, held_trained, 0
 
 
-def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
+def phases(plan: Plan, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
     """Returns the start and the phases of a step on the GPU of a training rank, with all that shares it.
 
     Roles of ``ray.separate`` and engines that are placed apart have GPUs of their own and are not counted.
 
     Args:
-        plan: the plan.
-        ranks: how many ranks train.
         gpu: bytes of the GPU; None if it is unknown, and vLLM's cache then counts nothing.
         offload: whether the training states lie on the CPU while the engine generates; by default as
             ``offloads`` says.
     """
-    offload = offloads(plan, ranks, gpu) if offload is None else offload
+    offload = offloads(plan, gpu) if offload is None else offload
     names = [name for name in plan.roles if name not in plan.ray.separate or plan.driver.kind != "ray"]
-    roles = [role_memory(plan.roles[name], plan, ranks) for name in names]
+    roles = [role_memory(plan.roles[name], plan) for name in names]
     state = [part for role in roles for part in role.state]
     buffers = [part for role in roles for part in role.buffers]
     at_rest = [] if offload else list(state)
@@ -403,12 +403,12 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
         at_rest = [attrs.evolve(part, lower="rollout.offload_trainer=true") for part in at_rest]
     else:
         at_rest += buffers
-    engine = _engine(plan, ranks, gpu)
+    engine = _engine(plan, gpu)
     # An engine that sleeps wakes its weights for a publication, its cache after it, and neither for the trainer.
     weights, awake = (engine[:1], ()) if plan.rollout.sleeps else (engine, engine)
     if plan.rollout.shares:
         awake = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in awake)
-    processes = 1 if plan.driver.kind == "local" else 1 + _engines(plan, ranks)
+    processes = 1 if plan.driver.kind == "local" else 1 + _engines(plan)
     cuda = Allocation("CUDA itself", processes * CONTEXT, exact=False)
     # Roles are loaded one after the other, on the GPU.
     start = [*awake, cuda]
@@ -423,7 +423,7 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     )
 
 
-def offloads(plan: Plan, ranks: int, gpu: int | None) -> bool:
+def offloads(plan: Plan, gpu: int | None) -> bool:
     """Returns whether the training states lie on the CPU while the engine generates.
 
     ``rollout.offload_trainer`` decides. If it is not set, they do if they do not fit beside the engine. Beside an
@@ -432,11 +432,11 @@ def offloads(plan: Plan, ranks: int, gpu: int | None) -> bool:
     r = plan.rollout
     if not r.sleeps or r.offload_trainer is not None:
         return r.sleeps and bool(r.offload_trainer)
-    generation = [p for p in phases(plan, ranks, gpu, offload=False) if p.name == GENERATION]
+    generation = [p for p in phases(plan, gpu, offload=False) if p.name == GENERATION]
     return gpu is not None and any(phase.nbytes > gpu for phase in generation)
 
 
-def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
+def check_memory(plan: Plan, gpu: int | None) -> str:
     """Returns a sentence about a phase whose estimate is larger than the GPU; empty if there is none.
 
     Raises:
@@ -444,7 +444,7 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
     """
     if gpu is None:
         return ""
-    counted = phases(plan, ranks, gpu)
+    counted = phases(plan, gpu)
     most = max(counted, key=lambda phase: phase.exact)
     if most.exact > gpu:
         raise ConfigError(f"the {most.title} needs at least {most.exact / GIB:.2f} GiB{_beside(most, gpu)}")
@@ -470,7 +470,6 @@ def advice(phase: Phase, gpu: int | None = None) -> str:
     """Returns the settings to lower in a phase: settings of its largest parts, the largest first.
 
     Args:
-        phase: the phase.
         gpu: bytes of the GPU; parts of less than a twentieth of it are left out.
 
     Example:
@@ -511,16 +510,16 @@ def _dtype(asked: str | None, folder: str, device: str, stamp: int) -> str:
     return compute_dtype(asked, folder, device)
 
 
-def _engines(plan: Plan, ranks: int) -> int:
+def _engines(plan: Plan) -> int:
     """Returns how many engines share the GPU of a training rank."""
     if plan.driver.kind == "local":
         return 1
-    return -(-plan.rollout.engines // ranks) if plan.rollout.placement == "colocated" else 0
+    return -(-plan.rollout.engines // training_ranks(plan)) if plan.rollout.placement == "colocated" else 0
 
 
-def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Allocation, ...]:
+def _engine(plan: Plan, gpu: int | None) -> tuple[Allocation, ...]:
     """Returns the parts of the engines that share the GPU of a training rank, the weights first."""
-    r, count = plan.rollout, _engines(plan, ranks)
+    r, count = plan.rollout, _engines(plan)
     if not count:
         return ()
     weights = Allocation("engine weights", count * engine_weights(plan), "rollout.dtype=bfloat16")
@@ -539,7 +538,6 @@ def explained(plan: Plan, gpu: int | None) -> Iterator[None]:
     """Replaces an error for a lack of memory by one that says what the plan holds in that phase.
 
     Args:
-        plan: the plan of the run.
         gpu: bytes of the GPU of a training rank; None if ranks compute on the CPU.
 
     Raises:
@@ -563,12 +561,11 @@ def explain(plan: Plan, gpu: int | None, name: str, reason: str) -> str:
     """Describes a lack of memory.
 
     Args:
-        plan: the plan of the run.
         gpu: bytes of the GPU; None if ranks compute on the CPU.
         name: the phase, as in ``timing_s/*``; empty or unknown if the algorithm does not tell.
         reason: what the error says.
     """
-    counted = phases(plan, driver_ranks.training_ranks(plan), gpu)
+    counted = phases(plan, gpu)
     phase = next((phase for phase in counted if phase.name == name), None)
     where = f"in {name} ({phase.title})" if phase is not None else f"in {name}" if name else "outside of a phase"
     shown = phase or largest(counted)

@@ -44,8 +44,6 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     Data that is valid but probably a mistake is reported.
 
     Args:
-        plan: the plan.
-        say: prints a line.
         gpus: how many GPUs another machine has, for which the plan is only checked; None for a run on this one.
 
     Raises:

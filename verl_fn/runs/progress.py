@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Self
 
 from verl_fn.algorithms import Report
 from verl_fn.backends.memory import RUNNING
@@ -90,7 +90,6 @@ def waiting(say: Say, what: str, share: Callable[[], float] = lambda: 0.0) -> It
 
     Args:
         say: prints a line; another thread calls it.
-        what: what the body does.
         share: returns how much of it is done, from 0 to 1; lines tell it if it is above 0.
     """
     ended = threading.Event()
@@ -119,35 +118,33 @@ class Pulse:
     ``beat`` while the pulse is open.
 
     Args:
+        start: the steps that are done.
         total: the steps of the run.
         every: seconds between two lines.
         tell: gets a line.
     """
 
-    def __init__(self, total: int, every: float, tell: Callable[[str], None]) -> None:
-        self._total, self._every, self._tell = total, every, tell
+    def __init__(self, start: int, total: int, every: float, tell: Say) -> None:
+        self._first, self._total, self._every, self._tell = start, total, every, tell
         self._before: Mapping[str, float] = {}
-        self._step, self._began = 0, time.perf_counter()
-        self._phase, self._entered = "", self._began
-        self._told = self._began
+        self.done(start, {})
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verl_fn progress", daemon=True)
 
-    def start(self, step: int) -> None:
-        """Opens the pulse after ``step``."""
-        self.done(step, {})
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed.set()
+        self._thread.join()
 
     def done(self, step: int, report: Mapping[str, float]) -> None:
         """Notes that a step has ended."""
         now = time.perf_counter()
         self._before = report or self._before
-        self._step, self._began, self._told, self._phase = step, now, now, ""
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closed.set()
-        self._thread.join()
+        self._step, self._began, self._told = step, now, now
+        self._phase, self._entered = "", now
 
     def _run(self) -> None:
         while not self._closed.wait(min(1.0, self._every)):
@@ -173,53 +170,32 @@ class Pulse:
         return f"{self._phase} {share:.0%}, about {duration(left)} left of the step"
 
 
-class Progress(Protocol):
-    """Shows the progress of a run while it is open."""
-
-    def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
-        """Shows a finished step; ``evaluation`` is empty for a step without one."""
-        ...
-
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
-class Lines:
+class Lines(Pulse):
     """Prints a line every few steps, and one for every evaluation."""
 
-    def __init__(self, start: int, total: int, every: int, say: Say, hidden: Sequence[str] = ()) -> None:
-        self._first, self._total, self._every, self._say, self._hidden = start, total, every, say, hidden
-        self._pulse = Pulse(total, LONG, say)
-        self._began = time.perf_counter()
+    def __init__(self, start: int, total: int, freq: int, say: Say, hidden: Sequence[str] = ()) -> None:
+        super().__init__(start, total, LONG, say)
+        self._freq, self._hidden, self._opened = freq, hidden, time.perf_counter()
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
-        """Prints a line for every ``every``-th step, for the last one, and for steps with an evaluation."""
-        self._pulse.done(step, report)
-        if step % self._every and step != self._total and not evaluation:
+        """Prints a line for every ``freq``-th step, for the last one, and for steps with an evaluation."""
+        self.done(step, report)
+        if step % self._freq and step != self._total and not evaluation:
             return
-        per_step = (time.perf_counter() - self._began) / (step - self._first)
+        per_step = (time.perf_counter() - self._opened) / (step - self._first)
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}", numbers(report, self._hidden)]
         parts.append(f"left {duration(per_step * (self._total - step))}")
-        self._say("  ".join(part for part in (*parts, evaluation) if part))
-
-    def __enter__(self) -> Lines:
-        self._pulse.start(self._first)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._pulse.close()
+        self._tell("  ".join(part for part in (*parts, evaluation) if part))
 
 
-class Live:
+class Live(Pulse):
     """Shows one line with a bar and the remaining time, redrawn after every step; evaluations stay above it."""
 
     def __init__(self, start: int, total: int, hidden: Sequence[str] = ()) -> None:
         from rich import progress
 
-        self._first, self._hidden = start, hidden
-        self._pulse = Pulse(total, 1.0, lambda line: self._bar.update(self._task, doing=line.partition("  ")[2]))
-
+        super().__init__(start, total, 1.0, lambda line: self._bar.update(self._task, doing=line.partition("  ")[2]))
+        self._hidden = hidden
         self._bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}"),
             progress.BarColumn(bar_width=20),
@@ -232,18 +208,17 @@ class Live:
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
         """Redraws the line after a step."""
-        self._pulse.done(step, report)
+        self.done(step, report)
         self._bar.update(self._task, completed=step, numbers=numbers(report, self._hidden), doing="")
         if evaluation:
             self._bar.print(f"step {step}  {evaluation}", highlight=False)
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Self:
         self._bar.start()
-        self._pulse.start(self._first)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._pulse.close()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._bar.stop()
 
 
@@ -358,7 +333,6 @@ class Start:
     """The start of a run, from the command to the first step.
 
     Args:
-        say: prints a line.
         began: ``time.monotonic()`` of the command; None if the imports are not known.
 
     Attributes:

@@ -71,7 +71,6 @@ def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> 
     Args:
         sample: the algorithm's ``sample``, with its state and its problems bound.
         problems: how many problems these are; problems that ``sample`` asks for with ``w.more`` are added.
-        w: the workers.
     """
     return _Recorder(w, problems).draw(sample)
 

@@ -26,16 +26,14 @@ from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
 from .state import RunState, algorithm_of, initial_state, offloaded_roles, on_one_gpu, run_of
-from .steps import RANKS, ROWS_WAITING, Pace, advance
+from .steps import RANKS, ROWS_WAITING, advance
 
 
 def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Plan:
     """Returns the plan that continues a run's state after ``step`` in a new folder.
 
     Args:
-        folder: the run's folder.
         step: the step of the checkpoint to continue from.
-        overrides: ``key=value`` changes of the run's config.
 
     Raises:
         RunError: the run has no checkpoint of that step (the message lists its steps), or the new folder holds a
@@ -79,10 +77,8 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     """Executes a run's steps again, from its last checkpoint before ``step``, and compares them with the log.
 
     Args:
-        folder: the run's folder.
         step: the last step to execute.
         recorded: take the samples from the journal instead of sampling again, for engines whose draws do not repeat.
-        say: prints a line.
 
     Raises:
         RunError: the run has no such step, its journal has no samples, or its samples cannot be drawn again.
@@ -91,7 +87,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     cfg, since = run_config(folder, step)
     plan = make_plan(cfg)
     # A judge is not asked again: it might reply otherwise.
-    plan = attrs.evolve(plan, reward=attrs.evolve(plan.reward, offline=bool(plan.reward.url)))
+    plan = plan.changed("reward", offline=bool(plan.reward.url))
     rows = {row["step"]: row for row in read_metrics(folder)}
     if step < 1 or step not in rows:
         raise RunError(
@@ -114,7 +110,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
         say(f"note: the replay has {change} than step {step} had")
     source, plan = prepare(plan, say), sized(plan, build.smallest_gpu(plan.driver))
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
-    pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
+    of_steps = plan.changed("driver", max_lag=0) if recorded else plan
     with workers(plan) as w:
         algorithm = on_one_gpu(algorithm_of(plan), plan, offloaded_roles(plan, w.processes.gpu_memory))
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
@@ -124,7 +120,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             if at not in rows:
                 raise RunError(f"{folder}/metrics.jsonl has no line for step {at}")
             step_workers = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
-            state, report, drawn = advance(algorithm, state, source, step_workers, pace)
+            state, report, drawn = advance(algorithm, state, source, step_workers, of_steps)
             if recorded:
                 for report_of_step in (report, rows[at]):
                     report_of_step.pop(ROWS_WAITING, None)
@@ -151,11 +147,6 @@ def _compare(
     """Compares an executed step with the log: samples first, then metrics, then the state.
 
     Args:
-        folder, plan, w: the run, its plan and its workers.
-        state: the state after the executed step.
-        drawn: the experience that the step learned from.
-        row: the logged metrics.
-        report: the metrics of the executed step.
         line: the step's line of the journal; None if the run has no journal.
         last: whether this is the last step of the replay.
 
@@ -177,9 +168,7 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int | None)
     """Returns the last checkpoint before ``step`` that was made with the same settings.
 
     Args:
-        folder: the run's folder.
         resume_from: the checkpoint that the run is a fork of, if it is one.
-        step: the step to replay.
         since: the step after which the settings of ``step`` applied; None if they applied from the beginning.
 
     Returns:
@@ -203,11 +192,7 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int | None)
 
 
 def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Checks that the steps were made by the same number of processes, since another number rounds differently.
-
-    Raises:
-        RunError: they were not.
-    """
+    """Checks that the steps were made by the same number of processes, since another number rounds differently."""
     for row in rows:
         if (size := row.get(RANKS, 1)) != torchrun_size():
             launcher = f"under torchrun with --nproc-per-node {size:g}" if size > 1 else "without torchrun"

@@ -22,7 +22,6 @@ from verl_fn.algorithms.workers import Roles
 from verl_fn.backends.protocol import HoldsBuffers
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem
-from verl_fn.driver import ranks
 from verl_fn.errors import UserError
 from verl_fn.state import Key, Node, node, tree
 
@@ -84,7 +83,7 @@ def initial_state(plan: Plan, w: Workers) -> RunState:
     states = Roles.fromkeys(plan.copies)
     for name, role in plan.roles.items():
         # A state moves to the CPU before the next one is loaded.
-        states |= offloaded({name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name))}, plan, w)
+        states[name] = at_rest(name, w.trainers[name].load_pretrained(role.folder, key.fold_in(name)), plan, w)
     state = RunState(algorithm_of(plan).init(states, key), cursor=0)
     check_fields(state, plan)
     return state
@@ -112,11 +111,7 @@ def check_fields(state: RunState, plan: Plan) -> None:
 
 
 def check_blank(plan: Plan) -> None:
-    """Checks an algorithm's state before models are loaded.
-
-    Raises:
-        AlgorithmError: as ``check_fields``.
-    """
+    """Checks an algorithm's state before models are loaded."""
     # An init that reads training states fails; the states that it makes are checked when they are loaded.
     try:
         blank = blank_state(plan)
@@ -130,15 +125,10 @@ def check_blank(plan: Plan) -> None:
     check_fields(blank, plan)
 
 
-def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
-    """Moves the states of roles that lie on the CPU between steps there."""
-    between = offloaded_roles(plan, w.processes.gpu_memory)
-    return {
-        name: w.trainers[name].place(state, params="cpu", optimizer="cpu")
-        if plan.roles[name].offload or name in between
-        else state
-        for name, state in states.items()
-    }
+def at_rest(role: str, state: Any, plan: Plan, w: Workers) -> Any:
+    """Moves a role's state to the CPU if it lies there between steps."""
+    moves = plan.roles[role].offload or role in offloaded_roles(plan, w.processes.gpu_memory)
+    return _placed(w, role, state, "cpu") if moves else state
 
 
 def differing_fields(before: Plan, now: Plan) -> list[str]:
@@ -168,10 +158,9 @@ def offloaded_roles(plan: Plan, gpu_memory: int | None) -> frozenset[str]:
     """Returns the roles whose training states lie on the CPU between steps, and on the GPU in ``learn``.
 
     Args:
-        plan: the plan.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
     """
-    if gpu_memory is None or not offloads(plan, ranks.training_ranks(plan), gpu_memory):
+    if gpu_memory is None or not offloads(plan, gpu_memory):
         return frozenset()
     return frozenset(name for name in _sharing(plan) if not plan.roles[name].offload)
 
@@ -189,9 +178,6 @@ def give_to_engine(plan: Plan, w: Workers, actor: Any, version: int, clock: Cloc
 
     Args:
         plan: says whether the engine sleeps.
-        w: the workers.
-        actor: the actor's training state.
-        version: the step of the weights.
         clock: measures the time of ``update_weights`` and ``gen``.
     """
     if w.rollout.version == version:
@@ -226,7 +212,6 @@ def on_one_gpu(algorithm: Algorithm[Any], plan: Plan, roles: frozenset[str], dev
     copied back.
 
     Args:
-        algorithm: the algorithm.
         plan: says whether the engine sleeps.
         roles: the roles whose states lie on the CPU; see ``offloaded_roles``.
         device: where they learn.

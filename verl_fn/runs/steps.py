@@ -36,36 +36,8 @@ ROWS_WAITING = "rollout/rows_waiting"
 NOT_RETURNED = "rollout/rows_dropped/engine"
 
 
-@attrs.frozen
-class Pace:
-    """How many problems a step takes, and how far sampling runs ahead of learning.
-
-    Attributes:
-        batch_size: the problems of a step.
-        steps: the steps of the whole run; nothing is drawn for later ones.
-        max_lag: the maximum staleness of a sample, in steps: weights that learn minus weights that drew; with
-            0, each step samples and then learns.
-        in_flight: whether engines get weights while they draw.
-    """
-
-    batch_size: int
-    steps: int
-    max_lag: int = 0
-    in_flight: bool = False
-
-    @classmethod
-    def of(cls, plan: Plan) -> Pace:
-        """Returns the pace that a plan asks for."""
-        return cls(
-            plan.data.train_batch_size,
-            plan.trainer.total_training_steps,
-            plan.driver.max_lag,
-            plan.rollout.in_flight_weight_updates,
-        )
-
-
 def advance(
-    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace
+    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, plan: Plan
 ) -> tuple[RunState, Report, Drawn]:
     """Takes one step: learns from the experience that has waited longest, after asking for more if it is time.
 
@@ -75,10 +47,10 @@ def advance(
         The next state, the step's metrics, and the experience that the step learned from.
     """
     clock = Clock(w.get)
-    first, *waiting = _asked(algorithm, state, source, w, pace, clock)
-    drawn: Drawn = clock.run("wait_prev_gen", get_here, first.drawn) if pace.max_lag else w.get(first.drawn)
+    first, *waiting = _asked(algorithm, state, source, w, plan, clock)
+    drawn: Drawn = clock.run("wait_prev_gen", get_here, first.drawn) if plan.driver.max_lag else w.get(first.drawn)
     experience = drawn.experience
-    if pace.max_lag:
+    if plan.driver.max_lag:
         experience = attrs.evolve(experience, seconds=clock.seconds)
     after, report = algorithm.learn(state.algorithm, experience, w)
     report |= rows_of(drawn, waiting, state.step, w)
@@ -86,7 +58,7 @@ def advance(
         # What learn itself has left out reached it, but was not learned from.
         if (learned := f"rollout/{kind}_learned") in report:
             report[learned] -= report.get(f"rollout/{kind}_dropped/learn", 0)
-    if pace.in_flight:
+    if plan.rollout.in_flight_weight_updates:
         report |= before_update(experience.batch)
     # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
     size = ranks.torchrun_size()
@@ -95,22 +67,24 @@ def advance(
 
 
 def _asked(
-    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace, clock: Clock
+    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, plan: Plan, clock: Clock
 ) -> tuple[Waiting, ...]:
     """Returns the experience that waits, with a new round's if one is due."""
     step, waiting = state.step, state.waiting
-    wanted = range(step + len(waiting), min(step + pace.max_lag + 1, pace.steps))
-    if not wanted or (len(waiting) > 1 and not pace.in_flight):
+    max_lag, in_flight = plan.driver.max_lag, plan.rollout.in_flight_weight_updates
+    wanted = range(step + len(waiting), min(step + max_lag + 1, plan.trainer.total_training_steps))
+    if not wanted or (len(waiting) > 1 and not in_flight):
         return waiting
-    if pace.max_lag:
-        if not pace.in_flight:
+    if max_lag:
+        if not in_flight:
             clock.run("wait_prev_gen", get_here, [one.drawn for one in waiting])
         clock.run("update_weights", publish, w, state.role("actor"), step)
         w = attrs.evolve(w, version=step)
     key, start = state.key.fold_in("data"), state.cursor + sum(one.problems for one in waiting)
     for number in wanted:
         more = _following(source, key, start)
-        one = _ask(algorithm, state, more(pace.batch_size), attrs.evolve(w, more=more), number, pace.max_lag > 0)
+        problems = more(plan.data.train_batch_size)
+        one = _ask(algorithm, state, problems, attrs.evolve(w, more=more), number, max_lag > 0)
         start += one.problems
         waiting += (one,)
     return waiting
@@ -134,7 +108,6 @@ def _ask(
     """Asks for the experience of a step, with the weights of ``state``.
 
     Args:
-        algorithm, state, problems, w: as for ``Algorithm.sample``.
         step: the step that will learn from it.
         ahead: return when the engines draw, instead of waiting for the experience.
     """

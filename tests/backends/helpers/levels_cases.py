@@ -20,7 +20,7 @@ from verl_fn.backends.hf import lora
 from verl_fn.backends.megatron import saving
 from verl_fn.backends.megatron.backend import Megatron
 from verl_fn.backends.sampler import Sampler
-from verl_fn.levels import parity, training, worker
+from verl_fn.levels import parity, provenance, training, worker
 from verl_fn.levels.subject import Request
 from verl_fn.runs import loop
 from verl_fn.state import Grads, tree
@@ -360,7 +360,7 @@ def missing_modelopt():
     def change(inner):
         raise ModuleNotFoundError("No module named 'modelopt'", name="modelopt")
 
-    return around(worker, "load_bridge", change)
+    return around(provenance, "load_bridge", change)
 
 
 @fault
