@@ -234,3 +234,31 @@ def test_a_default_of_another_algorithm_is_no_default_here(value):
     """0.28 is DAPO's."""
     words = ["algorithm.name=grpo", "algorithm.policy_loss=reinforce", f"algorithm.clip_ratio_high={value}"]
     assert notes(None, words) == ['algorithm.clip_ratio_high has no effect with algorithm.policy_loss = "reinforce"']
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name them in algorithm.gdpo_reward_keys"),
+        (["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward changes the reward"),
+        (["env.name=mine:Env"], "env.name changes the reward"),
+        (["algorithm.reward_model=/m"], "algorithm.reward_model changes the reward"),
+        (["algorithm.name=dapo", "algorithm.overlong_buffer.len=4"], "algorithm.overlong_buffer.len changes"),
+    ],
+)
+def test_gdpo_refuses_rewards_that_it_does_not_read(words, message):
+    keys = ['algorithm.gdpo_reward_keys=["truth"]'] if words else []
+    plain = ["algorithm.name=grpo", "rollout.n=2", "algorithm.adv_estimator=gdpo", *keys]
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load(overrides=[*plain, *words]))
+    keys = ['algorithm.gdpo_reward_keys=["truth", "overlong"]', "reward.functions=a:b", "reward.weights=2.0"]
+    allowed = [*plain[:3], *keys, *(words if "dapo" in "".join(words) else [])]
+    assert make_plan(load(overrides=allowed))
+    assert "reward.weights do not count" in " ".join(notes(None, allowed))
+
+
+@pytest.mark.parametrize("other", ["env.name=mine:Env", "reward.functions=a:b"])
+def test_rewards_beside_a_reward_model_are_noted(other):
+    words = ["algorithm.name=grpo", "rollout.n=2", "algorithm.reward_model=/m", other]
+    assert "is the only reward of training" in " ".join(notes(None, words))
+    assert "only reward" not in " ".join(notes(None, words[:3]))

@@ -355,7 +355,7 @@ class GRPO(PolicyOptimization):
         True, "divide by the group's standard deviation", when=given("adv_estimator", "grpo", "grpo_passk", "gdpo")
     )
     gdpo_reward_keys: tuple[str, ...] = opt(
-        (), "names of the rewards, by default all there are", when=given("adv_estimator", "gdpo")
+        (), "names of the rewards, numbers that reward functions return", when=given("adv_estimator", "gdpo")
     )
     gdpo_reward_weights: tuple[float, ...] = opt(
         (), "one weight for each reward, by default 1", when=given("adv_estimator", "gdpo")

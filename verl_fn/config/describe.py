@@ -129,6 +129,15 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
                 f"a step has one update (algorithm.ppo_mini_batch_size = {options.ppo_mini_batch_size} of {prompts} "
                 f"prompts), in which all ratios are 1: if {options.policy_loss} clips them, its clip does nothing"
             )
+    if isinstance(options, PolicyOptimization) and options.reward_model:
+        others = {"env.name": cfg.env.name, "reward.functions": cfg.reward.functions, "reward.url": cfg.reward.url}
+        if judges := [key for key, value in others.items() if value]:
+            yield (
+                f"algorithm.reward_model is the only reward of training: {judges[0]} judges held-out answers, and "
+                "nothing is learned from it"
+            )
+    if getattr(options, "adv_estimator", "") == "gdpo" and cfg.reward.weights:
+        yield "reward.weights do not count in what gdpo learns from: algorithm.gdpo_reward_weights do"
     if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
         yield (
             f"driver.max_lag = {lag} lets rejection learn from answers that weights up to {lag} steps older have "

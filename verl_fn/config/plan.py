@@ -399,9 +399,33 @@ def check(cfg: Config) -> None:
         )
 
 
+def _check_gdpo(cfg: Config, options: PolicyOptimization) -> None:
+    """Checks that gdpo has what it reads, numbers of reward functions by name, and that nothing else is a reward."""
+    start, names = 'algorithm.adv_estimator = "gdpo"', options.gdpo_reward_keys
+    if not names:
+        raise ConfigError(
+            f"{start} compares numbers that reward functions return: name them in algorithm.gdpo_reward_keys"
+        )
+    unread = {
+        "algorithm.use_kl_in_reward": options.use_kl_in_reward,
+        "algorithm.reward_model": options.reward_model,
+        "env.name": cfg.env.name,
+        "algorithm.overlong_buffer.len": getattr(options, "overlong_buffer", OverlongBuffer()).len
+        and "overlong" not in names,
+    }
+    if lost := [key for key, value in unread.items() if value]:
+        raise ConfigError(
+            f"{lost[0]} changes the reward of a response, and {start} reads only its parts {', '.join(names)}; "
+            "remove it, or take another estimator"
+        )
+
+
 def check_run(cfg: Config, outline: Outline) -> None:
     """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it."""
     name, learns_from = cfg.algorithm.name, outline.learns_from
+    options = cfg.algorithm.options
+    if isinstance(options, PolicyOptimization) and getattr(options, "adv_estimator", "") == "gdpo":
+        _check_gdpo(cfg, options)
     _check_lag(cfg, learns_from)
     if cfg.rollout.exact != "off":
         _check_exact(cfg, outline)

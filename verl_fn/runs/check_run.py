@@ -228,7 +228,8 @@ def _parts_lines(plan: Plan) -> Iterator[str]:
     if plan.needs_reward or plan.env.name:
         judge = f"{reward.model} at {reward.url}" if reward.url else ""
         rule = "the environment's" if env.name else "the rule of each data source"
-        yield f"reward      {judge or ', '.join(reward.functions) or rule}"
+        held_out = "" if plan.needs_reward else "the reward model; of held-out answers "
+        yield f"reward      {held_out}{judge or ', '.join(reward.functions) or rule}"
     if env.name:
         limit = env.max_turn_length or plan.data.max_response_length
         yield f"environment {env.name}: up to {env.max_turns} replies of at most {limit} tokens each"

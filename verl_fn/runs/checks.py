@@ -39,7 +39,7 @@ from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.plan import check_room
 from verl_fn.config.schema import TrainerConfig
-from verl_fn.data.examples import Conversation
+from verl_fn.data.examples import COMPLETION, Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
@@ -290,7 +290,9 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     if plan.roles["actor"].head != "lm":
         return False
     return bool(plan.reward.by_user or plan.env.name) or not any(
-        isinstance(p, Conversation | Judged) and not (p.answer and has_rule(p.data_source)) for p in problems
+        (isinstance(p, Conversation | Judged) or p.data_source == COMPLETION)
+        and not (p.answer and has_rule(p.data_source))
+        for p in problems
     )
 
 
