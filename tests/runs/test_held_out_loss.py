@@ -66,7 +66,7 @@ def test_sft_reports_the_loss_and_the_accuracy_of_held_out_answers(chatty, tmp_p
 
 def test_sft_reports_the_loss_of_held_out_answers_to_prompts_of_text(chatty, tmp_path):
     rows = [{"prompt": "a", "completion": "bc"}]
-    before, after = run(chatty, tmp_path, "sft", rows * 2, rows)
+    before, after = run(chatty, tmp_path / "text", "sft", rows * 2, rows)
     assert after["val/loss"] < before["val/loss"] and not any("acc/mean" in k for k in before if "token" not in k)
 
 
