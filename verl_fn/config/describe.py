@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import tomli_w
 
-from .algorithms import BUILT_IN, PPO, AlgorithmTable, PolicyOptimization, Rejection, uses_critic
+from .algorithms import BUILT_IN, GRPO, PPO, AlgorithmTable, PolicyOptimization, Rejection, uses_critic
 from .load import elsewhere, flat, load, raw_table
 from .names import is_reference
 from .options import ConfigError
@@ -136,7 +136,7 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
                 f"algorithm.reward_model is the only reward of training: {judges[0]} judges held-out answers, and "
                 "nothing is learned from it"
             )
-    if getattr(options, "adv_estimator", "") == "gdpo" and cfg.reward.weights:
+    if isinstance(options, GRPO) and options.adv_estimator == "gdpo" and cfg.reward.weights:
         yield "reward.weights do not count in what gdpo learns from: algorithm.gdpo_reward_weights do"
     if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
         yield (

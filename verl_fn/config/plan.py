@@ -16,6 +16,7 @@ import attrs
 from .algorithms import (
     BUILT_IN,
     DAPO,
+    GRPO,
     AlgorithmTable,
     Distill,
     LearnsFrom,
@@ -399,7 +400,7 @@ def check(cfg: Config) -> None:
         )
 
 
-def _check_gdpo(cfg: Config, options: PolicyOptimization) -> None:
+def _check_gdpo(cfg: Config, options: GRPO) -> None:
     """Checks that gdpo has what it reads, numbers of reward functions by name, and that nothing else is a reward."""
     start, names = 'algorithm.adv_estimator = "gdpo"', options.gdpo_reward_keys
     if not names:
@@ -424,7 +425,7 @@ def check_run(cfg: Config, outline: Outline) -> None:
     """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it."""
     name, learns_from = cfg.algorithm.name, outline.learns_from
     options = cfg.algorithm.options
-    if isinstance(options, PolicyOptimization) and getattr(options, "adv_estimator", "") == "gdpo":
+    if isinstance(options, GRPO) and options.adv_estimator == "gdpo":
         _check_gdpo(cfg, options)
     _check_lag(cfg, learns_from)
     if cfg.rollout.exact != "off":
