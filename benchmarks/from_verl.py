@@ -38,6 +38,7 @@ PLAIN: Sequence[tuple[str, Sequence[str], Any]] = (
     ("data.filter_overlong_prompts", ["data.filter_overlong_prompts"], False),
     ("data.shuffle", ["data.shuffle"], True),
     ("algorithm.adv_estimator", ["algorithm.adv_estimator"], "gae"),
+    ("algorithm.gdpo_reward_keys", ["algorithm.gdpo_reward_keys"], None),
     ("algorithm.gamma", ["algorithm.gamma"], 1.0),
     ("algorithm.norm_adv_by_std_in_grpo", ["algorithm.norm_adv_by_std_in_grpo"], True),
     ("algorithm.use_kl_in_reward", ["algorithm.use_kl_in_reward"], False),
@@ -108,6 +109,8 @@ def _unused(settings: Settings, get: Any) -> Iterator[str]:
         yield "algorithm.lam"
     if estimator in ("gae", "remax"):
         yield "algorithm.adv_estimator"
+    if estimator != "gdpo":
+        yield "algorithm.gdpo_reward_keys"
     if estimator not in ("gae", "reinforce_plus_plus"):
         yield "algorithm.gamma"
     if estimator not in ("grpo", "grpo_passk", "gdpo"):
@@ -218,7 +221,7 @@ def _budget(settings: Settings, get: Any, role: str = f"{ARR}actor.") -> int:
 def compared(settings: Settings, translation: Translation) -> dict[str, list[Any]]:
     """Returns the values in verl and here of everything that ``in_verl`` knows, by key."""
     here = flat(to_table(structure(translation.table)))
-    here["actor.optim.betas"] = list(here["actor.optim.betas"])
+    here = {key: list(value) if isinstance(value, tuple) else value for key, value in here.items()}
     return {key: [value, here.get(key)] for key, value in in_verl(settings).items()}
 
 
