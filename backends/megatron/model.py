@@ -303,10 +303,6 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
     hooks, sight = _hooks(bridge, config, layout, how, skeleton.adapters, plain), None
-    if config.model_type in SEEING:
-        check_sight(skeleton, layout.sizes, how, folder)
-        sight = Sight(skeleton, how)
-        hooks.insert(0, sight.join)
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -314,6 +310,10 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         model_parallel_cuda_manual_seed(0)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
+        if config.model_type in SEEING:
+            check_sight(skeleton, layout.sizes, how, folder)
+            sight = Sight(skeleton, how)
+            hooks.insert(0, sight.join)
         # Given hooks replace the hooks that a bridge has registered.
         hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
         try:

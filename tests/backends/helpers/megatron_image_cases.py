@@ -1,0 +1,74 @@
+"""What the ranks of test_megatron_images.py do; each function runs on all of them together."""
+
+from unittest import mock
+
+import attrs
+import megatron_on_cpu
+import torch
+from rank_cases import error_of
+from vision_cases import BUDGET, seen_batch
+
+from verl_fn.backends.hf.vision import PIXELS, Seen
+from verl_fn.backends.local import Local
+from verl_fn.backends.megatron import Megatron
+from verl_fn.state import tree
+from verl_fn.steps import adamw, cross_entropy, entropy, ppo_clip, sgd
+from verl_fn.testing import check_backend
+
+SHARED = ("checkpointing", "lora", "freeze_vision_tower", "dtype")  # what Local takes too
+
+
+def megatron(folder, options, **more):
+    megatron_on_cpu.install()
+    return Megatron(folder, more.pop("optimizer", None) or sgd(0.1), device="cpu", **{"max_tokens": BUDGET, **options})
+
+
+def local(folder, options, **more):
+    alone = {name: options[name] for name in SHARED if name in options}
+    return Local(folder, more.pop("optimizer", None) or sgd(0.1), max_tokens=BUDGET, **alone)
+
+
+def rows_of(folder, rows):
+    batch = seen_batch(folder).take(rows)
+    return batch.with_tokens(loss_weight=batch["response_mask"] / batch["response_mask"].sum())
+
+
+def apart(found, wanted):
+    """The largest difference of any parameter, relative to its largest element, and which parameter has it."""
+    assert found.keys() == wanted.keys()
+    worst = {n: float((found[n] - t).abs().max() / t.abs().max().clamp(min=1e-3)) for n, t in wanted.items()}
+    return max((error, name) for name, error in worst.items())
+
+
+def beside_local(folder, options, rows, text=False):
+    """The largest differences from one process, and which micro-batches of this rank have no images.
+
+    Adapters' second matrices are zeros at first, so the first ones have gradients from the second step on.
+    """
+    batch = rows_of(folder, rows)
+    if text:
+        batch = attrs.evolve(batch.without("position_ids"), ragged={})
+    optimizer = adamw(1e-3) if "updates_by" in options else sgd(0.1)
+    one, many = local(folder, options, optimizer=optimizer), megatron(folder, options, optimizer=optimizer)
+    worst, blank, made = {"logprobs": 0.0, "gradients": (0.0, ""), "weights": (0.0, "")}, [], Seen.of
+
+    def watched(*args):
+        found = made(*args)
+        blank.append(found is None or found.blank)
+        return found
+
+    a, b = one.load_pretrained(), many.load_pretrained()
+    assert tree.equal(dict(a.params), dict(many.named(b.params)))
+    assert tree.equal(dict(one.weights(a.params).read()), dict(many.weights(b.params).read()))
+    for _ in range(2 if "lora" in options else 1):
+        with mock.patch.object(Seen, "of", watched):
+            outputs = many.forward(b.params, batch).logprobs
+        worst["logprobs"] = max(
+            worst["logprobs"], float((outputs - one.forward(a.params, batch).logprobs).abs().max())
+        )
+        (ga, _), (gb, _) = (e.forward_backward(s, batch, cross_entropy()) for e, s in ((one, a), (many, b)))
+        trained = sorted(ga)
+        worst["gradients"] = max(worst["gradients"], apart(dict(many.named(gb)), dict(ga)))
+        (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, gb)
+        worst["weights"] = max(worst["weights"], apart(dict(many.named(b.params)), dict(a.params)))
+    return worst | {"blank": blank, "trained": trained}
