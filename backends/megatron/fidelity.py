@@ -132,19 +132,21 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
         )
 
 
-def check_sight(skeleton: Skeleton, sizes: Sizes, how: Any, folder: str | Path) -> None:
-    """Refuses what a model with images cannot do on Megatron.
+def check_sight(skeleton: Skeleton, sizes: Sizes, folder: str | Path, *, fsdp: bool) -> None:
+    """Refuses what a model with images cannot do on Megatron; a model of text can do it.
 
     Args:
         skeleton: transformers' model of the folder.
         sizes: how ranks share the model.
-        how: how the model is made.
         folder: for errors.
+        fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
 
     Raises:
         LayoutError: ranks share it in such a way.
         ModelError: its adapters or fields are such.
     """
+    if skeleton.family is None:
+        return
     named = f"{folder} is a {type(skeleton.model).__name__}"
     if sizes.pp > 1:
         raise LayoutError(
@@ -156,7 +158,7 @@ def check_sight(skeleton: Skeleton, sizes: Sizes, how: Any, folder: str | Path) 
             f"cp = {sizes.cp}: {named}, and ranks cannot share the tokens of a row with images here; set cp to 1, and "
             "share tokens with tp and sp"
         )
-    if how.fsdp:
+    if fsdp:
         raise LayoutError(f"{named}, and Megatron-FSDP does not divide its tower; set use_megatron_fsdp=false")
     towered = [name for name in skeleton.adapters.layers if ".visual." in f".{name}"]
     if towered:

@@ -164,7 +164,10 @@ class Sight:
         own: Any = type(skeleton.tower)
         self.config = skeleton.config
         with torch.device(how.device):
-            self.tower: Any = own._from_config(skeleton.config.vision_config, dtype=how.dtype)
+            self.tower: Any = own(skeleton.config.vision_config)
+        for p in self.tower.parameters():
+            # Constants, such as rotary frequencies, stay in fp32.
+            p.data = p.data.to(how.dtype)
         self.tower.requires_grad_(how.lora is None and not how.freeze_tower)
         if how.checkpointing:
             self.tower.gradient_checkpointing_enable({"use_reentrant": False})
@@ -197,10 +200,14 @@ class Sight:
         hidden, *rest = output
         return hidden + self.deep[number], *rest
 
+    def forget(self) -> None:
+        """Lets go of the features of the last micro-batch."""
+        self.deep = []
+
     def embedded(self, model: Any, layout: Layout, micro_batch: MicroBatch) -> Float[Tensor, "t b H"]:
         """Returns the embeddings of this rank's tokens, with features for image tokens."""
         embeddings = model.embedding(input_ids=micro_batch.tokens, position_ids=None)
-        self.deep = []
+        self.forget()
         images = micro_batch.images
         # Megatron's DDP adds up gradients that are zero, so a rank without images needs no tower.
         if images is None or images.blank:
@@ -302,6 +309,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
+    check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
     hooks, sight = _hooks(bridge, config, layout, how, skeleton.adapters, plain), None
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
@@ -311,7 +319,6 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
         if config.model_type in SEEING:
-            check_sight(skeleton, layout.sizes, how, folder)
             sight = Sight(skeleton, how)
             hooks.insert(0, sight.join)
         # Given hooks replace the hooks that a bridge has registered.

@@ -5,14 +5,15 @@ from unittest import mock
 import attrs
 import megatron_on_cpu
 import torch
-from rank_cases import error_of
+import torch.distributed as dist
+from rank_cases import error_of, optimizer
 from vision_cases import BUDGET, seen_batch
 
-from verl_fn.backends.hf.vision import PIXELS, Seen
+from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron
 from verl_fn.state import tree
-from verl_fn.steps import adamw, cross_entropy, entropy, ppo_clip, sgd
+from verl_fn.steps import cross_entropy, entropy, ppo_clip, sgd
 from verl_fn.testing import check_backend
 
 SHARED = ("checkpointing", "lora", "freeze_vision_tower", "dtype")  # what Local takes too
@@ -48,8 +49,7 @@ def beside_local(folder, options, rows, text=False):
     batch = rows_of(folder, rows)
     if text:
         batch = attrs.evolve(batch.without("position_ids"), ragged={})
-    optimizer = adamw(1e-3) if "updates_by" in options else sgd(0.1)
-    one, many = local(folder, options, optimizer=optimizer), megatron(folder, options, optimizer=optimizer)
+    one, many = local(folder, options), megatron(folder, options)
     worst, blank, made = {"logprobs": 0.0, "gradients": (0.0, ""), "weights": (0.0, "")}, [], Seen.of
 
     def watched(*args):
@@ -72,3 +72,49 @@ def beside_local(folder, options, rows, text=False):
         (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, gb)
         worst["weights"] = max(worst["weights"], apart(dict(many.named(b.params)), dict(a.params)))
     return worst | {"blank": blank, "trained": trained}
+
+
+def saved(folder, options, out):
+    """Whether what Megatron saves is what it restores, and what one process saves and restores, in every bit."""
+    batch, states = rows_of(folder, range(6)), []
+    one, many = (made(folder, options, optimizer=optimizer()) for made in (local, megatron))
+    for backend in (one, many):
+        state = backend.load_pretrained()
+        states.append(backend.apply_update(state, backend.forward_backward(state, batch, cross_entropy())[0])[0])
+    many.save(states[1], out / "many")
+    if dist.get_rank() == 0:
+        one.save(states[0], out / "one")
+    dist.barrier()
+    again, other = many.restore(out / "many"), one.restore(out / "many")
+    of_one = one.restore(out / "one")
+    moved = many.restore(out / "one")
+    trained = {name for leaf in moved.params.trained() for name in many._built().canonical.names(leaf)}
+    return {
+        "again": tree.equal(again, states[1]),
+        "by one": tree.equal(dict(many.named(states[1].params)), dict(other.params)),
+        "moments": tree.equal(dict(many.named(states[1].optimizer[-1].exp_avg)), dict(other.optimizer[-1].exp_avg)),
+        "of one": tree.equal(dict(many.named(moved.params)), dict(of_one.params)),
+        "trained": trained == set(of_one.params.trained()),
+    }
+
+
+def laws(folder, options):
+    """All laws, and the layout against one process, with images."""
+    many, one = (made(folder, options, optimizer=optimizer()) for made in (megatron, local))
+    check_backend(many, one, loss=ppo_clip() - 0.01 * entropy(), batch=seen_batch(folder))
+
+
+def in_any_order(folder, options):
+    """The largest difference of a row's log-probs if the rows stand in another order, or each is alone."""
+    batch, backend = seen_batch(folder), megatron(folder, options)
+    params, order, worst = backend.load_pretrained().params, [3, 2, 5, 0, 1, 4], 0.0
+    expected = backend.forward(params, batch).logprobs.split(batch.lengths.tolist())
+    for rows in (order, *([row] for row in order)):
+        found = backend.forward(params, batch.take(rows)).logprobs
+        worst = max(worst, float((found - torch.cat([expected[row] for row in rows])).abs().max()))
+    return worst
+
+
+def refused(folder, options):
+    """The error of making the model."""
+    return error_of(lambda: megatron(folder, options).load_pretrained(), Exception)

@@ -1,0 +1,84 @@
+"""Models with images on Megatron beside one process: transformers' tower, and Megatron's language model.
+
+The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs; see ``megatron_on_cpu.py``.
+"""
+
+import pytest
+from megatron_support import MARKS
+from vision_cases import seeing
+
+from verl_fn.backends.hf.lora import Lora
+
+pytestmark = MARKS
+ARCHS = ("qwen2_5_vl", "qwen3_vl")
+EVERY, ALONE = list(range(6)), [2, 1, 4, 5]  # of the latter, one row has images, and the others go to another rank
+FROZEN, ADAPTERS = {"freeze_vision_tower": True}, {"lora": Lora(rank=2), "freeze_vision_tower": True}
+SHARED, RECOMPUTED = {"tp": 2, "sp": True}, {"checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Makes the model of an architecture once, with heads that two ranks can share."""
+    made = {}
+
+    def of(arch, **options):
+        key = (arch, *options.items())
+        if key not in made:
+            sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, **options}
+            made[key] = seeing(tmp_path_factory.mktemp(arch), arch, **sizes)
+        return made[key]
+
+    return of
+
+
+def check(found, options):
+    for worst in found:
+        assert worst["logprobs"] <= 1e-5 and worst["gradients"][0] <= 2e-5 and worst["weights"][0] <= 1e-5, worst
+        assert any("visual." in name for name in worst["trained"]) == ("freeze_vision_tower" not in options)
+        assert all("lora" in name for name in worst["trained"]) == ("lora" in options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [{}, RECOMPUTED, FROZEN, ADAPTERS], ids=str)
+def test_one_rank(megatron_ranks, model, arch, options):
+    """Log-probs, gradients of every parameter and an update; weights bitwise, in and out."""
+    check(megatron_ranks(1).run("megatron_image_cases.beside_local", model(arch), options, EVERY), options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [{"tp": 2}, SHARED | RECOMPUTED, SHARED | FROZEN, {"tp": 2} | ADAPTERS], ids=str)
+def test_ranks_that_share_matrices(megatron_ranks, model, arch, options):
+    check(megatron_ranks(2).run("megatron_image_cases.beside_local", model(arch), options, EVERY), options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_rank_without_images(megatron_ranks, model, arch):
+    found = megatron_ranks(2).run("megatron_image_cases.beside_local", model(arch), {}, ALONE)
+    check(found, {})
+    assert [all(one["blank"]) for one in found] == [False, True]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_of_text(megatron_ranks, model, arch):
+    """A batch without any images, and an output layer of its own, which ranks pad."""
+    folder = model(arch, tie_word_embeddings=False, vocab_size=15)
+    found = megatron_ranks(2).run("megatron_image_cases.beside_local", folder, SHARED, [1, 4, 5], True)
+    check(found, {})
+    assert all(found[0]["blank"])
+    check(megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2}, ALONE), {})
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_in_another_order_and_one_by_one(megatron_ranks, model, arch):
+    assert megatron_ranks(1).run("megatron_image_cases.in_any_order", model(arch), {})[0] <= 1e-5
+
+
+def test_the_laws(megatron_ranks, model):
+    """Two ranks with rows of their own; some micro-batches have no images."""
+    megatron_ranks(2).run("megatron_image_cases.laws", model("qwen3_vl"), {})
+
+
+@pytest.mark.parametrize(("arch", "options"), [("qwen2_5_vl", {"tp": 2}), ("qwen3_vl", FROZEN)], ids=str)
+def test_a_state_moves_between_backends(megatron_ranks, model, tmp_path, arch, options):
+    found = megatron_ranks(2).run("megatron_image_cases.saved", model(arch), options, tmp_path)
+    assert all(all(one.values()) for one in found), found
