@@ -58,6 +58,11 @@ BALANCING = {
     "sinkhorn": "picks a token's experts by what else is in its micro-batch",
     "quantile_balancing": "changes between calls a buffer of the model that no state holds",
 }
+# What positions of three axes and the features of images need as it is.
+OF_SIGHT = frozenset({
+    "apply_rope_fusion", "position_embedding_type", "mrope_section", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "seq_len_interpolation_factor", "scatter_embedding_sequence_parallel",
+})  # fmt: skip
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({
     "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
@@ -266,6 +271,29 @@ def _of_megatron(model: Any) -> Float[Tensor, "t dim"] | None:
 
 def _ordered(cosines: Float[Tensor, "t dim"]) -> Float[Tensor, "t dim"]:
     return cosines.float().cpu().sort(-1).values
+
+
+def check_fields_of_sight(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> None:
+    """Refuses fields of a provider of a model with images that its tower and its positions of three axes forbid.
+
+    Args:
+        provider: Bridge's.
+        overrides: what a user sets of it.
+        folder: for errors.
+
+    Raises:
+        ModelError: there is such a field.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    of_text = {field.name for field in dataclasses.fields(GPTModelProvider)}
+    of_images = {field.name for field in dataclasses.fields(provider)} - of_text
+    for name in sorted(overrides.keys() & (of_images | OF_SIGHT)):
+        if overrides[name] not in (None, False):
+            raise ModelError(
+                f"{folder}: the provider's field {name} cannot be set for a model with images; config.json and this "
+                "backend decide it: leave it out of override_transformer_config"
+            )
 
 
 def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:

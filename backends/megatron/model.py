@@ -21,7 +21,7 @@ from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
 from verl_fn.backends.megatron.conversion import SEEING, bridge_of
-from verl_fn.backends.megatron.fidelity import OF_ATTENTION, check_sight, checked
+from verl_fn.backends.megatron.fidelity import OF_ATTENTION, check_fields_of_sight, check_sight, checked
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch
@@ -401,6 +401,8 @@ def _provider(
     of_core = _of_core(provider)
     exact = settings["params_dtype"] == torch.float32 and of_core and _has_plain_layers(bridge, config, provider)
     plain = exact or not has_transformer_engine()
+    if config.model_type in SEEING:
+        check_fields_of_sight(provider, overrides, folder)
     settings = {**settings, **(PLAIN if plain else fused_kernels(provider))}
     for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)

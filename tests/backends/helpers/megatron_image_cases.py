@@ -6,12 +6,13 @@ import attrs
 import megatron_on_cpu
 import torch
 import torch.distributed as dist
+import transformer_engine_on_cpu
 from rank_cases import error_of, optimizer
 from vision_cases import BUDGET, seen_batch
 
 from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.local import Local
-from verl_fn.backends.megatron import Megatron
+from verl_fn.backends.megatron import Megatron, model
 from verl_fn.state import tree
 from verl_fn.steps import cross_entropy, entropy, ppo_clip, sgd
 from verl_fn.testing import check_backend
@@ -98,10 +99,10 @@ def saved(folder, options, out):
     }
 
 
-def laws(folder, options):
+def laws(folder, options, rows):
     """All laws, and the layout against one process, with images."""
     many, one = (made(folder, options, optimizer=optimizer()) for made in (megatron, local))
-    check_backend(many, one, loss=ppo_clip() - 0.01 * entropy(), batch=seen_batch(folder))
+    check_backend(many, one, loss=ppo_clip() - 0.01 * entropy(), batch=rows_of(folder, rows))
 
 
 def in_any_order(folder, options):
@@ -115,6 +116,28 @@ def in_any_order(folder, options):
     return worst
 
 
+def with_layers_of_transformer_engine(folder, options):
+    """``beside_local`` with layers of transformer-engine's classes, of which there is a stand-in."""
+    transformer_engine_on_cpu.install()
+    kernels = dict.fromkeys(transformer_engine_on_cpu.KERNELS, False)
+    # In fp32 the backend takes layers of its own.
+    with mock.patch.object(model, "_has_plain_layers", lambda *args: False):
+        return beside_local(folder, {"provider": kernels, **options}, range(6))
+
+
 def refused(folder, options):
     """The error of making the model."""
     return error_of(lambda: megatron(folder, options).load_pretrained(), Exception)
+
+
+def refused_sections(folder):
+    """The error if all angles are the time's."""
+
+    def of_time(config, *args):
+        bridge, provider, plain = made(config, *args)
+        provider.mrope_section = [sum(provider.mrope_section), 0, 0]
+        return bridge, provider, plain
+
+    made = model._provider
+    with mock.patch.object(model, "_provider", of_time):
+        return refused(folder, {})

@@ -3,6 +3,8 @@
 The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs; see ``megatron_on_cpu.py``.
 """
 
+import re
+
 import pytest
 from megatron_support import MARKS
 from vision_cases import seeing
@@ -12,8 +14,19 @@ from verl_fn.backends.hf.lora import Lora
 pytestmark = MARKS
 ARCHS = ("qwen2_5_vl", "qwen3_vl")
 EVERY, ALONE = list(range(6)), [2, 1, 4, 5]  # of the latter, one row has images, and the others go to another rank
-FROZEN, ADAPTERS = {"freeze_vision_tower": True}, {"lora": Lora(rank=2), "freeze_vision_tower": True}
-SHARED, RECOMPUTED = {"tp": 2, "sp": True}, {"checkpointing": True}
+FROZEN = {"freeze_vision_tower": True}
+BY_ITSELF = {
+    "full": {},
+    "recomputed": {"checkpointing": True},
+    "frozen tower": FROZEN,
+    "adapters": {"lora": Lora(rank=2), **FROZEN},
+}
+SHARED = {
+    "full": {"tp": 2},
+    "recomputed": {"tp": 2, "sp": True, "checkpointing": True},
+    "frozen tower": {"tp": 2, "sp": True, **FROZEN},
+    "adapters": {"tp": 2, "lora": Lora(rank=2), **FROZEN},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +52,20 @@ def check(found, options):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("options", [{}, RECOMPUTED, FROZEN, ADAPTERS], ids=str)
-def test_one_rank(megatron_ranks, model, arch, options):
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_one_rank(megatron_ranks, model, arch, name):
     """Log-probs, gradients of every parameter and an update; weights bitwise, in and out."""
-    check(megatron_ranks(1).run("megatron_image_cases.beside_local", model(arch), options, EVERY), options)
+    options = BY_ITSELF[name]
+    found = megatron_ranks(1).run("megatron_image_cases.beside_local", model(arch), options, EVERY)
+    check(found, options)
+    # Patches count in the budget.
+    assert len(found[0]["blank"]) == (6 if "lora" in options else 3)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("options", [{"tp": 2}, SHARED | RECOMPUTED, SHARED | FROZEN, {"tp": 2} | ADAPTERS], ids=str)
-def test_ranks_that_share_matrices(megatron_ranks, model, arch, options):
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_matrices(megatron_ranks, model, arch, name):
+    options = SHARED[name]
     check(megatron_ranks(2).run("megatron_image_cases.beside_local", model(arch), options, EVERY), options)
 
 
@@ -62,7 +80,7 @@ def test_a_rank_without_images(megatron_ranks, model, arch):
 def test_rows_of_text(megatron_ranks, model, arch):
     """A batch without any images, and an output layer of its own, which ranks pad."""
     folder = model(arch, tie_word_embeddings=False, vocab_size=15)
-    found = megatron_ranks(2).run("megatron_image_cases.beside_local", folder, SHARED, [1, 4, 5], True)
+    found = megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2, "sp": True}, [1, 4, 5], True)
     check(found, {})
     assert all(found[0]["blank"])
     check(megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2}, ALONE), {})
@@ -74,8 +92,37 @@ def test_rows_in_another_order_and_one_by_one(megatron_ranks, model, arch):
 
 
 def test_the_laws(megatron_ranks, model):
-    """Two ranks with rows of their own; some micro-batches have no images."""
-    megatron_ranks(2).run("megatron_image_cases.laws", model("qwen3_vl"), {})
+    """Two ranks with rows of their own, of which one has no images."""
+    megatron_ranks(2).run("megatron_image_cases.laws", model("qwen2_5_vl", num_hidden_layers=1), {}, ALONE)
+
+
+REFUSED = {
+    "stages": ({"pp": 2}, "pp = 2: .* has one pipeline stage here; set pp to 1"),
+    "tokens": ({"cp": 2}, "cp = 2: .* cannot share the tokens of a row with images here; set cp to 1"),
+    "Megatron-FSDP": ({"fsdp": True}, "Megatron-FSDP does not divide its tower; set use_megatron_fsdp=false"),
+    "adapters of the tower": ({"lora": Lora(rank=2)}, "no adapters for its tower, .*; set actor.freeze_vision_tower"),
+    "fused rotation": ({"provider": {"apply_rope_fusion": True}}, "apply_rope_fusion cannot be set for a model with"),
+    "Bridge's own freezing": ({"provider": {"freeze_vision_model": True}}, "freeze_vision_model cannot be set for"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(megatron_ranks, model, name):
+    options, message = REFUSED[name]
+    for error in megatron_ranks(2).run("megatron_image_cases.refused", model("qwen3_vl"), options):
+        assert re.search(message, error), error
+
+
+def test_other_families_are_refused(megatron_ranks, tmp_path):
+    (error,) = megatron_ranks(1).run("megatron_image_cases.refused", seeing(tmp_path / "model", "smolvlm"), {})
+    assert "of models with images only Qwen2.5-VL and Qwen3-VL run on Megatron here" in error
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_other_angles_are_refused(megatron_ranks, model, arch):
+    """As if Bridge had sections of its own."""
+    (error,) = megatron_ranks(1).run("megatron_image_cases.refused_sections", model(arch))
+    assert "makes one with other angles for positions of three axes" in error
 
 
 @pytest.mark.parametrize(("arch", "options"), [("qwen2_5_vl", {"tp": 2}), ("qwen3_vl", FROZEN)], ids=str)
