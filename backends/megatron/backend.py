@@ -292,7 +292,12 @@ class Megatron(Base):
                 if self.layout.rank == 0:
                     how = self._how
                     whole = build(
-                        folder, self.head, pretrained=pretrained, key=key, lora=how.lora, freeze_tower=how.freeze_tower
+                        folder,
+                        self.head,
+                        pretrained=pretrained,
+                        key=key,
+                        lora=how.lora,
+                        freeze_tower=how.freeze_tower,
                     )[1]
             leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
         return Params(leaves, model.trainable, other.skeleton.new_buffers(self.device))
@@ -343,7 +348,9 @@ class Megatron(Base):
         if routers is not None:
             routers.check(batch)
         with one_thread():
-            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded, beside=beside)
+            share = share_out(
+                self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded, beside=beside
+            )
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None

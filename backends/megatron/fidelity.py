@@ -155,13 +155,13 @@ def check_sight(skeleton: Skeleton, sizes: Sizes, folder: str | Path, *, fsdp: b
     named = f"{folder} is a {type(skeleton.model).__name__}"
     if sizes.pp > 1:
         raise LayoutError(
-            f"pp = {sizes.pp}: {named}, whose tower and first layers run together, so it has one pipeline stage here; "
-            "set pp to 1, and share matrices with tp"
+            f"pp = {sizes.pp}: {named}, whose tower and first layers run together, so it has one pipeline stage "
+            "here; set pp to 1, and raise tp"
         )
     if sizes.cp > 1:
         raise LayoutError(
-            f"cp = {sizes.cp}: {named}, and ranks cannot share the tokens of a row with images here; set cp to 1, and "
-            "share tokens with tp and sp"
+            f"cp = {sizes.cp}: {named}, and ranks cannot share the tokens of a row with images here; set cp to 1 "
+            "(with tp and sp, ranks share tokens outside of attention)"
         )
     if fsdp:
         raise LayoutError(f"{named}, and Megatron-FSDP does not divide its tower; set use_megatron_fsdp=false")

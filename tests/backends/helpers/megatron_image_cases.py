@@ -22,12 +22,12 @@ SHARED = ("checkpointing", "lora", "freeze_vision_tower", "dtype")  # what Local
 
 def megatron(folder, options, **more):
     megatron_on_cpu.install()
-    return Megatron(folder, more.pop("optimizer", None) or sgd(0.1), device="cpu", **{"max_tokens": BUDGET, **options})
+    return Megatron(folder, more.get("optimizer", sgd(0.1)), device="cpu", max_tokens=BUDGET, **options)
 
 
 def local(folder, options, **more):
     alone = {name: options[name] for name in SHARED if name in options}
-    return Local(folder, more.pop("optimizer", None) or sgd(0.1), max_tokens=BUDGET, **alone)
+    return Local(folder, more.get("optimizer", sgd(0.1)), max_tokens=BUDGET, **alone)
 
 
 def rows_of(folder, rows):
