@@ -123,7 +123,7 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
     Raises:
         ModelError: the model is such.
     """
-    if skeleton.family is not None and skeleton.config.model_type not in (*SEEING, "gemma3"):
+    if skeleton.family is not None and skeleton.config.model_type not in SEEING:
         raise ModelError(
             f"{folder} is a {type(skeleton.model).__name__}, and of models with images only Qwen2.5-VL and Qwen3-VL "
             "run on Megatron here; set actor.strategy to local or fsdp"

@@ -302,6 +302,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
 
     config = _for_bridge(read_config(folder), folder)
     text = config.get_text_config() if config.model_type in SEEING else config
+    check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
     layout.sizes.check_model(text)
     if how.router_replay and not experts_of(text):
         raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
@@ -309,7 +310,6 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
-    check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
     hooks, sight = _hooks(bridge, config, layout, how, skeleton.adapters, plain), None
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []

@@ -38,7 +38,7 @@ PICTURES = (
 )  # fmt: skip
 BLOCKED = {
     "vlm": "the model reads no images; name a folder of Qwen2.5-VL or Qwen3-VL with weights and an image processor, "
-    "such as the small one of `verl-fn new-model FOLDER --arch qwen3_vl`",
+    "such as the small one that docs/images.md makes",
     "mtp": "the Megatron backend turns layers that predict several tokens off, so none of them ran",
     "qat": "no training backend here quantizes, so ModelOpt's code did not run",
     "": "the model has no experts, and no feature was named: add --features",

@@ -14,7 +14,7 @@ from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, model
 from verl_fn.state import tree
-from verl_fn.steps import cross_entropy, entropy, ppo_clip, sgd
+from verl_fn.steps import adamw, cross_entropy, entropy, ppo_clip, sgd
 from verl_fn.testing import check_backend
 
 SHARED = ("checkpointing", "lora", "freeze_vision_tower", "dtype")  # what Local takes too
@@ -50,7 +50,8 @@ def beside_local(folder, options, rows, text=False):
     batch = rows_of(folder, rows)
     if text:
         batch = attrs.evolve(batch.without("position_ids"), ragged={})
-    one, many = local(folder, options), megatron(folder, options)
+    update = {"optimizer": adamw(1e-3)} if "updates_by" in options else {}
+    one, many = local(folder, options, **update), megatron(folder, options, **update)
     worst, blank, made = {"logprobs": 0.0, "gradients": (0.0, ""), "weights": (0.0, "")}, [], Seen.of
 
     def watched(*args):
@@ -73,6 +74,23 @@ def beside_local(folder, options, rows, text=False):
         (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, gb)
         worst["weights"] = max(worst["weights"], apart(dict(many.named(b.params)), dict(a.params)))
     return worst | {"blank": blank, "trained": trained}
+
+
+def rounded(folder):
+    """The errors of log-probs and gradients in bf16, of Megatron and of one process."""
+    batch, found = rows_of(folder, range(6)), []
+    exact = local(folder, {})
+    state = exact.load_pretrained()
+    expected = exact.forward(state.params, batch).logprobs
+    wanted, _ = exact.forward_backward(state, batch, cross_entropy())
+    for made in (megatron, local):
+        backend = made(folder, {"dtype": "bfloat16"})
+        state = backend.load_pretrained()
+        outputs = backend.forward(state.params, batch).logprobs
+        grads = dict(backend.named(backend.forward_backward(state, batch, cross_entropy())[0]))
+        squares = sum(float((grads[name] - g).square().sum()) for name, g in wanted.items())
+        found.append((float((outputs - expected).norm()), squares**0.5))
+    return found
 
 
 def saved(folder, options, out):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from megatron_support import MARKS
+from safetensors.torch import load_file, save_file
 from vision_cases import seeing
 
 from verl_fn.backends.hf.lora import Lora
@@ -20,12 +21,13 @@ BY_ITSELF = {
     "recomputed": {"checkpointing": True},
     "frozen tower": FROZEN,
     "adapters": {"lora": Lora(rank=2), **FROZEN},
+    "Megatron's optimizer": {"updates_by": "megatron"},
 }
 SHARED = {
     "full": {"tp": 2},
     "recomputed": {"tp": 2, "sp": True, "checkpointing": True},
     "frozen tower": {"tp": 2, "sp": True, **FROZEN},
-    "adapters": {"tp": 2, "lora": Lora(rank=2), **FROZEN},
+    "adapters": {"tp": 2, "lora": Lora(rank=2), "checkpointing": True, **FROZEN},
 }
 
 
@@ -48,7 +50,9 @@ def model(tmp_path_factory):
 
 def check(found, options):
     for worst in found:
-        assert worst["logprobs"] <= 1e-5 and worst["gradients"][0] <= 2e-5 and worst["weights"][0] <= 1e-5, worst
+        assert worst["logprobs"] <= 1e-5 and worst["gradients"][0] <= 2e-5, worst
+        # Adam divides gradients of rounding's size by themselves.
+        assert worst["weights"][0] <= (1e-3 if "updates_by" in options else 1e-5), worst
         assert any("visual." in name for name in worst["trained"]) == ("freeze_vision_tower" not in options)
         assert all("lora" in name for name in worst["trained"]) == ("lora" in options)
 
@@ -85,6 +89,25 @@ def test_rows_of_text(megatron_ranks, model, arch):
     found = megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2, "sp": True}, [1, 4, 5], True)
     check(found, {})
     assert all(found[0]["blank"])
+    check(megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2}, ALONE), {})
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_half_precision(megatron_ranks, model, arch):
+    """Errors are of the same size as those of one process."""
+    (ours, theirs), *_ = megatron_ranks(1).run("megatron_image_cases.rounded", model(arch))
+    assert all(0 < error <= 1.5 * other for error, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def test_names_of_published_files(megatron_ranks, tmp_path):
+    """The files of Qwen2.5-VL on the hub have older names."""
+    folder = seeing(tmp_path / "model", "qwen2_5_vl", num_attention_heads=4, num_key_value_heads=2)
+    file, older = folder / "model.safetensors", {"model.language_model.": "model.", "model.visual.": "visual."}
+    weights = load_file(file)
+    for prefix, old in older.items():
+        weights = {name.replace(prefix, old): t for name, t in weights.items()}
+    assert {name.partition(".")[0] for name in weights} == {"model", "visual"}
+    save_file(weights, file, metadata={"format": "pt"})
     check(megatron_ranks(2).run("megatron_image_cases.beside_local", folder, {"tp": 2}, ALONE), {})
 
 
