@@ -301,12 +301,8 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     config = _for_bridge(read_config(folder), folder)
-    text = config.get_text_config() if config.model_type in SEEING else config
     check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
-    layout.sizes.check_model(text)
-    if how.router_replay and not experts_of(text):
-        raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
-    settings = _settings(layout, how, text)
+    settings = _settings(layout, how, config.get_text_config(), folder)
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
@@ -356,8 +352,7 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
     Raises:
         ModelError: a field of the provider is for the attention that is replaced.
     """
-    text = config.get_text_config() if config.model_type in SEEING else config
-    padding = getattr(text, "pad_token_id", None)
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
     if how.head == "value":
         hooks.insert(0, _with_value_head)
@@ -466,10 +461,18 @@ def _for_bridge(config: Any, folder: str | Path) -> Any:
     return config
 
 
-def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
-    """Returns the fields of Bridge's provider that this backend decides."""
+def _settings(layout: Layout, how: How, config: Any, folder: str | Path) -> dict[str, Any]:
+    """Returns the fields of Bridge's provider that this backend decides, of a language model's config.
+
+    Raises:
+        LayoutError: ranks cannot share the model.
+        ModelError: it has no experts to replay.
+    """
     from megatron.core.transformer.enums import AttnBackend
 
+    layout.sizes.check_model(config)
+    if how.router_replay and not experts_of(config):
+        raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
     sizes, dtype = layout.sizes, how.dtype
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp,
