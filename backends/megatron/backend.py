@@ -328,7 +328,11 @@ class Megatron(Base):
         model = self._built()
         with self.layout.active(), model.holding(params):
             model.hold_buffers(params.buffers)
-            yield model
+            try:
+                yield model
+            finally:
+                if model.built.sight is not None:
+                    model.built.sight.forget()
 
     def _run(
         self, model: Executor, share: Share[MicroBatch], wanted: frozenset[str], finish: Any, **options: Any

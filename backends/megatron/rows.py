@@ -83,8 +83,7 @@ class MicroBatch:
             batch: the micro-batch.
             layout: how ranks share rows.
             device: the device to compute on.
-            length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
-                as fit.
+            length: how many tokens all ranks have together, padding included; by default as few as fit.
             experts: how many a layer has, if its router can record and replay; None if it cannot.
             table: how many rows and columns of a table there are; None for rows end to end.
             sees: the family and the config of a model with images and positions of three axes.
@@ -101,25 +100,17 @@ class MicroBatch:
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
-        family, config = sees or (None, None)
-        if family is not None:
+        if sees is not None:
             positions = _axes(batch, positions, places)
         routed_tokens = routed = None
         if experts is not None:
             routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
-            if table is not None:
-                # Layers have the tokens of one position after the other.
-                routed_tokens = routed_tokens.view(table).t().flatten()
-            routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
+            routed_tokens = _seen_by_routers(routed_tokens, layout, table)
             routed = _routed(batch, routed_tokens, experts)
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
-        temperature = None
-        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
-            temperature = batch.spread(batch["temperature"].float())[targets][mine].to(device)
-        on_device = batch.without(ROUTED).to(device)
-        images = Seen.of(family, config, on_device)
-        image_tokens = index[places].to(device)[[] if images is None else images.images]
+        on_device, heat = batch.without(ROUTED).to(device), _temperature(batch)
+        images = None if sees is None else Seen.of(*sees, on_device)
         return cls(
             on_device,
             tokens.view(table or (1, -1)).to(device),
@@ -129,12 +120,12 @@ class MicroBatch:
             seen[mine].to(device),
             last[mine_last].to(device),
             mine_last.nonzero()[:, 0].to(device),
-            temperature,
+            None if heat is None else heat[targets][mine].to(device),
             layout.groups.cp if sizes.cp > 1 else None,
             None if routed_tokens is None else routed_tokens.to(device),
             None if routed is None else routed.to(device),
             images,
-            image_tokens,
+            index[places].to(device)[[] if images is None else images.images],
         )
 
     def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
@@ -184,6 +175,21 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
     # ``PackedAttention`` needs them in each layer.
     packed.pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank()).to(device)
     return packed
+
+
+def _temperature(batch: Batch) -> Tensor | None:
+    """Returns the temperature of each token, or None if all are 1."""
+    if "temperature" not in batch or not bool((batch["temperature"] != 1.0).any()):
+        return None
+    return batch.spread(batch["temperature"].float())
+
+
+def _seen_by_routers(tokens: Tensor, layout: Layout, table: tuple[int, int] | None) -> Tensor:
+    """Returns the tokens that this rank's routers see, in their order."""
+    if table is not None:
+        # Layers have the tokens of one position after the other.
+        tokens = tokens.view(table).t().flatten()
+    return tokens.chunk(layout.sizes.tp)[layout.tp_rank] if layout.sizes.sp else tokens
 
 
 def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:

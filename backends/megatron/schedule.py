@@ -84,19 +84,15 @@ def run(
         return hidden, loss
 
     schedule = get_forward_backward_func(layout.sizes.pp, None)
-    try:
-        schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(range(len(micro_batches))),
-            model=built.ddp,
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].tokens.shape[1] * layout.sizes.cp,
-            micro_batch_size=len(micro_batches[0].tokens),
-            forward_only=forward_only,
-        )
-    finally:
-        if built.sight is not None:
-            built.sight.forget()
+    schedule(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(len(micro_batches))),
+        model=built.ddp,
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].tokens.shape[1] * layout.sizes.cp,
+        micro_batch_size=len(micro_batches[0].tokens),
+        forward_only=forward_only,
+    )
 
 
 def _hidden_states(*, hidden_states: Tensor, **others: Any) -> Tensor:
