@@ -32,8 +32,8 @@ SHARED = {
     ],
     "Ray, with faults": ["failures", "overlap", "restarts", "turns", "updates_in_flight"],
     "Megatron": [
-        *("levels", "megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_offload"),
-        *("megatron_optimizer", "megatron_publication"),
+        *("levels", "megatron", "megatron_bridges", "megatron_experts", "megatron_fsdp", "megatron_images"),
+        *("megatron_offload", "megatron_optimizer", "megatron_publication"),
     ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "vision_ranks", "weight_sync"],
 }

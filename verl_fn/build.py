@@ -153,6 +153,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         "lora": Lora(*role.lora) if role.lora else None,
         "device": device,
         "deterministic": driver.deterministic,
+        "freeze_vision_tower": role.freeze_vision_tower,
     }
     update = optimizer(role.optim if role.trained else None, role.total_updates)
     # The protocol also allows handles to other processes. A backend in this process takes and returns only values,
@@ -169,7 +170,6 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     common |= {"row_layout": role.row_layout, "exact": role.exact}
     if role.offload_activations:
         common["checkpointing"] = OFFLOAD
-    common |= {"freeze_vision_tower": role.freeze_vision_tower}
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 

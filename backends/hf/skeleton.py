@@ -239,6 +239,11 @@ class Skeleton(nn.Module):
         return family_of(self.config) if self.head == "lm" else None
 
     @property
+    def language_model(self) -> nn.Module:
+        """The model without its tower."""
+        return self.model if self.family is None else getattr(self.body, self.family.text)
+
+    @property
     def tower(self) -> nn.Module | None:
         """The module that sees images, if the model has one."""
         return None if self.family is None else getattr(self.body, self.family.tower)

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError
@@ -307,6 +307,17 @@ class Seen:
         positions = batch[POSITIONS] if family.axes else None
         return cls(family, fields, blank, image_tokens(config, batch), positions)
 
+    def features(self, body: Any, dtype: torch.dtype) -> tuple[Float[Tensor, "n H"], list[Float[Tensor, "n H"]]]:
+        """Returns what the tower makes of the images: a feature for each image token, and inner layers' features.
+
+        Args:
+            body: has transformers' ``get_image_features``.
+            dtype: of the features.
+        """
+        outputs = body.get_image_features(**self.family.arguments(self.fields), return_dict=True)
+        deep = getattr(outputs, "deepstack_features", None) or ()
+        return _flat(outputs.pooler_output).to(dtype), [t.to(dtype) for t in deep]
+
     def embedded(self, body: nn.Module, tokens: Int[Tensor, " T"]) -> dict[str, Any]:
         """Returns what the language model reads in place of tokens: embeddings with the features of the images.
 
@@ -314,9 +325,7 @@ class Seen:
         """
         model: Any = body
         embeddings = model.get_input_embeddings()(tokens)
-        outputs = model.get_image_features(**self.family.arguments(self.fields), return_dict=True)
-        features = _flat(outputs.pooler_output).to(embeddings.dtype)
-        deep = [t.to(embeddings.dtype) for t in getattr(outputs, "deepstack_features", None) or ()]
+        features, deep = self.features(model, embeddings.dtype)
         if self.blank:
             nothing = 0.0 * sum((t.sum() for t in (features, *deep)), torch.zeros((), device=features.device))
             return {"inputs_embeds": (embeddings + nothing.to(embeddings.dtype))[None]}

@@ -37,7 +37,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.hf.vision import PIXELS
+from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor, How
@@ -92,6 +92,7 @@ class Megatron(Base):
         fsdp: Megatron-FSDP takes the place of Megatron's DDP, so that ranks divide the parameters that compute, too.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
         deterministic: use bitwise repeatable kernels on CUDA, torch's attention too; kernels of the CPU are.
+        freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
@@ -121,6 +122,7 @@ class Megatron(Base):
         fsdp: bool = False,
         device: str = "cuda",
         deterministic: bool = False,
+        freeze_vision_tower: bool = False,
     ) -> None:
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
@@ -136,7 +138,10 @@ class Megatron(Base):
         fields = dict(provider or {})
         if fsdp:
             check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
-        self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
+        self._how = How(
+            head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp,
+            freeze_vision_tower,
+        )  # fmt: skip
         self._model: Executor | None = None
 
     def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
@@ -144,7 +149,7 @@ class Megatron(Base):
         model = self._built()
         check_dtypes(state)
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
-        model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
+        model.hollow.skeleton.check_trained(Params(model.canonical.shapes, model.trained_names(state.params)))
         require_same({"folder to save in": str(folder)})
         base = self._base_of(state.params, folder)
         return saving.save(state, folder, model, self.folder, self.dtype, base, later=later)
@@ -276,7 +281,7 @@ class Megatron(Base):
         """
         model = self._built()
         with agreed():
-            other = hollow(folder, self.head, key=key, lora=self._how.lora)
+            other = hollow(folder, self.head, key=key, lora=self._how.lora, freeze_tower=self._how.freeze_tower)
             check_same_model(model.hollow.skeleton, other.skeleton, folder)
         rows = saving.readable(folder, other) if pretrained else None
         if rows is not None:
@@ -285,7 +290,15 @@ class Megatron(Base):
             whole: dict[str, Tensor] = {}
             with agreed():
                 if self.layout.rank == 0:
-                    whole = build(folder, self.head, pretrained=pretrained, key=key, lora=self._how.lora)[1]
+                    how = self._how
+                    whole = build(
+                        folder,
+                        self.head,
+                        pretrained=pretrained,
+                        key=key,
+                        lora=how.lora,
+                        freeze_tower=how.freeze_tower,
+                    )[1]
             leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
         return Params(leaves, model.trainable, other.skeleton.new_buffers(self.device))
 
@@ -315,7 +328,11 @@ class Megatron(Base):
         model = self._built()
         with self.layout.active(), model.holding(params):
             model.hold_buffers(params.buffers)
-            yield model
+            try:
+                yield model
+            finally:
+                if model.built.sight is not None:
+                    model.built.sight.forget()
 
     def _run(
         self, model: Executor, share: Share[MicroBatch], wanted: frozenset[str], finish: Any, **options: Any
@@ -330,13 +347,14 @@ class Megatron(Base):
         """Returns this rank's micro-batches, after comparing the call with the other ranks' calls."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
-        if PIXELS in batch:
-            raise ValueError("the batch has images, which Megatron does not read here; use local or fsdp")
         sizes, routers, padded = self.layout.sizes, self._built().routers, self._built().padded
+        beside = beside_tokens(batch)
         if routers is not None:
             routers.check(batch)
         with one_thread():
-            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded)
+            share = share_out(
+                self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded, beside=beside
+            )
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None
@@ -344,7 +362,7 @@ class Megatron(Base):
             with agreed() if self.layout.size > 1 else contextlib.nullcontext():
                 experts = None if routers is None else routers.experts
                 staged = [
-                    MicroBatch.of(part, self.layout, self.device, longest, experts, table)
+                    MicroBatch.of(part, self.layout, self.device, longest, experts, table, self._built().sees)
                     for part, table in zip(share.staged, tables, strict=True)
                 ]
             return Share(share.rows, staged, share.own_rows)

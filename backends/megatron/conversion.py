@@ -8,6 +8,7 @@ transformers' values. A mapping that computes anything else is refused by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
 
+# Families with images that Megatron trains, and what Bridge's names of their language models begin with.
+SEEING = ("qwen2_5_vl", "qwen3_vl")
+_LANGUAGE, _OF_LANGUAGE = "language_model.", "model.language_model."
 # A mapping that subtracts 1: what maps a weight is wrong for its gradient.
 _CENTRES = "RMSNorm2ZeroCenteredRMSNormMapping"
 
@@ -72,6 +76,37 @@ class Task:
     shift: float = 0.0
 
 
+def bridge_of(bridge: Any, config: Any) -> Any:
+    """Returns Bridge's code for the family of a config.
+
+    Args:
+        bridge: Megatron-Bridge's ``AutoBridge``, which makes it anew each time.
+        config: the config of the Hugging Face model.
+    """
+    own = bridge._model_bridge
+    if config.model_type in SEEING:
+        own.mapping_registry = functools.partial(_beside_tower, own.mapping_registry)
+    return own
+
+
+def _beside_tower(registry: Callable[[], Any]) -> Any:
+    """Returns Bridge's mappings for a language model that has transformers' tower as its module ``visual``."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+
+    def named(hub: str) -> str:
+        # Bridge has older names of Qwen2.5-VL's tensors, and adapters look for the present ones.
+        old = hub.startswith("model.") and not hub.startswith(_OF_LANGUAGE)
+        return _OF_LANGUAGE + hub.removeprefix("model.") if old else hub
+
+    mappings = [mapping for mapping in registry().mappings if mapping.megatron_param.startswith(_LANGUAGE)]
+    for mapping in mappings:
+        mapping.megatron_param = mapping.megatron_param.removeprefix(_LANGUAGE)
+        hub = mapping.hf_param
+        mapping.hf_param = named(hub) if isinstance(hub, str) else {key: named(name) for key, name in hub.items()}
+    return MegatronMappingRegistry(*mappings, ReplicatedMapping("visual.**", "model.visual.**"))
+
+
 def tasks_of(
     bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical, adapters: Adapters
 ) -> tuple[list[Task], list[Task]]:
@@ -90,7 +125,7 @@ def tasks_of(
     Raises:
         ModelError: a parameter has no mapping, or one that computes with elements.
     """
-    own = bridge._model_bridge
+    own = bridge_of(bridge, config)
     parts, again = (_mappings(own, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
     # What reads weights asks a loaded model for its config.
     own.hf_pretrained = SimpleNamespace(config=config)

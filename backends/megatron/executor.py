@@ -17,6 +17,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.folder import Hollow, hollow
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.hf.vision import Family
 from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
@@ -81,11 +82,15 @@ class Executor:
         with agreed():
             check_cuda()
             trains = not isinstance(optimizer, Frozen)
-            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype, trained=trains)
+            empty = hollow(
+                folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype, trained=trains,
+                freeze_tower=how.freeze_tower,
+            )  # fmt: skip
             check_head(empty.skeleton, folder)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, empty.skeleton)
-            check_same_model(built.model, empty.skeleton.model, folder)
+            theirs = empty.skeleton.model if built.sight is None else empty.skeleton.language_model
+            check_same_model(built.model, theirs, folder)
         padded = not all(gathered(built.keeps_rows_apart))
         if padded and layout.sizes.cp > 1:
             raise LayoutError(f"{folder}: some layers need padded rows, and ranks cannot share them; set cp to 1")
@@ -130,7 +135,22 @@ class Executor:
     @property
     def trainable(self) -> frozenset[str] | None:
         """The names of the trained leaves, or None for all."""
-        return self.hollow.skeleton.trainable
+        names, skeleton = self.hollow.skeleton.trainable, self.hollow.skeleton
+        if names is None or not skeleton.frozen_names:
+            return names
+        return frozenset(task.leaf for task in self.tasks if self.canonical.names(task.leaf) <= names)
+
+    def trained_names(self, params: Params) -> frozenset[str] | None:
+        """Returns the canonical names of what is trained of these parameters, or None for all."""
+        if params.trainable is None:
+            return None
+        return frozenset(name for leaf in params.trainable for name in self.canonical.names(leaf))
+
+    @property
+    def sees(self) -> tuple[Family, Any] | None:
+        """The family and the config of a model with images; None for a model of text."""
+        skeleton = self.hollow.skeleton
+        return None if self.built.sight is None or skeleton.family is None else (skeleton.family, skeleton.config)
 
     def check(self, *values: Mapping[str, Tensor]) -> None:
         """Raises an error on all ranks for values of another layout: on some, they may look like this one's.
@@ -199,7 +219,7 @@ class Executor:
     @property
     def blank(self) -> Params:
         """Whole parameters by canonical name, on the meta device."""
-        return Params(self.canonical.shapes, self.trainable)
+        return Params(self.canonical.shapes, self.hollow.skeleton.trainable)
 
     def divided(self, source: Source, names: Collection[str]) -> dict[str, Tensor]:
         """Returns the elements that this rank owns of the whole tensors of these names; all ranks call it together.

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.backends.megatron.conversion import Task
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron.conversion import SEEING, Task
+from verl_fn.backends.megatron.layout import Sizes
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.errors import did_you_mean
 
@@ -56,6 +58,11 @@ BALANCING = {
     "sinkhorn": "picks a token's experts by what else is in its micro-batch",
     "quantile_balancing": "changes between calls a buffer of the model that no state holds",
 }
+# What positions of three axes and the features of images need as it is.
+OF_SIGHT = frozenset({
+    "apply_rope_fusion", "position_embedding_type", "mrope_section", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "seq_len_interpolation_factor", "scatter_embedding_sequence_parallel",
+})  # fmt: skip
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({
     "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
@@ -90,6 +97,9 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
             f"{folder} has multi-latent attention with YaRN, whose mscale_all_dim Megatron applies to attention "
             "scores and transformers does not; set actor.strategy=fsdp"
         )
+    if (section := rope.get("mrope_section")) is not None:
+        _check_axes(model, transformers_model, section, folder)
+        return
     ours, theirs = _of_transformers(transformers_model), _of_megatron(model)
     if ours is None or theirs is None:
         return
@@ -113,10 +123,10 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
     Raises:
         ModelError: the model is such.
     """
-    if skeleton.family is not None and skeleton.config.model_type != "gemma3":
+    if skeleton.family is not None and skeleton.config.model_type not in SEEING:
         raise ModelError(
-            f"{folder} is a {type(skeleton.model).__name__}: models with images do not run on Megatron here; set "
-            "actor.strategy to local or fsdp"
+            f"{folder} is a {type(skeleton.model).__name__}, and of models with images only Qwen2.5-VL and Qwen3-VL "
+            "run on Megatron here; set actor.strategy to local or fsdp"
         )
     bias = skeleton.head == "lm" and skeleton.output_layer.bias is not None
     if skeleton.fit.own_head or bias:
@@ -124,6 +134,42 @@ def check_head(skeleton: Skeleton, folder: str | Path) -> None:
             f"{folder} is a {type(skeleton.model).__name__}: it makes logits by "
             f"{'an output layer with a bias' if bias else 'code of its own'}, and Megatron by an output layer "
             "without a bias; set actor.strategy=fsdp"
+        )
+
+
+def check_sight(skeleton: Skeleton, sizes: Sizes, folder: str | Path, *, fsdp: bool) -> None:
+    """Refuses what a model with images cannot do on Megatron; a model of text can do it.
+
+    Args:
+        skeleton: transformers' model of the folder.
+        sizes: how ranks share the model.
+        folder: for errors.
+        fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
+
+    Raises:
+        LayoutError: ranks share it in such a way.
+        ModelError: its adapters or fields are such.
+    """
+    if skeleton.family is None:
+        return
+    named = f"{folder} is a {type(skeleton.model).__name__}"
+    if sizes.pp > 1:
+        raise LayoutError(
+            f"pp = {sizes.pp}: {named}, whose tower and first layers run together, so it has one pipeline stage "
+            "here; set pp to 1, and raise tp"
+        )
+    if sizes.cp > 1:
+        raise LayoutError(
+            f"cp = {sizes.cp}: {named}, and ranks cannot share the tokens of a row with images here; set cp to 1 "
+            "(with tp and sp, ranks share tokens outside of attention)"
+        )
+    if fsdp:
+        raise LayoutError(f"{named}, and Megatron-FSDP does not divide its tower; set use_megatron_fsdp=false")
+    towered = [name for name in skeleton.adapters.layers if ".visual." in f".{name}"]
+    if towered:
+        raise ModelError(
+            f"{named}, and Megatron-Bridge has no adapters for its tower, such as for {towered[0]}; set "
+            "actor.freeze_vision_tower=true"
         )
 
 
@@ -146,6 +192,9 @@ def take_epsilons(
             continue
         name = canonical.place(task.hub).name.rpartition(".")[0]
         theirs = transformers_model.get_submodule(name)
+        if type(task.module) is type(theirs):
+            # A tower is transformers' own.
+            continue
         epsilon = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
         if "Norm" not in type(theirs).__name__ or not isinstance(epsilon, float):
             continue
@@ -176,6 +225,25 @@ def _check_activation(model: Any, transformers_model: nn.Module, folder: str | P
 
 
 @torch.no_grad()
+def _check_axes(model: Any, text: Any, section: Sequence[int], folder: str | Path) -> None:
+    """Compares the angles of tokens whose times, heights and widths all differ."""
+    device = text.rotary_emb.inv_freq.device
+    place = torch.arange(POSITIONS, device=device)
+    positions = torch.stack([place, place.flip(0), (7 * place + 3) % POSITIONS])[:, None]
+    ours: Tensor = text.rotary_emb(torch.zeros(1, device=device), positions)[0]
+    if ours.dim() == 4:
+        # Of all three axes. Each part of the angles is one axis', and attention picks it out.
+        parts = ours.split([*section, *section], -1)
+        ours = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
+    theirs = model.rotary_pos_emb(positions, model.mrope_section)[:, 0, 0].cos()
+    if ours[0].shape != theirs.shape or float((ours[0] - theirs.to(device)).abs().max()) > ROUNDING:
+        raise ModelError(
+            f"{folder} has the rotary embedding {text.config.rope_parameters}, and Megatron-Bridge makes one with "
+            "other angles for positions of three axes; set actor.strategy to local or fsdp"
+        )
+
+
+@torch.no_grad()
 def _of_transformers(model: Any) -> Float[Tensor, "t dim"] | None:
     """Returns the cosines of transformers' rotary embedding, in order of size; None without a single one."""
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
@@ -203,6 +271,29 @@ def _of_megatron(model: Any) -> Float[Tensor, "t dim"] | None:
 
 def _ordered(cosines: Float[Tensor, "t dim"]) -> Float[Tensor, "t dim"]:
     return cosines.float().cpu().sort(-1).values
+
+
+def check_fields_of_sight(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> None:
+    """Refuses fields of a provider of a model with images that its tower and its positions of three axes forbid.
+
+    Args:
+        provider: Bridge's.
+        overrides: what a user sets of it.
+        folder: for errors.
+
+    Raises:
+        ModelError: there is such a field.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    of_text = {field.name for field in dataclasses.fields(GPTModelProvider)}
+    of_images = {field.name for field in dataclasses.fields(provider)} - of_text
+    for name in sorted(overrides.keys() & (of_images | OF_SIGHT)):
+        if overrides[name] not in (None, False):
+            raise ModelError(
+                f"{folder}: the provider's field {name} cannot be set for a model with images; config.json and this "
+                "backend decide it: leave it out of override_transformer_config"
+            )
 
 
 def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError, read_config, refused
@@ -19,10 +20,11 @@ from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
-from verl_fn.backends.megatron.fidelity import OF_ATTENTION, checked
+from verl_fn.backends.megatron.conversion import SEEING, bridge_of
+from verl_fn.backends.megatron.fidelity import OF_ATTENTION, check_fields_of_sight, check_sight, checked
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
-from verl_fn.backends.megatron.rows import ROUTED
+from verl_fn.backends.megatron.rows import ROUTED, MicroBatch
 from verl_fn.backends.megatron.shards import FULLY_SHARDED, unwrapped
 
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
@@ -51,6 +53,7 @@ class Built:
         model: the model inside, a ``GPTModel``.
         tied: on the first and last of several stages, the weight that both have; otherwise None.
         fit: what the model does to its logits after the output layer.
+        sight: what sees the images of a batch; None for a model of text.
     """
 
     bridge: Any
@@ -59,6 +62,7 @@ class Built:
     model: Any
     tied: nn.Parameter | None
     fit: Fit
+    sight: Sight | None = None
 
     @property
     def fully_sharded(self) -> bool:
@@ -105,9 +109,13 @@ class Built:
         """
         weight: Any = self._output_weight
         first = tp_rank * weight.shape[0]
-        rows = slice(max(0, self.config.vocab_size - first))
+        rows = slice(max(0, self.config.get_text_config().vocab_size - first))
         buffered = torch.is_grad_enabled() and weight.requires_grad and not self.fully_sharded
         return first, weight[rows], weight.main_grad[rows] if buffered else None
+
+    def embedded(self, layout: Layout, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Returns what Megatron's model reads in place of tokens, as its argument; nothing for a model of text."""
+        return {} if self.sight is None else {"decoder_input": self.sight.embedded(self.model, layout, micro_batch)}
 
     @property
     def _output_weight(self) -> Tensor:
@@ -134,6 +142,114 @@ class ValueHead(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
+class Sight:
+    """transformers' tower beside Megatron's language model, and its features on their way into that model.
+
+    Every rank of tensor parallelism has the whole tower and computes the same with it. Megatron-Bridge does so for
+    Qwen2.5-VL. It makes Qwen3-VL's tower of transformer-engine's layers, of which CPUs have none, so that this tower
+    is transformers', too.
+
+    Args:
+        skeleton: transformers' model.
+        how: how the model is made.
+
+    Attributes:
+        tower: transformers' module.
+        deep: for each of the first layers, what is added to its output (DeepStack, arXiv 2406.04334), in the
+            micro-batch that was embedded last. Its backward pass ends before the next one is embedded, since there
+            are no pipeline stages.
+    """
+
+    def __init__(self, skeleton: Skeleton, how: How) -> None:
+        own: Any = type(skeleton.tower)
+        self.config = skeleton.config
+        with torch.device(how.device):
+            self.tower: Any = own(skeleton.config.vision_config)
+        for p in self.tower.parameters():
+            # Constants, such as rotary frequencies, stay in fp32.
+            p.data = p.data.to(how.dtype)
+        self.tower.requires_grad_(how.lora is None and not how.freeze_tower)
+        if how.checkpointing:
+            self.tower.gradient_checkpointing_enable({"use_reentrant": False})
+        self.deep: list[Tensor] = []
+        # transformers' function for this tower, without the language model that it belongs to there.
+        self.get_image_features = functools.partial(type(skeleton.body).get_image_features, self)
+
+    @property
+    def visual(self) -> Any:
+        """The tower, by the name that transformers' function knows."""
+        return self.tower
+
+    def join(self, chunks: list[Any]) -> list[Any]:
+        """Adds the tower to Megatron's model, and what rotates by positions of three axes as transformers does."""
+        (model,) = chunks
+        model.visual = self.tower
+        if self.config.model_type == "qwen3_vl":
+            from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
+
+            model.rotary_pos_emb = Qwen3VLMultimodalRotaryEmbedding(
+                model.config.kv_channels, rotary_base=model.config.rotary_base, cp_group=model.pg_collection.cp
+            )
+        for number, layer in enumerate(model.decoder.layers):
+            layer.register_forward_hook(functools.partial(self._add, number))
+        return chunks
+
+    def _add(self, number: int, layer: nn.Module, args: Any, output: Any) -> Any:
+        if number >= len(self.deep):
+            return None
+        hidden, *rest = output
+        return hidden + self.deep[number], *rest
+
+    def forget(self) -> None:
+        """Lets go of the features of the last micro-batch."""
+        self.deep = []
+
+    def embedded(self, model: Any, layout: Layout, micro_batch: MicroBatch) -> Float[Tensor, "t b H"]:
+        """Returns the embeddings of this rank's tokens, with features for image tokens."""
+        embeddings = model.embedding(input_ids=micro_batch.tokens, position_ids=None)
+        self.forget()
+        images = micro_batch.images
+        # Megatron's DDP adds up gradients that are zero, so a rank without images needs no tower.
+        if images is None or images.blank:
+            return _shared(embeddings, layout)
+        shape = micro_batch.tokens.shape
+        flat = embeddings.transpose(0, 1).flatten(0, 1)
+        features, deep = images.features(self, flat.dtype)
+
+        def placed(base: Tensor, t: Tensor) -> Tensor:
+            whole = base.index_copy(0, micro_batch.image_tokens, t)
+            return _shared(whole.view(*shape, -1).transpose(0, 1).contiguous(), layout)
+
+        hidden, of_layers = placed(flat, features), [placed(torch.zeros_like(flat), t) for t in deep]
+        self.deep = [t.detach().requires_grad_(t.requires_grad) for t in of_layers]
+        return _Deep.apply(hidden, self.deep, *of_layers) if self.deep else hidden
+
+
+def _shared(t: Tensor, layout: Layout) -> Tensor:
+    """Returns this rank's part of the tokens, if ranks of tensor parallelism share them."""
+    if not layout.sizes.sp:
+        return t
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+    return scatter_to_sequence_parallel_region(t, group=layout.groups.tp)
+
+
+class _Deep(torch.autograd.Function):
+    """Hands the gradients of features that layers have added on to the tower, after all layers.
+
+    A layer that is recomputed runs a backward pass of its own, which would go through the tower once for each layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, added: list[Tensor], *deep: Tensor) -> Tensor:
+        ctx.added = added
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *(t.grad for t in ctx.added)
+
+
 @attrs.frozen(eq=False)
 class How:
     """How a model is made.
@@ -148,6 +264,7 @@ class How:
         router_replay: whether routers can record and replay the experts of each token.
         updates_by: who computes updates, ``verl_fn`` or ``megatron``.
         fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
+        freeze_tower: whether the module that sees images is not trained.
     """
 
     head: str
@@ -159,6 +276,7 @@ class How:
     router_replay: bool = False
     updates_by: str = "verl_fn"
     fsdp: bool = False
+    freeze_tower: bool = False
 
     @property
     def recorded(self) -> tuple[str, ...]:
@@ -183,14 +301,12 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     config = _for_bridge(read_config(folder), folder)
-    layout.sizes.check_model(config)
-    if how.router_replay and not experts_of(config):
-        raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
-    settings = _settings(layout, how, config)
+    check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
+    settings = _settings(layout, how, config.get_text_config(), folder)
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
-    hooks = _hooks(bridge, config, layout, how, skeleton.adapters, plain)
+    hooks, sight = _hooks(bridge, config, layout, how, skeleton.adapters, plain), None
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -198,6 +314,9 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         model_parallel_cuda_manual_seed(0)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
+        if config.model_type in SEEING:
+            sight = Sight(skeleton, how)
+            hooks.insert(0, sight.join)
         # Given hooks replace the hooks that a bridge has registered.
         hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
         try:
@@ -224,7 +343,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         and (model.pre_process or model.post_process)
     ):
         tied = model.shared_embedding_or_output_weight()
-    return Built(bridge, config, ddp, model, tied, skeleton.fit)
+    return Built(bridge, config, ddp, model, tied, skeleton.fit, sight)
 
 
 def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, plain: bool) -> list[Any]:
@@ -233,7 +352,7 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
     Raises:
         ModelError: a field of the provider is for the attention that is replaced.
     """
-    padding = getattr(config, "pad_token_id", None)
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
     if how.head == "value":
         hooks.insert(0, _with_value_head)
@@ -277,6 +396,8 @@ def _provider(
     of_core = _of_core(provider)
     exact = settings["params_dtype"] == torch.float32 and of_core and _has_plain_layers(bridge, config, provider)
     plain = exact or not has_transformer_engine()
+    if config.model_type in SEEING:
+        check_fields_of_sight(provider, overrides, folder)
     settings = {**settings, **(PLAIN if plain else fused_kernels(provider))}
     for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
@@ -284,6 +405,12 @@ def _provider(
         # Bridge leaves out what the config does.
         for name, value in YARN.items():
             setattr(provider, name, value if (given := getattr(provider, name)) is None else given)
+    if config.model_type in SEEING:
+        # transformer-engine's fused kernel would take the positions of the first row for all rows.
+        provider.apply_rope_fusion = False
+        # Only the language model; Bridge's provider of Qwen2.5-VL has the sections of the published sizes.
+        provider.provide = provider.provide_language_model
+        provider.mrope_section = list(config.get_text_config().rope_parameters["mrope_section"])
     if plain:
         if not of_core:
             raise ModelError(
@@ -315,9 +442,11 @@ def _for_bridge(config: Any, folder: str | Path) -> Any:
     Raises:
         ModelError: transformers has no language model for it, or the kinds are in another order.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    of_images = config.model_type in SEEING
+    names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if of_images else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names.get(config.model_type)
     if name is None:
         raise ModelError(f"transformers has no language model of the type {config.model_type}")
     config.architectures = [name]
@@ -332,10 +461,18 @@ def _for_bridge(config: Any, folder: str | Path) -> Any:
     return config
 
 
-def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
-    """Returns the fields of Bridge's provider that this backend decides."""
+def _settings(layout: Layout, how: How, config: Any, folder: str | Path) -> dict[str, Any]:
+    """Returns the fields of Bridge's provider that this backend decides, of a language model's config.
+
+    Raises:
+        LayoutError: ranks cannot share the model.
+        ModelError: it has no experts to replay.
+    """
     from megatron.core.transformer.enums import AttnBackend
 
+    layout.sizes.check_model(config)
+    if how.router_replay and not experts_of(config):
+        raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
     sizes, dtype = layout.sizes, how.dtype
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp,
@@ -473,7 +610,7 @@ def _with_value_head(chunks: list[Any]) -> list[Any]:
 
 def _with_adapters(chunks: list[Any], bridge: Any, config: Any, adapters: Adapters, tp: int) -> list[Any]:
     for model in chunks:
-        lora_adapters.add(model, bridge._model_bridge.build_conversion_tasks(config, [model]), adapters, tp)
+        lora_adapters.add(model, bridge_of(bridge, config).build_conversion_tasks(config, [model]), adapters, tp)
         if model.post_process and isinstance(model.output_layer, ValueHead):
             model.output_layer.requires_grad_(True)
     return chunks
@@ -485,7 +622,7 @@ def _without_padding_gradient(chunks: list[Any], layout: Layout, padding: int | 
     def embed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Tensor:
         ids = args[0] if args else kwargs["input_"]
         is_padding = ids == padding
-        if layout.sizes.sp:
+        if layout.sizes.sp and module.reduce_scatter_embeddings:
             # Ranks of tensor parallelism share the tokens, one position of all rows after the other.
             is_padding = is_padding.t().reshape(-1).chunk(layout.sizes.tp)[layout.tp_rank]
         return torch.where(is_padding.view(*rows.shape[:-1], 1), rows.detach(), rows)

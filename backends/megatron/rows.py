@@ -20,9 +20,10 @@ from torch import Tensor
 
 from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.hf.ulysses import Whole
+from verl_fn.backends.hf.vision import Family, Seen
 from verl_fn.backends.megatron.attention import Pieces
 from verl_fn.backends.megatron.layout import Layout, Sizes
-from verl_fn.state import Batch
+from verl_fn.state import POSITIONS, Batch
 
 PADDING = 0  # the id of a token that no loss reads
 ROUTED = "routed_experts"  # the field of the experts to replay
@@ -35,7 +36,7 @@ class MicroBatch:
     Attributes:
         batch: its rows, whole.
         tokens: this rank's tokens, padding included, ``[1, t]``, or a table of rows, ``[b, t]``.
-        positions: the place of each in its row.
+        positions: the place of each in its row; with ``sees``, time, height and width, ``[3, b, t]``.
         packed: Megatron's ``PackedSeqParams``; None for a table.
         targets: the indices in the batch of the tokens with ``response_mask`` that this rank computes.
         seen: for each, the index among this rank's tokens of the one before it.
@@ -46,11 +47,13 @@ class MicroBatch:
         routed_tokens: for each token that this rank's routers see, its index in the batch, or -1 for padding; None
             where nothing can be replayed.
         routed: the experts that each of these goes to in each layer with experts, or None where routers decide.
+        images: the images of the rows; None if no row of the whole batch has any.
+        image_tokens: where the tokens that stand for their features lie among this rank's tokens.
     """
 
     batch: Batch
     tokens: Int[Tensor, "b t"]
-    positions: Int[Tensor, "b t"]
+    positions: Int[Tensor, "*axes b t"]
     packed: Any
     targets: Int[Tensor, " n"]
     seen: Int[Tensor, " n"]
@@ -60,6 +63,8 @@ class MicroBatch:
     group: Any
     routed_tokens: Int[Tensor, " s"] | None
     routed: Int[Tensor, "s l k"] | None
+    images: Seen | None
+    image_tokens: Int[Tensor, " i"]
 
     @classmethod
     def of(
@@ -70,6 +75,7 @@ class MicroBatch:
         length: int | None = None,
         experts: int | None = None,
         table: tuple[int, int] | None = None,
+        sees: tuple[Family, Any] | None = None,
     ) -> MicroBatch:
         """Cuts a batch on the CPU for this rank, and copies it to a device.
 
@@ -77,10 +83,10 @@ class MicroBatch:
             batch: the micro-batch.
             layout: how ranks share rows.
             device: the device to compute on.
-            length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
-                as fit.
+            length: how many tokens all ranks have together, padding included; by default as few as fit.
             experts: how many a layer has, if its router can record and replay; None if it cannot.
             table: how many rows and columns of a table there are; None for rows end to end.
+            sees: the family and the config of a model with images and positions of three axes.
 
         Raises:
             ValueError: as ``check_targets``, or a token is to go to one expert twice.
@@ -94,32 +100,32 @@ class MicroBatch:
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
+        if sees is not None:
+            positions = _axes(batch, positions, places)
         routed_tokens = routed = None
         if experts is not None:
             routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
-            if table is not None:
-                # Layers have the tokens of one position after the other.
-                routed_tokens = routed_tokens.view(table).t().flatten()
-            routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
+            routed_tokens = _seen_by_routers(routed_tokens, layout, table)
             routed = _routed(batch, routed_tokens, experts)
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
-        temperature = None
-        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
-            temperature = batch.spread(batch["temperature"].float())[targets][mine].to(device)
+        on_device, heat = batch.without(ROUTED).to(device), _temperature(batch)
+        images = None if sees is None else Seen.of(*sees, on_device)
         return cls(
-            batch.without(ROUTED).to(device),
+            on_device,
             tokens.view(table or (1, -1)).to(device),
-            positions.view(table or (1, -1)).to(device),
+            positions.view(*positions.shape[:-1], *(table or (1, -1))).to(device),
             _packed(ends, layout, device) if table is None else None,
             targets[mine].to(device),
             seen[mine].to(device),
             last[mine_last].to(device),
             mine_last.nonzero()[:, 0].to(device),
-            temperature,
+            None if heat is None else heat[targets][mine].to(device),
             layout.groups.cp if sizes.cp > 1 else None,
             None if routed_tokens is None else routed_tokens.to(device),
             None if routed is None else routed.to(device),
+            images,
+            index[places].to(device)[[] if images is None else images.images],
         )
 
     def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
@@ -171,6 +177,21 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
     return packed
 
 
+def _temperature(batch: Batch) -> Tensor | None:
+    """Returns the temperature of each token, or None if all are 1."""
+    if "temperature" not in batch or not bool((batch["temperature"] != 1.0).any()):
+        return None
+    return batch.spread(batch["temperature"].float())
+
+
+def _seen_by_routers(tokens: Tensor, layout: Layout, table: tuple[int, int] | None) -> Tensor:
+    """Returns the tokens that this rank's routers see, in their order."""
+    if table is not None:
+        # Layers have the tokens of one position after the other.
+        tokens = tokens.view(table).t().flatten()
+    return tokens.chunk(layout.sizes.tp)[layout.tp_rank] if layout.sizes.sp else tokens
+
+
 def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:
     """Returns the experts to replay for these tokens, or None; padding needs some too, and goes to all in turn.
 
@@ -192,6 +213,14 @@ def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:
             f"for {ROUTED!r} into the batch"
         )
     return routed
+
+
+def _axes(batch: Batch, within: Tensor, places: Tensor) -> Int[Tensor, "3 t"]:
+    """Returns the time, height and width of each token; of text, and of padding, all three are its place in a row."""
+    axes = within.expand(3, -1)
+    if POSITIONS not in batch.per_token:
+        return axes.contiguous()
+    return axes.index_copy(1, places, batch[POSITIONS][:, 1:].t())
 
 
 def _within(batch: Batch) -> Tensor:

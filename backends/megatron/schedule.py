@@ -69,6 +69,7 @@ def run(
                 None,
                 packed_seq_params=micro_batch.packed,
                 output_processor=_hidden_states,
+                **built.embedded(layout, micro_batch),
             )
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Metrics]:

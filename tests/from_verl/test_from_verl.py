@@ -452,7 +452,7 @@ def test_models_with_images(path):
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B", "docs/images.md"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-30B-A3B-Instruct", "docs/images.md"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B actor_rollout_ref.actor.strategy=megatron",
-         "which Megatron does not"),
+         "models for Megatron are not translated"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B "
          "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ranks cannot share rows with images"),
         ("+data.mm_processor_kwargs.max_pixels=9", "preprocessor_config.json"),

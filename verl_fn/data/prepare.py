@@ -235,7 +235,7 @@ def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Pat
     return file
 
 
-def prepare_squares(out: str | Path, seed: int = 0) -> dict[str, int]:
+def prepare_squares(out: str | Path, seed: int = 0, rows: Mapping[str, int] = DRAWN) -> dict[str, int]:
     """Writes ``train.parquet`` and ``test.parquet`` with questions about pictures that differ from each other.
 
     A third ask how many squares there are, a third of which colour they are, and a third which digit is drawn.
@@ -243,6 +243,7 @@ def prepare_squares(out: str | Path, seed: int = 0) -> dict[str, int]:
     Args:
         out: the folder to write to.
         seed: other seeds give other pictures.
+        rows: how many each split has.
 
     Returns:
         The number of rows in each split.
@@ -251,9 +252,8 @@ def prepare_squares(out: str | Path, seed: int = 0) -> dict[str, int]:
         DataError: ``out`` cannot be written.
     """
     drawn, tables = _questions_about_squares(seed), {}
-    for split, count in DRAWN.items():
-        rows = [_row(*next(drawn), split, i) for i in range(count)]
-        tables[split] = pa.Table.from_pylist(rows)
+    for split, count in rows.items():
+        tables[split] = pa.Table.from_pylist([_row(*next(drawn), split, i) for i in range(count)])
     return write_splits(out, tables)
 
 

@@ -504,7 +504,11 @@ def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         if (column := "data.image_key") in settings.words:
             yield Move((column,), problem=f"{path} is not named like a model with images; {families}")
     elif (values.get(ACTOR + "strategy") or settings.engine) == "megatron":
-        yield Move((key,), problem=f"{path} is named like a model with images, which Megatron does not train here")
+        yield Move(
+            (key,),
+            problem=f"{path} is named like a model with images, and scripts of such "
+            "models for Megatron are not translated; set the strategy to fsdp, or write a config for Megatron",
+        )
     elif _sharers(values, settings, ACTOR) > 1:
         sharers = ACTOR + "fsdp_config.ulysses_sequence_parallel_size"
         yield Move((sharers,), problem="ranks cannot share rows with images; set it to 1")

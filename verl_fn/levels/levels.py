@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
+from torch import Tensor
 
+from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.vision import family_of
+from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.rows import MicroBatch
+from verl_fn.data.prepare import prepare_squares
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
@@ -22,12 +28,18 @@ from .verdict import Check, Outcome
 
 REPLAYED, RATIO = "routers replayed recorded experts", "the ratio of the first update of each step is 1"
 ROUTERS = "all routers changed"
+COMPUTED, TOWER, TEXT = "Megatron computed features of images", "all of the tower changed", "all of the text changed"
+OF_IMAGES = (training.COMPLETED, training.FINITE, training.AGREES, COMPUTED, RATIO, TOWER, TEXT)
 OF_EXPERTS = (training.COMPLETED, training.FINITE, training.AGREES, REPLAYED, RATIO, ROUTERS)
 # Of the mean of old minus new log-probs, in nats. In bf16 both passes round alike, since their experts are the same.
 SAME = 1e-5
+PICTURES = (
+    "algorithm.name=grpo", "rollout.n=4", "algorithm.ppo_mini_batch_size=8", "algorithm.use_kl_loss=false",
+    "data.max_prompt_length=512", "data.max_response_length=10",
+)  # fmt: skip
 BLOCKED = {
-    "vlm": "the Megatron backend refuses models with images, so no image was encoded; test them with Bridge's own "
-    "conversion and inference tests",
+    "vlm": "the model reads no images; name a folder of Qwen2.5-VL or Qwen3-VL with weights and an image processor, "
+    "such as the small one that docs/images.md makes",
     "mtp": "the Megatron backend turns layers that predict several tokens off, so none of them ran",
     "qat": "no training backend here quantizes, so ModelOpt's code did not run",
     "": "the model has no experts, and no feature was named: add --features",
@@ -48,7 +60,7 @@ def blocked(feature: str) -> Outcome:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts the calls in which one of Megatron's routers takes recorded experts, in the class of routers itself."""
+    """Counts in the class of Megatron's routers itself the calls that took recorded experts."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
 
@@ -79,14 +91,75 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     # A router has a row for each expert; experts themselves are stacked.
     routers = {name: other for name, other in moved.items() if before[name].dim() == 2 and len(before[name]) == count
                and ("gate" in name or "router" in name)}  # fmt: skip
-    gaps = [abs(row["actor/ppo_kl"]) + row["actor/pg_clipfrac"] for row in read_metrics(folder) if row["step"]]
-    worst = max(gaps, default=float("inf"))
     here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
     checks = (
         *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
         Check(REPLAYED, replays["calls"] > 0, f"{replays['calls']} calls"),
-        Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}"),
+        _ratio(folder),
         training.all_changed(ROUTERS, routers),
+    )
+    return Outcome(checks, limitations=here)
+
+
+def _ratio(folder: Path) -> Check:
+    gaps = [abs(row["actor/ppo_kl"]) + row["actor/pg_clipfrac"] for row in read_metrics(folder) if row["step"]]
+    worst = max(gaps, default=float("inf"))
+    return Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}")
+
+
+@contextlib.contextmanager
+def looked() -> Iterator[Counter[str]]:
+    """Counts the micro-batches whose images Megatron's model computes."""
+    from verl_fn.backends.megatron.model import Sight
+
+    inner = Sight.embedded
+    found: Counter[str] = Counter()
+
+    def counting(self: Sight, model: object, layout: Layout, micro_batch: MicroBatch) -> Tensor:
+        found["micro-batches"] += micro_batch.images is not None and not micro_batch.images.blank
+        return inner(self, model, layout, micro_batch)
+
+    Sight.embedded = counting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Sight.embedded = inner  # type: ignore[method-assign]
+
+
+def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
+    """Trains all parameters by GRPO on questions about pictures, one update a step.
+
+    Args:
+        request: what is tested.
+        folder: of the run.
+        say: prints a line.
+    """
+    config, alone = read_config(request.folder), request.alone()
+    if family_of(config) is None:
+        return blocked("vlm")
+    if not request.data:
+        prepare_squares(folder.with_name("squares"), rows={"train": 64, "test": 8})
+        alone = attrs.evolve(alone, data=str(folder.with_name("squares")))
+    plan = training.plan_of(alone, folder, *PICTURES)
+    with looked() as calls:
+        train(plan, say)
+    found = {check.name: check for check in training.checks_of(folder, plan)}
+    if all(check.held for check in found.values() if check.name in (training.COMPLETED, training.FINITE)):
+        training.require_signal(folder, request)
+    before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
+    moved = training.changed(before, after)
+    # What is added behind the last layer, to tokens of images, reaches no token that was drawn.
+    layers, deep = config.get_text_config().num_hidden_layers, "deepstack_visual_indexes"
+    unread = [f"merger_list.{n}." for n in range(layers - 1, len(getattr(config.vision_config, deep, ())))]
+    moved = {name: other for name, other in moved.items() if not any(part in name for part in unread)}
+    tower = {name: other for name, other in moved.items() if ".visual." in name}
+    here = ("level 4 showed images to the embedded engine on one rank, without Ray",) if request.ray else ()
+    checks = (
+        *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
+        Check(COMPUTED, calls["micro-batches"] > 0, f"{calls['micro-batches']} micro-batches"),
+        _ratio(folder),
+        training.all_changed(TOWER, tower),
+        training.all_changed(TEXT, {name: other for name, other in moved.items() if name not in tower}),
     )
     return Outcome(checks, limitations=here)
 
@@ -151,7 +224,10 @@ LEVELS = {
         "the parts that text through a dense model does not reach ran, and learned",
         "look at what the provider sets for the feature, and at the mapping of its parameters",
         lambda request: [f"level_4_{name}".rstrip("_") for name in features_of(request)],
-        lambda request: OF_EXPERTS if "moe" in features_of(request) else [],
+        lambda request: [
+            *(OF_EXPERTS if "moe" in features_of(request) else ()),
+            *(OF_IMAGES if "vlm" in features_of(request) else ()),
+        ],
     ),
     5: Level(
         "learning signal",

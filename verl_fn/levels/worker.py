@@ -105,6 +105,8 @@ def level_3_on_cpu(request: Request, folder: Path, progress: Progress) -> Outcom
 def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
     """A part of the architecture that the name of this process ends with."""
     name = progress.part.removeprefix("level_4").removeprefix("_")
+    if name == "vlm":
+        return levels.images(request, folder / "run", progress.say)
     if name != "moe" or not request.experts:
         return levels.blocked("" if name == "moe" else name)
     return levels.experts(request, folder / "run", progress.say)

@@ -31,7 +31,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
-from verl_fn.backends.megatron.fidelity import check_head
+from verl_fn.backends.megatron.fidelity import check_head, check_sight
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.mock import MockRollout
@@ -340,7 +340,7 @@ def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -
         raise ConfigError(f"{table}.strategy is megatron: {error}") from error
     try:
         sizes = build.megatron_sizes(role.megatron)
-        config = read_config(role.folder)
+        config = read_config(role.folder).get_text_config()
         sizes.check(size)
         sizes.check_model(config)
         if role.megatron.use_megatron_fsdp:
@@ -530,6 +530,8 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
             check_exact(skeleton, dtype, torch.device(device), role.folder)
         if role.strategy == "megatron":
             check_head(skeleton, role.folder)
+            sizes = build.megatron_sizes(role.megatron)
+            check_sight(skeleton, sizes, role.folder, fsdp=role.megatron.use_megatron_fsdp)
         elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:
             raise ConfigError(
                 f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "

@@ -17,8 +17,10 @@ from megatron.bridge.models.llama.llama_bridge import LlamaBridge
 
 from verl_fn import build
 from verl_fn.backends.hf import lora
+from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.megatron import saving
 from verl_fn.backends.megatron.backend import Megatron
+from verl_fn.backends.megatron.model import Sight
 from verl_fn.backends.sampler import Sampler
 from verl_fn.levels import parity, provenance, training, worker
 from verl_fn.levels.subject import Request
@@ -136,6 +138,22 @@ def frozen_parameter():
 @fault
 def router_without_gradient():
     return graded(lambda name, g, b: g * 0 if name.endswith("gate.weight") else g)
+
+
+@fault
+def tower_without_gradient():
+    return graded(lambda name, g, b: g * 0 if ".visual." in name else g)
+
+
+@fault
+def features_in_another_order():
+    """The trainer sees an image upside down, and the engine does not."""
+
+    def change(inner, self, body, dtype):
+        features, deep = inner(self, body, dtype)
+        return (features.flip(0) if isinstance(body, Sight) else features), deep
+
+    return around(Seen, "features", change)
 
 
 @fault

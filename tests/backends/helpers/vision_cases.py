@@ -23,9 +23,9 @@ ANSWERS = ("abcd", "ba", "cc", "dab", "bb", "c")
 BUDGET = 44  # of three micro-batches or more, one of them without images
 
 
-def seeing(folder, arch, **options):
+def seeing(folder, arch, chars="abcd?", **options):
     """A model whose weights are as large as trained ones, so that its answers depend on what it sees."""
-    new_model(folder, chars="abcd?", arch=arch, **(SIZES | options))
+    new_model(folder, chars=chars, arch=arch, **(SIZES | options))
     file = folder / "model.safetensors"
     generator = torch.Generator().manual_seed(3)
     weights = {

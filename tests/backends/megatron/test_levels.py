@@ -18,12 +18,14 @@ import torch
 import transformers
 from megatron_support import HELPERS, MARKS
 from safetensors.torch import load_file, save_file
+from vision_cases import seeing
 from warm_python import warm_python
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.cli import main
+from verl_fn.data.prepare import ALPHABET
 from verl_fn.data.tasks import TASKS
 from verl_fn.levels import command, parity, provenance, training, verdict
 from verl_fn.levels.command import run_logged
@@ -438,6 +440,25 @@ def test_bars_of_a_first_step_grow_with_the_layers():
     assert [parity.check_of("fsdp:2", found, wanted, layers).held for layers in (1, 2, 9, 10, 30)] == [
         False, False, False, True, True,
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A model that answers questions about pictures."""
+    return seeing(tmp_path_factory.mktemp("pictures"), "qwen3_vl", chars=ALPHABET, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (None, ""),
+        ("tower_without_gradient", "all of the tower changed: 45 of 45 did not"),
+        ("features_in_another_order", "engine and trainer agree: "),
+    ],
+)
+def test_images(run, pictures, fault, reason):
+    found = run(4, fault=fault, folder=pictures, features=("vlm",))
+    assert (found.verdict, reason in found.reason) == (Verdict.FAIL if fault else Verdict.PASS, True), found.reason
 
 
 @pytest.mark.parametrize("feature", ["vlm", "mtp", "qat"])

@@ -5,6 +5,7 @@ import functools
 import pytest
 from megatron_support import HELPERS, MARKS
 from ranks import ranks_by_size
+from vision_cases import seeing
 from warm_python import warm_python
 
 from verl_fn.benchmarks.families import FOR_MEGATRON, ROWS, batch_of, compared, reference
@@ -80,6 +81,16 @@ def test_a_family_is_that_of_transformers(ranks, known, name):
 @pytest.mark.parametrize(("name", "options"), LAYOUTS, ids=str)
 def test_a_family_on_two_ranks_is_that_of_transformers(ranks, known, name, options):
     check(ranks, known, name, 2, options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"), [("qwen2_5_vl", {"tp": 2}), ("qwen3_vl", {"tp": 2, "sp": True})], ids=str
+)
+def test_models_with_images(ranks, tmp_path, arch, options):
+    """Images and positions of three axes, beside one process of transformers' layers."""
+    folder = seeing(tmp_path / arch, arch, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    for worst in ranks(2).run("megatron_image_cases.with_layers_of_transformer_engine", folder, options):
+        assert worst["logprobs"] <= 1e-5 and worst["gradients"][0] <= 2e-5 and worst["weights"][0] <= 1e-5, worst
 
 
 @pytest.mark.parametrize("options", [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}], ids=str)
