@@ -438,6 +438,12 @@ def test_models_with_images(path):
     assert adapters.complete and adapters.table["actor"]["freeze_vision_tower"] is True
     plain = translated(words)
     assert plain.complete and "freeze_vision_tower" not in plain.table["actor"]
+    actor = "actor_rollout_ref.actor"
+    sharded = translated(
+        f"{words} actor_rollout_ref.model.lora_rank=0 {actor}.strategy=megatron "
+        f"{actor}.megatron.tensor_model_parallel_size=2"
+    )
+    assert sharded.complete and sharded.table["actor"]["strategy"] == "megatron"
 
 
 @pytest.mark.parametrize(
@@ -451,8 +457,10 @@ def test_models_with_images(path):
         ("actor_rollout_ref.model.path=/m/llava-hf", "docs/images.md"),
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B", "docs/images.md"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-30B-A3B-Instruct", "docs/images.md"),
-        ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B actor_rollout_ref.actor.strategy=megatron",
-         "models for Megatron are not translated"),
+        ("actor_rollout_ref.model.path=HuggingFaceTB/SmolVLM-256M actor_rollout_ref.actor.strategy=megatron",
+         "whose images Megatron does not read"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B actor_rollout_ref.actor.strategy=megatron "
+         "actor_rollout_ref.actor.megatron.context_parallel_size=2", "has it at 1 on Megatron"),
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B "
          "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ranks cannot share rows with images"),
         ("+data.mm_processor_kwargs.max_pixels=9", "preprocessor_config.json"),

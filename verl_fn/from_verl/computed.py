@@ -504,11 +504,11 @@ def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         if (column := "data.image_key") in settings.words:
             yield Move((column,), problem=f"{path} is not named like a model with images; {families}")
     elif (values.get(ACTOR + "strategy") or settings.engine) == "megatron":
-        yield Move(
-            (key,),
-            problem=f"{path} is named like a model with images, and scripts of such "
-            "models for Megatron are not translated; set the strategy to fsdp, or write a config for Megatron",
-        )
+        if not name.lower().startswith("qwen"):
+            yield Move((key,), problem=f"{path} is named like a model whose images Megatron does not read here")
+        for size in ("pipeline_model_parallel_size", "context_parallel_size"):
+            if (values.get(parts := f"{ACTOR}megatron.{size}") or 1) > 1:
+                yield Move((parts,), problem="a model with images has it at 1 on Megatron; raise tensor parallelism")
     elif _sharers(values, settings, ACTOR) > 1:
         sharers = ACTOR + "fsdp_config.ulysses_sequence_parallel_size"
         yield Move((sharers,), problem="ranks cannot share rows with images; set it to 1")
