@@ -80,19 +80,11 @@ def pytest_collection_finish(session):
     # What is imported by now stays; the collector would look through it again and again.
     gc.collect()
     gc.freeze()
-    # It would look for cycles after every 700 objects, which a step of a tiny model makes many times.
-    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_collection_modifyitems(items):
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(unit(item.nodeid), len(FIRST)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores, since many tests wait for processes; xdist's own variable goes before."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
 
 
 # pytest-xdist's own groups (--dist=loadgroup) are ignored under pytest 9.2: pytest-dev/pytest-xdist issue 1386.

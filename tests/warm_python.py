@@ -151,7 +151,6 @@ def _warm_up(listener, place, also):
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
     return True
 
 

@@ -44,7 +44,7 @@ def source(tokenizer, *overrides):
         (["data.task=reasoning_gym:"], "different names of sets"),
         (["data.task=reasoning_gym:a,a"], "different names of sets"),
         ([TASK, "data.weights=[1.0]"], "data.weights has 1 values for the 2 sources of data.task"),
-        ([TASK, "data.weights=[1.0, 0.0]"], "must be above 0"),
+        ([TASK, "data.weights=[1.0, 0.0]"], "must be > 0"),
         ([TASK, "data.task_options.sum.x=1"], r"data\.task_options\.sum is .* \(chain_sum, leg_counting\)"),
         ([TASK, "data.task_options.chain_sum=1"], r"data\.task_options\.chain_sum is 1, but must be a table"),
     ],

@@ -116,10 +116,11 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
 
 def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
     row = LAYOUTS["samples"] | {"prompt": [USER | {"content": "Read: b  c\nAnd answer."}]}
-    for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b", "c"]}, "", None):
+    for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b c And"]}, "", None):
         assert len(read_files([jsonl(tmp_path, row | {"context": value})], "samples")) == 1
-    with pytest.raises(DataError, match="the prompt has nothing of it"):
-        read_files([jsonl(tmp_path, row | {"context": "d e", "extra_info": {"context": "d e"}})], "samples")
+    for value in ("d e", {"title": "b", "text": "not in the prompt"}):
+        with pytest.raises(DataError, match="the prompt has nothing of it"):
+            read_files([jsonl(tmp_path, row | {"context": value, "extra_info": {"context": value}})], "samples")
 
 
 def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_path):

@@ -207,11 +207,14 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
         "mine": "{defaults: [ppo_megatron_trainer, base, _self_], rollout: {n: 4}}",
         "last": "{defaults: [_self_, base], rollout: {n: 4}}",
         "other": "{defaults: [{override /model_engine: megatron}], a: 1}",
+        "ppo_megatron_trainer": "{defaults: ppo_megatron_trainer, rollout: {n: 6}}",
+        "nested": "{defaults: [data/more, _self_]}",
+        "data/more": "{rollout: {n: 7}}",
         "lost": "{defaults: [nowhere]}",
         "grouped": "{defaults: [{data@data: own}]}",
     }.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    (tmp_path / "data").mkdir()
     (tmp_path / "data/own.yaml").write_text("{}")
     command = ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}"]
     for words in ([], ["--config-name=ppo_trainer"]):
@@ -219,6 +222,7 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
     assert read_settings([*command[:3], "--config-path=config", "--config-name=ppo_trainer"]).values == {}
     for name, values, engine in (
         ("mine", {"rollout.n": 4, "rollout.m": 3}, "megatron"),
+        ("nested", {"rollout.n": 7}, "fsdp"),
         ("last", {"rollout.n": 2, "rollout.m": 3}, "fsdp"),
         ("other", {"a": 1}, "megatron"),
     ):
@@ -228,8 +232,12 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
     for name, message in (("lost", "composed of nowhere"), ("grouped", "composed of .*data/own.yaml, which is not")):
         with pytest.raises(ConfigError, match=message):
             read_settings([*command, f"--config-name={name}"])
-    with pytest.raises(ConfigError, match="--config-path=/nowhere, and there is no"):
+    with pytest.raises(ConfigError, match=r"there is no /nowhere/ppo_trainer\.yaml"):
         read_settings([*command[:3], "--config-path=/nowhere"])
+    with pytest.raises(ConfigError, match=r"qwen2.5_grpo is none of verl's own.*/qwen2.5_grpo.yaml"):
+        read_settings([*command, "--config-name=qwen2.5_grpo"])
+    own = [*command[:3], "--config-path=/opt/verl/verl/trainer/config", "--config-name=ppo_trainer"]
+    assert read_settings(own).values == {}
 
 
 def test_overrides_of_the_optimizer_win_and_defaults_cannot_be_removed():
@@ -262,11 +270,25 @@ def test_groups_that_differ_only_by_a_penalty_are_refused():
 def test_filters_of_a_script_filter(script):
     text = """
     LINES=$(printf '1\\n2\\n' | wc -l); NONE=$(printf '' | wc -l)
-    LAST=$(printf 'b c\\na' | sort | tail -1 | tr ' ' _)
-    python3 -m verl.trainer.main_ppo a.b=$LINES a.c=$NONE a.d=$LAST a.e=$(echo "2 * 3" | bc) a.f=$(head -1 <<< "x")
+    LAST=$(printf 'b c\\na' | sort | tail -1 | tr ' ' _); GPUS=$(( $(echo 0,1,2,3 | tr -cd ',' | wc -c) + 1 ))
+    python3 -m verl.trainer.main_ppo a.b=$LINES a.c=$NONE a.d=$LAST a.e=$(echo "2 * 3" | bc) a.f=$(head -1 <<< "x") \\
+        a.g=$GPUS a.h=$(printf a | wc -l) a.i=$(printf '%s' 0,1 | tr ',' '\\n' | wc -l)
     """
     values = read_settings([script(text)]).values
-    assert values == {"a.b": 2, "a.c": 0, "a.d": "b_c", "a.e": 6 if shutil.which("bc") else values["a.e"], "a.f": "x"}
+    assert values == {"a.b": 2, "a.c": 0, "a.d": "b_c", "a.e": 6 if shutil.which("bc") else values["a.e"], "a.f": "x",
+                      "a.g": 4, "a.h": 0, "a.i": 1}  # fmt: skip
+
+
+def test_a_trainer_may_be_started_by_a_path_that_the_script_asks_for(script):
+    text = "PY=$(which python3); RUN=$(conda run which python)\n$PY -m verl.trainer.main_ppo a.b=1\n"
+    assert read_settings([script(text)]).values == {"a.b": 1}
+    assert read_settings([script(text.replace("$PY", "$RUN"))]).values == {"a.b": 1}
+
+
+def test_arithmetic_on_what_a_program_would_print_names_the_program(script):
+    text = "N=$(nvidia-smi -L | wc -l)\npython3 -m verl.trainer.main_ppo a.b=$((N*1))\n"
+    with pytest.raises(ConfigError, match="it asks 'nvidia-smi -L', which is not run here"):
+        read_settings([script(text)])
 
 
 def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):

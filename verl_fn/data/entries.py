@@ -131,7 +131,8 @@ _TURNS = {
     ),
 }
 # Columns of text to answer about. A prompt that has none of it is seen without.
-_TEXTS = ("context", "contexts", "document", "documents", "input", "inputs", "passage", "passages")
+_TEXTS = ("context", "contexts", "input", "passage", "passages")
+WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 
 
 @functools.lru_cache(1024)
@@ -162,10 +163,10 @@ def _matters(name: str) -> bool:
     return is_media(name) or name in (*_TURNS, *_TEXTS) or _WEIGHT.fullmatch(name) is not None
 
 
-def _texts(value: Any) -> list[str]:
-    """Returns the strings in a value, without space."""
+def _texts(value: Any) -> list[list[str]]:
+    """Returns the words of each string in a value."""
     if isinstance(value, str):
-        return ["".join(value.split())]
+        return [value.split()]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return [text for one in inner for text in _texts(one)]
 
@@ -196,8 +197,10 @@ def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
                 f"{_TURNS[name]}, {remove}"
             )
     elif name in _TEXTS:
-        seen = "\n".join(_texts(shown))
-        if any(texts := _texts(value)) and not any(text and text in seen for text in texts):
+        seen = "\n".join(map("".join, _texts(shown)))
+        texts = list(filter(None, _texts(value)))
+        texts = [words for words in texts if len(words) >= WORDS] or texts
+        if texts and not any("".join(words) in seen for words in texts):
             raise DataError(
                 f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
                 f"see it; write it into the prompt, {remove}"

@@ -312,24 +312,24 @@ class _Read(dict[str, Any]):
 
     def __init__(self, fields: Message, place: str, read: set[str]) -> None:
         super().__init__(fields)
-        self.place, self.read = place, read
+        self._place, self._read = place, read
         if calls := fields.get("tool_calls"):
             self["tool_calls"] = [_Read(call, f"{place}.tool_calls", read) for call in calls]
 
     def __getitem__(self, name: str) -> Any:
-        self.read.add(f"{self.place}.{name}")
+        self._read.add(f"{self._place}.{name}")
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        self.read.add(f"{self.place}.{name}")
+        self._read.add(f"{self._place}.{name}")
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(f"{self.place}.{name}")
+        self._read.add(f"{self._place}.{name}")
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        self.read.update(f"{self.place}.{name}" for name in super().__iter__())
+        self._read.update(f"{self._place}.{name}" for name in super().__iter__())
         return super().__iter__()
 
     def keys(self) -> Any:
@@ -340,6 +340,9 @@ class _Read(dict[str, Any]):
 
     def values(self) -> Any:
         return [self[name] for name in self]
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
 
 
 def _unread(problems: Sequence[Problem], traits: Traits, tokenizer: Any) -> Counter[str]:

@@ -321,8 +321,8 @@ def _check_calls(
         if isinstance(written, str) and _json(written) in seen:
             raise DataError(
                 f"the chat template writes the arguments of a call in message {number} as a string in quotes, "
-                f"{_json(written)!r:.60}, and the model would learn that; make them an object (a function "
-                "of data.convert can, with json.loads)"
+                f"{_json(written)!r:.60}, and not as it writes calls; make them an object with json.loads (in data, "
+                "a function of data.convert can)"
             )
 
 

@@ -504,7 +504,7 @@ def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         if (column := "data.image_key") in settings.words:
             yield Move((column,), problem=f"{path} is not named like a model with images; {families}")
     elif (values.get(ACTOR + "strategy") or settings.engine) == "megatron":
-        if not name.lower().startswith("qwen"):
+        if "qwen" not in name.lower():
             yield Move((key,), problem=f"{path} is named like a model whose images Megatron does not read here")
         for size in ("pipeline_model_parallel_size", "context_parallel_size"):
             if (values.get(parts := f"{ACTOR}megatron.{size}") or 1) > 1:

@@ -51,11 +51,11 @@ command_not_found_handle() {
     done
     case ${1##*/}:$* in
         python*:*print*|python*:*write*) ;;
-        python*" -c "*) printf '\2%s\0\0' "$*" >&"$LAUNCHES"; return 1;;
+        python*" -c "*) printf '\4%s\0\0' "$*" >&"$LAUNCHES"; return 1;;
     esac
     if [ ! /dev/fd/1 -ef "/dev/fd/$SCREEN" ]; then
         [ ! -p /dev/stdin ] || mapfile  # or what writes to it would fail
-        printf '\2%s\0\0' "$*" >&"$LAUNCHES"
+        printf '\4%s\0\0' "$*" >&"$LAUNCHES"
         local said=$*  # without spaces, at which the shell would make several words of it
         printf '\2%s\3\n' "${said//[[:space:]]/$'\1'}"
         return 0
@@ -63,11 +63,13 @@ command_not_found_handle() {
     case ${1##*/} in python*) return 1;; esac
 }
 passed() {
-    local text
+    local text word
+    for word in "${@:2}"; do if [ -e "$word" ]; then command "$@"; return; fi; done
     if [ ! -p /dev/stdin ]; then command "$@"; return; fi
-    text=$(command cat)
-    case $text in *$'\2'*) printf '%s\n' "$text";; *) printf '%s' "${text:+$text$'\n'}" | command "$@";; esac
+    IFS= read -r -d '' text
+    case $text in *$'\2'*) printf '%s' "$text";; *) printf '%s' "$text" | command "$@";; esac
 }
+which() { printf '%s\n' "${!#}"; }
 for program in bc cut head sort tail tr wc; do eval "$program() { passed $program \"\$@\"; }"; done
 tee() { mapfile; }
 cd() { local to=${!#}; case $to in /*) ;; *) to=$PWD/$to;; esac; PWD=$(realpath -m -- "$to"); }
@@ -185,7 +187,7 @@ def _known(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the last value of a setting needs one.
     """
-    last = {word.partition("=")[0].lstrip("+"): word for word in words}
+    last = {word.partition("=")[0].lstrip("+"): word for word in words[1:]}
     for key, word in last.items():
         if asked := _NOT_RUN.search(word):
             program = asked[1].replace("\1", " ")
@@ -235,11 +237,11 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         file = next((file for name in names if (file := Path(home(folder), f"{name}.yaml")).is_file()), None)
         if file is not None and (folder or config not in _CONFIGS):
             rest.insert(0, str(file))
-        elif (config and config not in _CONFIGS) or Path(folder).is_absolute():
-            what = f"--config-name={config} is none of verl's own configs" if config else f"--config-path={folder}"
+        elif (config and config not in _CONFIGS) or not f"/{folder}".rstrip("/").endswith(("/", "/.", "/config")):
+            own = "" if config in ("", *_CONFIGS) else f"--config-name={config} is none of verl's own configs, and "
             raise ConfigError(
-                f"--from-verl: {what}, and there is no {Path(folder, config or '*').with_suffix('.yaml')}; give "
-                "--config-path as an absolute path, or the YAML file itself in its place"
+                f"--from-verl: {own}there is no {Path(folder, f'{config or names[0]}.yaml')}; give --config-path as "
+                "an absolute path, or the YAML file itself in its place"
             )
     return rest, chosen
 
@@ -297,14 +299,15 @@ def _file(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"--from-verl: {path} has no table of keys")
     parts = table.pop("defaults", None) or []
+    parts = parts if isinstance(parts, list) else [parts]
     own = {key: value for key, value in flat(_with_names(table)).items() if value != "???"}
     values: dict[str, Any] = {}
     for part in [*parts, *["_self_"] * ("_self_" not in parts)]:
         if part == "_self_":
             values |= own
-        elif isinstance(part, str) and (beside := path.with_name(part.removesuffix(".yaml") + ".yaml")).is_file():
+        elif (beside := path.parent / f"{str(part).removesuffix('.yaml')}.yaml") != path and beside.is_file():
             values |= _file(str(beside), chosen)
-        elif isinstance(part, str) and part.removesuffix(".yaml") in _CONFIGS:
+        elif str(part).removesuffix(".yaml") in _CONFIGS:
             chosen["config-name"] = part
         else:
             _chosen_by(part, path, chosen)
@@ -448,14 +451,15 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
             raise ConfigError(f"--from-verl: {path} did not end in {SECONDS} s") from error
         launches.seek(0)
         commands = launches.read().decode(errors="replace").split("\0\0")[:-1]
-    asked = tuple(dict.fromkeys(command[1:] for command in commands if command.startswith("\2")))
-    distinct = [command for command in dict.fromkeys(commands) if not command.startswith("\2")]
+    asked = tuple(dict.fromkeys(command[1:] for command in commands if command.startswith("\4")))
+    distinct = [command for command in dict.fromkeys(commands) if not command.startswith("\4")]
     if len(distinct) == 1:
         return distinct[0].split("\0"), asked
     said = [line.replace(str(copy), path.name) for line in (done.stderr + done.stdout).splitlines()]
     said = [line for line in said if not line.startswith("+")]
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
+    last += f"; it asks {asked[0]!r}, which is not run here" if asked and not distinct else ""
     raise ConfigError(
         f"--from-verl: {path} {why}{last}; set what it asks for, or put 'verl-fn config --from-verl' in front of the "
         "command in it and run it"

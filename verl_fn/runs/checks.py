@@ -514,16 +514,17 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
     }
     for role in plan.roles.values():
         skeleton = skeletons[role.folder, role.head, role.row_layout]
-        changed = role.lora or role.enable_gradient_checkpointing or role.freeze_vision_tower
-        if role.strategy != "megatron" and changed:
-            hollow(
+        checkpointing = role.enable_gradient_checkpointing and role.strategy != "megatron"
+        changed = skeleton
+        if role.lora or checkpointing or role.freeze_vision_tower:
+            changed = hollow(
                 role.folder,
                 role.head,
                 key=Key.from_seed(0),
-                checkpointing=role.enable_gradient_checkpointing,
+                checkpointing=checkpointing,
                 lora=Lora(*role.lora) if role.lora else None,
                 freeze_tower=role.freeze_vision_tower,
-            )
+            ).skeleton
         if role.exact:
             device = build.device(plan.driver)
             dtype = dtype_of(compute_dtype(role.dtype, role.folder, device), "actor.dtype")
@@ -531,7 +532,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         if role.strategy == "megatron":
             check_head(skeleton, role.folder)
             sizes = build.megatron_sizes(role.megatron)
-            check_sight(skeleton, sizes, role.folder, fsdp=role.megatron.use_megatron_fsdp)
+            check_sight(changed, sizes, role.folder, fsdp=role.megatron.use_megatron_fsdp)
         elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:
             raise ConfigError(
                 f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "

@@ -61,6 +61,7 @@ class ModelSizes:
         ends: elements outside of layers: embeddings, output layer and last norm.
         adapted: elements of the weights that adapters are added to.
         buffers: elements of the buffers that a model's files contain.
+        tower: elements of the layers of the module that sees images.
         config: the config of the text model.
 
     Source:
@@ -73,6 +74,7 @@ class ModelSizes:
     ends: int
     adapted: int
     buffers: int
+    tower: int
     config: Any = attrs.field(repr=False, eq=False)
 
     @property
@@ -148,7 +150,9 @@ def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     ends = sum(count for name, count in counts.items() if not re.search(r"\.\d+\.", name))
     buffers = sum(b.numel() for b in skeleton.constants.values())
-    return ModelSizes(total, trained, experts, ends, adapted, buffers, model.config.get_text_config())
+    seeing = set() if skeleton.tower is None else set(skeleton.tower.parameters())
+    tower = sum(p.numel() for name, p in model.named_parameters() if p in seeing and re.search(r"\.\d+\.", name))
+    return ModelSizes(total, trained, experts, ends, adapted, buffers, tower, model.config.get_text_config())
 
 
 def sizes_of(role: RolePlan) -> ModelSizes:
@@ -367,7 +371,9 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
         ends //= 2
     own = (layers + sizes.experts + ends * pp + adapters) // ranks
     experts = sizes.experts // (m.expert_model_parallel_size * pp)
-    held = layers // (tp * pp) + experts + ends // tp + adapters // (tp * pp)
+    # Ranks of tensor parallelism each have a whole tower.
+    layers_held = (layers - sizes.tower) // (tp * pp) + sizes.tower
+    held = layers_held + experts + ends // tp + adapters // (tp * pp)
     own_trained, held_trained = (adapters // ranks, adapters // (tp * pp)) if role.lora else (own, held)
     if not role.trained:
         own_trained = held_trained = 0
@@ -377,7 +383,8 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     # Where one rank owns frozen elements, the state's own tensors compute. A tied embedding lies on two stages.
     if (role.lora or not role.trained) and m.context_parallel_size == 1:
         if ranks == tp * pp:
-            copied -= layers // (tp * pp) + (ends // tp if pp == 1 or ends < sizes.ends else 0)
+            copied -= layers_held if tp == 1 else (layers - sizes.tower) // (tp * pp)
+            copied -= ends // tp if pp == 1 or ends < sizes.ends else 0
         if ranks == m.expert_model_parallel_size * pp:
             copied -= experts
     return own, own_trained, copied, held_trained, 0

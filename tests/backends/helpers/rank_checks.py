@@ -11,7 +11,8 @@ from rank_cases import KEY, error_of, optimizer
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends import tensor_file
-from verl_fn.backends.fsdp import Fsdp, sharding
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp import backend as fsdp_backend
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.local import Local
@@ -279,7 +280,7 @@ def loaded(folder, options):
     """Whether the shards of a folder are the rows that one process reads; the rows read and the wholes made here."""
     alone = {name: options[name] for name in ("head", "lora") if name in options}
     backend, rows, wholes = Fsdp(folder, optimizer(), **options), 0, 0
-    read, make = tensor_file.Slices.rows, sharding.build
+    read, make = tensor_file.Slices.rows, fsdp_backend.build
 
     def counted(self, name, start, end):
         nonlocal rows
@@ -291,11 +292,11 @@ def loaded(folder, options):
         wholes += 1
         return make(*args, **kwargs)
 
-    tensor_file.Slices.rows, sharding.build = counted, noted
+    tensor_file.Slices.rows, fsdp_backend.build = counted, noted
     try:
         states = [backend.load_pretrained(), backend.init(KEY)]
     finally:
-        tensor_file.Slices.rows, sharding.build = read, make
+        tensor_file.Slices.rows, fsdp_backend.build = read, make
     local = Local(folder, optimizer(), **alone)
     same = [
         not [name for name, t in backend.named(state.params) if not torch.equal(t, wanted.params[name])]

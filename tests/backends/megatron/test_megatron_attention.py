@@ -21,6 +21,7 @@ from verl_fn.backends.megatron.layout import Sizes
 SCALE = 0.25
 ALONE = SimpleNamespace(sizes=Sizes())
 CONFIG = SimpleNamespace(softmax_type="vanilla", window_size=None)
+WITHOUT_PADDING = SimpleNamespace(get_text_config=SimpleNamespace)
 
 
 def qkv(tokens, seed=0):
@@ -163,14 +164,14 @@ def transformer_engine(monkeypatch):
 def test_attention_is_replaced_where_backward_passes_repeat(transformer_engine, monkeypatch, repeats, plain):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeats)
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {})
-    hooks = model._hooks(None, SimpleNamespace(), ALONE, how, Adapters(), plain)
+    hooks = model._hooks(None, WITHOUT_PADDING, ALONE, how, Adapters(), plain)
     assert any(getattr(hook, "func", None) is with_packed_attention for hook in hooks) == (repeats and not plain)
 
 
 def test_fields_of_an_attention_that_is_replaced_are_refused(transformer_engine):
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {"cp_comm_type": "a2a"})
     with repeatable(True), pytest.raises(ModelError, match=r"field cp_comm_type .* driver.deterministic=false"):
-        model._hooks(None, SimpleNamespace(), ALONE, how, Adapters(), False)
+        model._hooks(None, WITHOUT_PADDING, ALONE, how, Adapters(), False)
 
 
 def test_attention_over_a_table_is_that_of_rows_end_to_end():
