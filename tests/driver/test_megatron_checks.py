@@ -7,11 +7,13 @@ from run_configs import tiny_run
 
 from verl_fn import build
 from verl_fn.backends import megatron as backend
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.importing import about
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs.check_run import check_run
-from verl_fn.runs.checks import check_ranks
+from verl_fn.runs.checks import check_all_weights, check_ranks
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
 SIZES = "actor.megatron"
@@ -55,6 +57,22 @@ def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
 
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+def test_what_models_with_images_cannot_do_is_refused_before_a_run(tmp_path):
+    folder = new_model(tmp_path / "m", chars="abcd", arch="qwen2_5_vl")
+
+    def plan(*more):
+        settings = ["driver.kind=ray", "ray.ranks=2", "actor.strategy=megatron", "algorithm.name=grpo", "rollout.n=2"]
+        return make_plan(load(overrides=[f"model.path={folder}", *settings, *more]))
+
+    check_all_weights(plan())
+    check_all_weights(plan("actor.lora_rank=4", "actor.freeze_vision_tower=true"))
+    with pytest.raises(ModelError, match=r"no adapters for its tower.*freeze_vision_tower=true"):
+        check_all_weights(plan("actor.lora_rank=4"))
+    with pytest.raises(LayoutError, match="set pp to 1"):
+        check_all_weights(plan(f"{SIZES}.pipeline_model_parallel_size=2"))
+
+
 def test_what_fits_is_accepted(model):
     checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true", "actor.lora_rank=4")
 

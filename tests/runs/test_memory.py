@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
@@ -413,6 +414,18 @@ def test_a_model_of_megatron_by_hand(folder):
     assert away["update_actor"] == update
     awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), 8, 140 * GIB)
     assert awake["gen"]["actor bfloat16 copy"] == 2 * held
+
+
+def test_ranks_of_tensor_parallelism_each_have_a_whole_tower(tmp_path):
+    model = new_model(tmp_path / "m", chars="ab", arch="qwen3_vl")
+    tower = model_sizes(model, "lm").tower
+    held = [
+        parts(plan_of(model, *MEGATRON, f"actor.megatron.tensor_model_parallel_size={tp}", f"ray.ranks={tp}"), tp,
+              140 * GIB)["update_actor"]["actor gradient buffer"] // 4
+        for tp in (1, 2)
+    ]  # fmt: skip
+    total = model_sizes(model, "lm").total
+    assert 0 < tower < total == held[0] and held[1] == pytest.approx((total - tower) // 2 + tower, abs=2)
 
 
 def test_moments_in_bf16_take_half_the_memory_and_the_disk(folder):
