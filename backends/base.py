@@ -501,7 +501,7 @@ class SkeletonBackend(Base):
     # What a backend that shards its values does differently
 
     def _rows(self, count: int) -> tuple[int, int]:
-        """Returns the first row that this process holds of a tensor with so many, and the one after its last."""
+        """Returns where this process's rows of a tensor with this many rows begin and end."""
         return 0, count
 
     def _span(self, t: Tensor) -> Span:

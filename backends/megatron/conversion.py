@@ -80,7 +80,7 @@ def bridge_of(bridge: Any, config: Any) -> Any:
     """Returns Bridge's code for the family of a config.
 
     Args:
-        bridge: Megatron-Bridge's ``AutoBridge``, which makes it anew each time.
+        bridge: Megatron-Bridge's ``AutoBridge``; it returns a new object for each access.
         config: the config of the Hugging Face model.
     """
     own = bridge._model_bridge

@@ -237,7 +237,8 @@ def _shared(t: Tensor, layout: Layout) -> Tensor:
 class _Deep(torch.autograd.Function):
     """Hands the gradients of features that layers have added on to the tower, after all layers.
 
-    A layer that is recomputed runs a backward pass of its own, which would go through the tower once for each layer.
+    A layer that is recomputed runs a backward pass of its own. Without this function, that pass would go on through
+    the tower, once for each such layer.
     """
 
     @staticmethod

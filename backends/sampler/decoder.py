@@ -37,7 +37,7 @@ ROW_TOKENS = 16384
 EXACT_NAME = "verl_fn_exact_decode"
 # The most tokens of prompts that a prefill computes at a time: a bound of its memory.
 PREFILL_TOKENS = 16384
-# Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
+# New rows begin when one slot in this many is free: a prefill of few rows takes as long as a step.
 REFILL_PART = 8
 
 

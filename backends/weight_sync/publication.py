@@ -68,7 +68,7 @@ class Weights:
         cut: the rows that ``read`` returns; None where it returns whole tensors.
         held: the rows that this rank holds, to send without gathering; None if one rank sends all.
         apart: the same model with its adapters not merged; None for a model without adapters.
-        kept: the same weights with the frozen ones apart; None if an engine gets all of them each time.
+        kept: the same weights with the frozen ones apart; None if nothing is frozen.
         frozen: the names of tensors that are a state's own and that no update writes: an engine of this process can
             compute with them without a copy.
 
@@ -255,7 +255,7 @@ def apart_of(source: WeightSource) -> Apart | None:
 
 
 def kept_of(source: WeightSource) -> Apart | None:
-    """Returns the same weights with the frozen ones apart; None if an engine gets all of them each time."""
+    """Returns the same weights with the frozen ones apart; None if nothing is frozen."""
     kept: Apart | None = getattr(source, "kept", None)
     return kept
 

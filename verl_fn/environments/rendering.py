@@ -209,21 +209,11 @@ class Renderer:
         Raises:
             EnvError: it does not.
         """
-        whole = [*said, *messages]
-
-        def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
-            shown = [(with_image_parts(messages), begun) for messages, begun in conversations]
-            return chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
-
         roles = [message["role"] + "." * bool(message.get("tool_calls")) for message in [*said[-1:], *messages]]
         kind = json.dumps([bool(said), roles, bool(arguments.tools), dict(arguments.kwargs)])
         # Of a message without content, nothing can be left out.
         if kind not in self._shown and all(m["content"] or m["role"] == "assistant" for m in messages):
-            try:
-                with _renderable(whole):
-                    check_shown(whole, render([(whole, True)])[0], render, start=len(said))
-            except DataError as error:
-                raise EnvError(f"{label}: of the environment's messages {error}") from error
+            self._check_shown(said, messages, arguments, label)
             self._shown.add(kind)
         for message in messages:
             content = message["content"].replace(MARK, "")
@@ -236,6 +226,21 @@ class Renderer:
                     "some; they become control tokens",
                     stacklevel=2,
                 )
+
+    def _check_shown(
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
+    ) -> None:
+        whole = [*said, *messages]
+
+        def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
+            shown = [(with_image_parts(messages), begun) for messages, begun in conversations]
+            return chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
+
+        try:
+            with _renderable(whole):
+                check_shown(whole, render([(whole, True)])[0], render, start=len(said))
+        except DataError as error:
+            raise EnvError(f"{label}: of the environment's messages {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
