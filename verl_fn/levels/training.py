@@ -66,6 +66,8 @@ SETTINGS = (
     "actor.optim.weight_decay=0.0", "critic.optim.weight_decay=0.0",
     'reward.functions=["verl_fn.scores:even_share"]',
 )  # fmt: skip
+# Few steps do not repay the compilation of vLLM's layers; its cache is small, since other runs may use the GPU.
+BRIEF = ("rollout.enforce_eager=true", f"rollout.engine_kwargs.kv_cache_memory_bytes={4 * 2**30}")
 # The learning rate of every update is another one, whatever the number of steps.
 SCHEDULE = tuple(
     f"{role}.optim.{key}" for role in ("actor", "critic")
@@ -105,6 +107,8 @@ def _plan(request: Request, folder: Path, *settings: str) -> Plan:
     given += [f"trainer.seed={request.seed}", f"rollout.name={request.engine}", *data_settings(request)]
     if request.device == "cpu":
         given.append("driver.num_threads=1")
+    elif request.engine == "vllm":
+        given += BRIEF
     if request.reward_model:
         given.append(f"algorithm.reward_model={request.reward_model}")
     return make_plan(load(overrides=[*given, *ray_settings(request), *settings]))

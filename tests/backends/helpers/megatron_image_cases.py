@@ -7,6 +7,7 @@ import megatron_on_cpu
 import torch
 import torch.distributed as dist
 import transformer_engine_on_cpu
+from megatron_cases import DEVICE
 from rank_cases import error_of, optimizer
 from vision_cases import BUDGET, seen_batch
 
@@ -21,13 +22,14 @@ SHARED = ("checkpointing", "lora", "freeze_vision_tower", "dtype")  # what Local
 
 
 def megatron(folder, options, **more):
-    megatron_on_cpu.install()
-    return Megatron(folder, more.get("optimizer", sgd(0.1)), device="cpu", max_tokens=BUDGET, **options)
+    if DEVICE == "cpu":
+        megatron_on_cpu.install()
+    return Megatron(folder, more.get("optimizer", sgd(0.1)), device=DEVICE, max_tokens=BUDGET, **options)
 
 
 def local(folder, options, **more):
     alone = {name: options[name] for name in SHARED if name in options}
-    return Local(folder, more.get("optimizer", sgd(0.1)), max_tokens=BUDGET, **alone)
+    return Local(folder, more.get("optimizer", sgd(0.1)), device=DEVICE, max_tokens=BUDGET, **alone)
 
 
 def rows_of(folder, rows):

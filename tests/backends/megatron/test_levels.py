@@ -428,6 +428,14 @@ def test_weights_in_bf16_are_tested_in_fp32(tmp_path):
     assert plan.rollout.dtype == plan.roles["actor"].dtype == plan.roles["critic"].dtype == "float32"
 
 
+def test_vllm_starts_without_compiling_and_beside_other_runs(models, tmp_path):
+    """A start is most of a level's time, and the steps of a level are few."""
+    folder = str(models("llama"))
+    request = Request((0,), folder, folder, False, "cuda", str(tmp_path), engine="vllm", ray="local")
+    engine = training.plan_of(request, tmp_path / "run").rollout
+    assert engine.enforce_eager and engine.engine_kwargs["kv_cache_memory_bytes"] == 4 * 2**30
+
+
 def test_questions_that_the_tokenizer_cannot_write_block(run, tmp_path):
     found = run(0, folder=half(tmp_path / "half", chars="ab"))
     assert found.verdict == Verdict.BLOCKED and "do not suit the model's tokenizer" in found.reason, found

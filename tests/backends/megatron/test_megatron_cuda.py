@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 from ranks import Ranks
+from vision_cases import seeing
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
@@ -137,6 +138,35 @@ def test_gradients_of_many_rows(ranks, folder, size, options, deterministic):
 def test_gradients_of_experts_repeat(ranks, experts, size, options):
     options = options | {"dtype": "bfloat16", "deterministic": True}
     assert all(same for same, _ in ranks(size).run("megatron_cases.repeats", experts, options, 200))
+
+
+FROZEN = {"freeze_vision_tower": True}
+SEEING = [
+    (1, {}),
+    (1, {"checkpointing": True}),
+    (1, LORA | FROZEN),
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "sp": True, "checkpointing": True} | FROZEN),
+]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def with_images(request, tmp_path_factory):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    return seeing(tmp_path_factory.mktemp("model"), request.param, **sizes)
+
+
+@pytest.mark.parametrize(("size", "options"), SEEING, ids=str)
+def test_images_in_fp32(ranks, with_images, size, options):
+    """Weights come in and go out bitwise, too."""
+    worst = ranks(size).run("megatron_image_cases.beside_local", with_images, options, list(range(6)))[0]
+    assert worst["logprobs"] <= 1e-5 and worst["gradients"][0] <= 1e-4 and worst["weights"][0] <= 1e-4, worst
+
+
+def test_images_in_bf16(ranks, with_images):
+    """Errors beside fp32 are of the same size as one process has."""
+    ours, theirs = ranks(1).run("megatron_image_cases.rounded", with_images)[0]
+    assert all(0 < error <= 1.5 * other for error, other in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
 def test_laws_in_bf16(ranks, folder):
