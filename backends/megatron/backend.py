@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,7 +48,7 @@ from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.memory import fits
-from verl_fn.backends.weight_sync import Weights, in_parts, specs_of
+from verl_fn.backends.weight_sync import Apart, Weights, identity_of, in_parts, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -190,7 +191,8 @@ class Megatron(Base):
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
 
-        Each tensor is gathered when it is read, so no rank ever holds the whole model.
+        Each tensor is gathered when it is read, so no rank ever holds the whole model. A frozen tower is read by all
+        ranks if the engine of any of them lacks it.
 
         Raises:
             LayoutError: the parameters are of another layout.
@@ -200,7 +202,22 @@ class Megatron(Base):
         shapes, buffers = model.canonical.shapes, in_parts(params.buffers)
         given = model.adapters.without(shapes) if params.trainable == frozenset() else shapes
         specs = specs_of(model.adapters.merged_like(given) | buffers)
-        return Weights(specs, lambda: itertools.chain(model.merged(params), buffers.items()))
+        tower = model.hollow.skeleton.frozen_names
+        if not tower:
+            return Weights(specs, lambda: itertools.chain(model.merged(params), buffers.items()))
+        frozen = {leaf: t for leaf, t in params.items() if model.canonical.names(leaf) <= tower}
+        others = attrs.evolve(params, leaves={leaf: t for leaf, t in params.items() if leaf not in frozen})
+
+        def source(*, lacking: bool) -> Weights:
+            def read() -> Iterator[tuple[str, Tensor]]:
+                tensors = model.merged(params if any(gathered(lacking)) else others)
+                yield from ((name, t) for name, t in tensors if lacking or name not in tower)
+                yield from buffers.items()
+
+            return Weights(tuple(spec for spec in specs if lacking or spec.name not in tower), read)
+
+        whole, identity = source(lacking=True), " ".join(gathered(identity_of(frozen)))
+        return attrs.evolve(whole, kept=Apart(whole, source(lacking=False), lambda: identity))
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch

@@ -9,6 +9,7 @@ from .publication import (
     apart_of,
     arriving,
     check_specs,
+    identity_of,
     in_parts,
     keeping,
     kept_of,
@@ -19,5 +20,5 @@ from .publication import (
 
 __all__ = [
     "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs",
-    "in_parts", "keeping", "kept_of", "receive", "specs_of", "whole_of_parts",
+    "identity_of", "in_parts", "keeping", "kept_of", "receive", "specs_of", "whole_of_parts",
 ]  # fmt: skip

@@ -275,7 +275,8 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     Where the source has a part of the rows, the other ranks send theirs at the same time, and an engine receives
     each bucket from all of them together.
 
-    The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
+    Without an engine that asks for them, frozen weights are not read, and all others are, since other ranks may take
+    part in reading them.
     """
     sources: dict[str, WeightSource] = {}
     identify, parts = {}, {}
@@ -322,7 +323,8 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     Raises:
         ValueError: engines ask for weights that no one source has, or in different dtypes.
     """
-    kinds, dtypes = {wish.kind for wish in wishes} or {MERGED}, {wish.dtype for wish in wishes}
+    least = CHANGED if CHANGED in sources else MERGED
+    kinds, dtypes = {wish.kind for wish in wishes} or {least}, {wish.dtype for wish in wishes}
     if len(dtypes) > 1:
         raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
     if kinds & {MERGED, CHANGED} and kinds & {WHOLE, ADAPTERS}:

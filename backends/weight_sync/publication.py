@@ -170,7 +170,7 @@ def apart(
         specs = specs_of(tensors)
         return Weights(specs, lambda: ((name, rows(t)) for name, t in tensors.items()), cut(specs))
 
-    return Apart(source({**base, **adapters}), source(adapters), functools.partial(_identity, base, local))
+    return Apart(source({**base, **adapters}), source(adapters), functools.partial(identity_of, base, local))
 
 
 def keeping(
@@ -199,10 +199,11 @@ def keeping(
     if not inside:
         return whole
     others = attrs.evolve(params, leaves={name: t for name, t in params.items() if name not in inside})
-    return attrs.evolve(whole, kept=Apart(whole, source(others), functools.partial(_identity, inside, local)))
+    return attrs.evolve(whole, kept=Apart(whole, source(others), functools.partial(identity_of, inside, local)))
 
 
-def _identity(tensors: Mapping[str, Tensor], local: Callable[[Tensor], Tensor]) -> str:
+def identity_of(tensors: Mapping[str, Tensor], local: Callable[[Tensor], Tensor] = lambda t: t) -> str:
+    """Returns a string that differs if the tensors differ in what this process holds of them."""
     held = [(name, t.dtype, tuple(t.shape), _checksum(t, local(t))) for name, t in tensors.items()]
     return hashlib.sha256(repr(held).encode()).hexdigest()
 

@@ -180,9 +180,7 @@ class Host:
         if (held := getattr(source, "held", None)) is not None:
             source = held
         elif not self._first:
-            for _ in source.read():
-                pass
-            return
+            addresses = []
         for address in addresses:
             if address not in self._outlets:
                 self._outlets[address] = Outlet(address, secret, _device_of(self.components[component]))

@@ -14,6 +14,7 @@ from vision_cases import BUDGET, seen_batch
 from verl_fn.backends.hf.vision import Seen
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, model
+from verl_fn.backends.weight_sync.outlet import send
 from verl_fn.state import tree
 from verl_fn.steps import adamw, cross_entropy, entropy, ppo_clip, sgd
 from verl_fn.testing import check_backend
@@ -161,3 +162,33 @@ def refused_sections(folder):
     made = model._provider
     with mock.patch.object(model, "_provider", of_time):
         return refused(folder, {})
+
+
+def published(folder, options):
+    """What this rank's engine gets of a frozen tower: as the only one that lacks it, as one that has it, and both.
+
+    Also whether the tower is named by the same string before and after a step, on ranks that all change, and after
+    an edit in place by the last rank.
+    """
+    backend, batch = megatron(folder, {"freeze_vision_tower": True, **options}), rows_of(folder, range(6))
+    state = backend.load_pretrained()
+    source = backend.weights(state.params)
+    expected, first = dict(source.read()), dist.get_rank() == 0
+    got = {}
+    for name, lacks in (("none", False), ("first", first), ("others", not first), ("all", True)):
+        found = dict((source if lacks else source.kept.changing).read())
+        assert all(torch.equal(t, expected[name]) for name, t in found.items())
+        got[name] = any(".visual." in name for name in found), any(".visual." not in name for name in found)
+        assert found.keys() == {spec.name for spec in (source if lacks else source.kept.changing).specs}
+    # A rank without an engine takes part in what the first one reads.
+    if first:
+        dict(source.kept.changing.read())
+    else:
+        send([], 1, source)
+    named = source.kept.identify()
+    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, cross_entropy())[0])
+    stepped = backend.weights(state.params).kept.identify()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        leaf = next(name for name in state.params if "visual" in name)
+        state.params[leaf].add_(1.0)
+    return got, named == stepped, named == backend.weights(state.params).kept.identify()

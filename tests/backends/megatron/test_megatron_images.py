@@ -154,3 +154,13 @@ def test_other_angles_are_refused(megatron_ranks, model, arch):
 def test_a_state_moves_between_backends(megatron_ranks, model, tmp_path, arch, options):
     found = megatron_ranks(2).run("megatron_image_cases.saved", model(arch), options, tmp_path)
     assert all(all(one.values()) for one in found), found
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {}], ids=str)
+def test_a_frozen_tower_is_published_to_engines_that_lack_it(megatron_ranks, model, options):
+    for rank, (got, same, edited) in enumerate(
+        megatron_ranks(2).run("megatron_image_cases.published", model("qwen3_vl"), options)
+    ):
+        towers = {"none": False, "first": rank == 0, "others": rank != 0, "all": True}
+        assert got == {name: (tower, True) for name, tower in towers.items()}
+        assert same and not edited
