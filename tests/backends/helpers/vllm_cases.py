@@ -238,6 +238,17 @@ def a_loader_without_a_name():
     return model.norm.weight.tolist()
 
 
+def shares_of_a_gpu():
+    """The share that vLLM asks for by default, and if it is told the size of its cache."""
+    from verl_fn.backends.vllm.arguments import engine_arguments
+
+    settings = {"device": "cuda", "dtype": "float32", "slots": 2, "max_length": 64, "tensor_parallel_size": 1}
+    settings |= {"gpu_memory_utilization": 0.5, "enforce_eager": True}
+    given = ({}, {"kv_cache_memory_bytes": 2**30})
+    made = [engine_arguments(folder(), engine_kwargs=more, **settings) for more in given]
+    return tuple(one["gpu_memory_utilization"] for one in made)
+
+
 def rotations():
     """The largest difference between vLLM's cosines and sines for Ministral 3 and transformers'."""
     from transformers import Ministral3Config

@@ -125,6 +125,10 @@ def test_arguments_that_are_refused(alone, arguments, message):
     assert message in alone("refused", arguments)
 
 
+def test_an_engine_that_is_told_its_cache_starts_beside_others(alone):
+    assert alone("shares_of_a_gpu") == (0.5, 0.01)
+
+
 @pytest.mark.parametrize(
     ("slots", "options", "last"),
     [
