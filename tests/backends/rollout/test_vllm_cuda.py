@@ -43,7 +43,7 @@ def test_images(arch, monkeypatch):
     gaps, hidden = _run("images", arch)
     print(arch, "gaps", gaps, "with later image tokens hidden", hidden)
     assert max(gaps) < 0.01
-    assert arch != "gemma3" or hidden > 0.1
+    assert arch != "gemma3" or hidden > 0.05
 
 
 @pytest.mark.parametrize("eager", [False, True])
