@@ -24,7 +24,7 @@ from verl_fn.state import Key
 
 SPLITS = ("train", "test")
 INSTRUCTION = "Answer with only the number."
-SIZES = {"train": 2000, "test": 200}
+SIZES = {"train": 8000, "test": 200}
 LARGEST = 60  # of the terms of sums and differences
 NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fay")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")

@@ -78,7 +78,7 @@ KL, TRAINED = "the policy stays near the one that sampled", "what is trained cha
 SIGNAL, BASELINE = "the held-out score gains the margin", "the gain is at least half of the baseline's"
 LEARNING = (FINITE, GRADIENTS, ENTROPY, KL, TRAINED, SIGNAL, BASELINE)
 MOST_KL = 0.5  # nats a token between the policy that sampled and the one that learned
-# Pretrained weights learn as in recipes/grpo_smollm2.toml, at once at its full rate and without an entropy bonus.
+# Pretrained weights learn as in recipes/grpo_smollm2.toml, at once at its full rate.
 PRETRAINED = (
     "algorithm.name=grpo", "rollout.n=16", "data.train_batch_size=64", "algorithm.ppo_mini_batch_size=32",
     "data.max_prompt_length=512", "actor.optim.weight_decay=0.0", "algorithm.clip_ratio_high=0.28",
