@@ -74,6 +74,10 @@ def squares() -> None:
             points = [*runs["sft"], *([first + step, value] for step, value in runs["grpo"][1:])]
             curves[f"seed {seed}, {kind}"] = ([step for step, _ in points], [value for _, value in points])
     draw("docs/squares.png", "Squares and digits: held-out accuracy", curves)
+    tuned, after = (held_out(f"{a}_smolvlm_h200.jsonl", "val-core/squares/acc/mean@1") for a in ("sft", "grpo"))
+    from_there = [tuned[0][-1] + step for step in after[0]], after[1]
+    curves = {"fine-tuned": tuned, "then GRPO": from_there}
+    draw("docs/squares_smolvlm.png", "Squares and digits, SmolLM2 with a tower: held-out accuracy", curves)
 
 
 def main() -> None:
