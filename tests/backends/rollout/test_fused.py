@@ -76,6 +76,8 @@ def check(folder, params, fused, ways):
 def check_shared(folder, params, fused, monkeypatch):
     """More requests with the same prompt than slots: it is computed once, also for rows that begin later."""
     filled, fill = [], fused.decoder.fill
+    # So that the host sees rows end at different times.
+    monkeypatch.setattr("verl_fn.backends.sampler.fused.STEPS", 2)
     monkeypatch.setattr(
         fused.decoder, "fill", lambda rows, to: filled.extend(row.tolist() for row in rows.rows()) or fill(rows, to)
     )
