@@ -303,11 +303,11 @@ class _Run(Run):
         logits = self._logits(begun, requests)
         if begun.sources:
             self.decoder.copy(begun.sources, begun.targets, max(len(self.prompts[i]) for i in requests))
-        fresh, prompts = slice(first, len(self.rows)), [torch.tensor(self.prompts[i]) for i in requests]
-        self.positions[fresh] = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        fresh = slice(first, len(self.rows))
+        self.positions[fresh] = torch.tensor([len(self.prompts[i]) - 1 for i in requests], device=self.device)
         places = torch.arange(1, self.length + 1, device=self.device)
         if self.in_flight:
-            texts = pad_sequence(prompts, batch_first=True)
+            texts = pad_sequence([torch.tensor(self.prompts[i]) for i in requests], batch_first=True)
             self.texts[fresh, : texts.shape[1]] = texts.to(self.device)
         self.uniforms[fresh] = uniform_at(self.seeds[begun.rows][:, None], places)
         return logits
@@ -318,19 +318,18 @@ class _Run(Run):
         if begun.fresh:
             batch = self._rows([self.prompts[prompt] for prompt in begun.fresh], list(begun.fresh))
             logits = self.decoder.prefill(batch, torch.tensor(list(begun.fresh.values())))
-            routes: Sequence[Tensor | None] = [None] * len(batch)
+            experts: Sequence[Tensor | None] = [None] * len(batch)
             if self.recorder is not None:
-                routes = self.recorder.take().cpu().split(batch.lengths.tolist())
-            known |= zip(begun.fresh, zip(logits.split(1), routes, strict=True), strict=True)
-        for row, prompt in zip(begun.rows, prompts, strict=True):
-            if (of_prompt := known[prompt][1]) is not None:
-                self.routed.append(of_prompt[-1:].to(self.device))
-                self.before[row] = of_prompt[:-1]
+                experts = self.recorder.take().cpu().split(batch.lengths.tolist())
+            known |= zip(begun.fresh, zip(logits.split(1), experts, strict=True), strict=True)
+        if routes := {prompt: picked for prompt, (_, picked) in known.items() if picked is not None}:
+            self.routed.append(torch.cat([routes[prompt][-1:] for prompt in prompts]).to(self.device))
+            self.before |= {row: routes[prompt][:-1] for row, prompt in zip(begun.rows, prompts, strict=True)}
         if self.decoder.keeps_prompts:
             # Draws overwrite the logits.
             self.known = {
-                prompt: (after.clone(), routes)
-                for prompt, (after, routes) in known.items()
+                prompt: (after.clone(), picked)
+                for prompt, (after, picked) in known.items()
                 if self.until[prompt] > self.begun
             }
         return torch.cat([known[prompt][0] for prompt in prompts]) if begun.sources else logits
