@@ -3,19 +3,17 @@
 ``GeneralDecoder`` runs any model with packed rows through its own forward; ``llama.LlamaDecoder`` runs models of the
 Llama shape with fewer operations. Both keep row i of a batch in slot i of a cache that is allocated once, make no
 mask and do not sample. ``RowDecoder`` runs models with padded rows, and computes each row again for every token. The
-log-probs of ``ExactDecoder`` equal the trainer's in every bit: it has the trainer's kernels, over a cache. ``Lanes``
-are what a GPU knows about the rows, if it decodes them without the host.
+log-probs of ``ExactDecoder`` equal the trainer's in every bit: it has the trainer's kernels, over a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import attrs
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,11 +46,13 @@ class Decoder(Protocol):
         shapes: the shapes of the weights by name, tied ones once.
         vocab: the size of the vocabulary.
         model: transformers' model of the same folder.
+        keeps_prompts: whether ``copy`` copies a prompt even after more tokens were appended to it.
     """
 
     shapes: dict[str, torch.Size]
     vocab: int
     model: torch.nn.Module
+    keeps_prompts: bool
 
     @property
     def intact(self) -> bool:
@@ -226,6 +226,7 @@ class GeneralDecoder:
     _cache: Cache
 
     with_own_attention = True  # in place of transformers'
+    keeps_prompts = True
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
@@ -397,6 +398,8 @@ class PastDecoder(GeneralDecoder):
     """
 
     with_own_attention = False
+    # A state has taken in all tokens so far.
+    keeps_prompts = False
 
     def reserve(self, slots: int, length: int) -> None:
         """Forgets what earlier rows have read; the cache grows with its rows."""
@@ -433,6 +436,9 @@ class Run:
     ) -> None:
         self.draws, self.device = draws, device
         self.prompts = [request.prompt for request in requests]
+        first: dict[Any, int] = {}
+        # For each request, the first one with the same prompt. Images are equal only if they are one object.
+        self.same = [first.setdefault((one.prompt, one.images), i) for i, one in enumerate(requests)]
         sampling, self.n = requests[0].sampling, requests[0].sampling.n
         self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=device)
@@ -458,71 +464,45 @@ class Run:
         free, waiting = self.slots - len(self.rows), len(self.seeds) - self.begun
         return min(free, waiting) if free >= min(waiting, max(1, self.slots // REFILL_PART)) else 0
 
+    def begin(self, slots: Sequence[int], held: Mapping[int, int], budget: int) -> Begun:
+        """Gives slots to rows that wait, until the prompts to compute have ``budget`` tokens; one is always computed.
 
-@attrs.frozen(eq=False)
-class Lanes:
-    """What a GPU knows about the rows that it decodes, by slot; the host reads it between steps only.
+        Args:
+            slots: free ones.
+            held: prompts that lie in the cache, with a slot of each.
+            budget: the most tokens of all prompts to compute, if they are several.
+        """
+        begun, slot_of = Begun([], {}, [], []), dict(held)
+        for row, slot in zip(range(self.begun, len(self.seeds)), slots, strict=False):
+            prompt = self.same[row // self.n]
+            if prompt in slot_of:
+                begun.sources.append(slot_of[prompt])
+                begun.targets.append(slot)
+            else:
+                budget -= len(self.prompts[prompt])
+                if budget < 0 and begun.fresh:
+                    break
+                begun.fresh[prompt] = slot_of[prompt] = slot
+            begun.rows.append(row)
+        self.begun += len(begun.rows)
+        return begun
+
+
+@attrs.frozen
+class Begun:
+    """Rows that begin together. Prompts are named by the first request that has them.
 
     Attributes:
-        active: the slots that a step decodes; -1 stands for none.
-        tokens: the last token of each slot's row, which is not in the cache yet.
-        places: its place.
-        ends: the place of the row's last draw.
-        alive: whether the row goes on.
-        uniforms: the number in [0, 1) that draws the token after each place.
-        drawn: the token drawn for each place; likewise its log-prob with and without the cut, whether it is a near
-            tie, and the version of the weights.
-        version: of the weights of the next step.
-        stops: whether a token ends a row; the token after the last one stands for a draw from NaN.
+        rows: their numbers.
+        fresh: the prompts to compute, with the slot of each.
+        sources: slots that hold the prompts of other rows.
+        targets: the slots of these rows.
     """
 
-    active: Int[Tensor, " lanes"]
-    tokens: Int[Tensor, " slots"]
-    places: Int[Tensor, " slots"]
-    ends: Int[Tensor, " slots"]
-    alive: Bool[Tensor, " slots"]
-    uniforms: Float64[Tensor, "slots length"]
-    drawn: Int[Tensor, "slots length"]
-    log_probs: Float[Tensor, "slots length"]
-    full_log_probs: Float[Tensor, "slots length"]
-    near: Bool[Tensor, "slots length"]
-    versions: Int[Tensor, "slots length"]
-    version: Int[Tensor, ""]
-    stops: Bool[Tensor, " V_and_1"]
-
-    @classmethod
-    def of(cls, slots: int, length: int, vocab: int, device: torch.device) -> Lanes:
-        """Allocates them, with no row alive."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        floats, whether = (partial(zeros, slots, length, dtype=dtype) for dtype in (torch.float32, torch.bool))
-        return cls(
-            active=zeros(lanes_for(slots)) - 1,
-            tokens=zeros(slots),
-            places=zeros(slots),
-            ends=zeros(slots),
-            alive=zeros(slots, dtype=torch.bool),
-            uniforms=zeros(slots, length, dtype=torch.float64),
-            drawn=zeros(slots, length),
-            log_probs=floats(),
-            full_log_probs=floats(),
-            near=whether(),
-            versions=zeros(slots, length),
-            version=zeros(),
-            stops=zeros(vocab + 1, dtype=torch.bool),
-        )
-
-
-def lanes_for(rows: int) -> int:
-    """Returns the number of lanes of the smallest graph that decodes so many rows.
-
-    Example:
-        >>> [lanes_for(rows) for rows in (1, 9, 200, 300, 1000)]
-        [8, 16, 256, 384, 1024]
-    """
-    return max(8, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 128) * 128
+    rows: list[int]
+    fresh: dict[int, int]
+    sources: list[int]
+    targets: list[int]
 
 
 @attrs.frozen(eq=False)

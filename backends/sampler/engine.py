@@ -25,6 +25,7 @@ from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import (
     PREFILL_TOKENS,
+    Begun,
     Decoder,
     ExactDecoder,
     GeneralDecoder,
@@ -240,6 +241,10 @@ class _Run(Run):
         self.versions: list[int] = []
         # If experts are recorded: for each draw the experts of the token before it.
         self.routed: list[Tensor] = []
+        # The number of the row after the last one with each prompt.
+        self.until = {prompt: (i + 1) * self.n for i, prompt in enumerate(self.same)}
+        # Of prompts with rows in slots and rows that wait: the logits after it, and the experts of its tokens.
+        self.known: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     @torch.inference_mode()
     def loop(self) -> Iterator[list[int]]:
@@ -255,6 +260,8 @@ class _Run(Run):
         cached_by = self.weights
         while self.unfinished:
             logits = []
+            if cached_by != self.weights:
+                self.known.clear()
             if active := len(self.rows):
                 self.positions[:active] += 1
                 if cached_by == self.weights:
@@ -284,40 +291,48 @@ class _Run(Run):
 
     def _begin(self, count: int) -> Float[Tensor, "m V"]:
         """Prefills up to ``count`` rows into free slots and returns their logits; a prompt is computed once."""
-        first, budget = len(self.rows), PREFILL_TOKENS
-        slot_of: dict[int, int] = {}
-        sources, targets, which = [], [], []
-        for row in range(self.begun, self.begun + count):
-            prompt, slot = row // self.n, len(self.rows)
-            length = len(self.prompts[prompt])
-            if prompt in slot_of:
-                sources.append(slot_of[prompt])
-                targets.append(slot)
-            else:
-                budget -= length
-                if budget < 0 and slot_of:
-                    break
-                slot_of[prompt] = slot
-            which.append(len(slot_of) - 1)
-            self.rows.append(row)
-            self.ends.append(self.step + self.limits[prompt] - 1)
-            self.offsets.append(length - self.step)
+        first = len(self.rows)
+        slot_of = {self.same[row // self.n]: slot for slot, row in enumerate(self.rows)}
+        self.known = {prompt: one for prompt, one in self.known.items() if prompt in slot_of}
+        held = {prompt: slot_of[prompt] for prompt in self.known}
+        begun = self.begin(range(first, first + count), held, PREFILL_TOKENS)
+        requests = [row // self.n for row in begun.rows]
+        self.rows += begun.rows
+        self.ends += [self.step + self.limits[i] - 1 for i in requests]
+        self.offsets += [len(self.prompts[i]) - self.step for i in requests]
+        logits = self._logits(begun, requests)
+        if begun.sources:
+            self.decoder.copy(begun.sources, begun.targets, max(len(self.prompts[i]) for i in requests))
         fresh = slice(first, len(self.rows))
-        self.begun += len(which)
-        batch = self._rows([self.prompts[prompt] for prompt in slot_of], list(slot_of))
-        logits = self.decoder.prefill(batch, torch.tensor(list(slot_of.values())))
-        if self.recorder is not None:
-            self._keep_routes(self.recorder.take(), batch, self.rows[first:], which)
-        if sources:
-            self.decoder.copy(sources, targets, int(batch.lengths.max()))
-            logits = logits[which]
-        self.positions[fresh] = (batch.lengths[which] - 1).to(self.device)
+        self.positions[fresh] = torch.tensor([len(self.prompts[i]) - 1 for i in requests], device=self.device)
         places = torch.arange(1, self.length + 1, device=self.device)
         if self.in_flight:
-            prompts = pad_sequence(list(batch.rows()), batch_first=True)[which]
-            self.texts[fresh, : prompts.shape[1]] = prompts.to(self.device)
-        self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
+            texts = pad_sequence([torch.tensor(self.prompts[i]) for i in requests], batch_first=True)
+            self.texts[fresh, : texts.shape[1]] = texts.to(self.device)
+        self.uniforms[fresh] = uniform_at(self.seeds[begun.rows][:, None], places)
         return logits
+
+    def _logits(self, begun: Begun, requests: list[int]) -> Float[Tensor, "m V"]:
+        """Computes the fresh prompts of rows that begin, and returns the logits after the prompt of each row."""
+        known, prompts = dict(self.known), [self.same[i] for i in requests]
+        if begun.fresh:
+            batch = self._rows([self.prompts[prompt] for prompt in begun.fresh], list(begun.fresh))
+            logits = self.decoder.prefill(batch, torch.tensor(list(begun.fresh.values())))
+            experts: Sequence[Tensor | None] = [None] * len(batch)
+            if self.recorder is not None:
+                experts = self.recorder.take().cpu().split(batch.lengths.tolist())
+            known |= zip(begun.fresh, zip(logits.split(1), experts, strict=True), strict=True)
+        if routes := {prompt: picked for prompt, (_, picked) in known.items() if picked is not None}:
+            self.routed.append(torch.cat([routes[prompt][-1:] for prompt in prompts]).to(self.device))
+            self.before |= {row: routes[prompt][:-1] for row, prompt in zip(begun.rows, prompts, strict=True)}
+        if self.decoder.keeps_prompts:
+            # Draws overwrite the logits.
+            self.known = {
+                prompt: (after.clone(), picked)
+                for prompt, (after, picked) in known.items()
+                if self.until[prompt] > self.begun
+            }
+        return torch.cat([known[prompt][0] for prompt in prompts]) if begun.sources else logits
 
     def _again(self) -> Iterator[Float[Tensor, "m V"]]:
         """Computes the cache of all active rows with new weights, and yields their logits, in parts."""
@@ -341,12 +356,6 @@ class _Run(Run):
         lengths = batch.spread(torch.tensor([self.seen[prompt] for prompt in prompts]))
         batch = batch.with_tokens(response_mask=(batch.positions >= lengths).float())
         return with_images(batch, [self.images[prompt] for prompt in prompts])
-
-    def _keep_routes(self, routed: Int[Tensor, "T l k"], batch: Batch, rows: list[int], which: list[int]) -> None:
-        """Keeps the experts of prompts, each for the rows that begin with it."""
-        self.routed.append(routed[batch.last[which].to(self.device)])
-        prompts = routed.cpu().split(batch.lengths.tolist())
-        self.before |= {row: prompts[prompt][:-1] for row, prompt in zip(rows, which, strict=True)}
 
     def _draw(self, logits: Float[Tensor, "n V"]) -> list[int]:
         """Draws a token for every active row, and returns the rows that end with it."""

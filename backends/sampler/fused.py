@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,10 +18,13 @@ from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Lanes, Run, Where, lanes_for
+from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Run, Where
 from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
 from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
+
+if TYPE_CHECKING:
+    from .fused_kernels import Lanes
 
 # The cache has a multiple of so many places, so that a somewhat longer call needs no other graphs.
 PLACES = 32
@@ -84,6 +87,8 @@ class FusedDecoder(LlamaDecoder):
         self._fused = FusedWeights(embed, layers, tensors["model.norm.weight"], tensors.get("lm_head.weight", embed))
 
     def reserve(self, slots: int, length: int) -> None:
+        from verl_fn.backends.sampler.fused_kernels import Lanes
+
         if slots > self._cache.shape[2] or length > self._cache.shape[4]:
             self._forget()
             length = -(-length // PLACES) * PLACES
@@ -110,6 +115,8 @@ class FusedDecoder(LlamaDecoder):
 
     def decode(self, slots: list[int], steps: int, draws: Draws) -> None:
         """Draws so many tokens for the rows in these slots that are alive, without waiting for them."""
+        from verl_fn.backends.sampler.fused_kernels import lanes_for
+
         assert self.lanes is not None, "reserve comes first"
         n = lanes_for(len(slots))
         key = (n, draws.temperature, draws.top_k, draws.top_p)
@@ -249,34 +256,24 @@ class GraphRun(Run):
 
     def _begin(self, lanes: Lanes, count: int) -> None:
         """Gives slots to up to ``count`` rows; a prompt is computed once, all but its last token."""
-        slot_of: dict[int, int] = {}
-        fresh, sources, targets, budget = [], [], [], PREFILL_TOKENS
-        for row in range(self.begun, self.begun + count):
-            prompt = row // self.n
-            if prompt not in slot_of:
-                budget -= len(self.prompts[prompt])
-                if budget < 0 and slot_of:
-                    break
-            slot = self.free.pop()
-            if slot_of.setdefault(prompt, slot) != slot:
-                sources.append(slot_of[prompt])
-                targets.append(slot)
-            fresh.append(slot)
-            self.rows[slot], self.last[slot] = row, self.step + self.limits[prompt]
-        rows = torch.arange(self.begun, self.begun + len(fresh))
-        self.begun += len(fresh)
-        self._fill([self.prompts[prompt][:-1] for prompt in slot_of], list(slot_of.values()))
-        if sources:
-            self.decoder.copy(sources, targets, max(len(self.prompts[prompt]) for prompt in slot_of))
+        slots, held = self.free[::-1][:count], {self.same[row // self.n]: slot for slot, row in self.rows.items()}
+        begun = self.begin(slots, held, PREFILL_TOKENS)
+        fresh, requests = slots[: len(begun.rows)], [row // self.n for row in begun.rows]
+        del self.free[-len(fresh) :]
+        for slot, row in zip(fresh, begun.rows, strict=True):
+            self.rows[slot], self.last[slot] = row, self.step + self.limits[row // self.n]
+        self._fill([self.prompts[prompt][:-1] for prompt in begun.fresh], list(begun.fresh.values()))
+        if begun.sources:
+            self.decoder.copy(begun.sources, begun.targets, max(len(self.prompts[i]) for i in requests))
         lengths, limits, lasts = (
-            torch.tensor([of[prompt] for prompt in (rows // self.n).tolist()], device=self.device)
+            torch.tensor([of[i] for i in requests], device=self.device)
             for of in ([len(p) for p in self.prompts], self.limits, [p[-1] for p in self.prompts])
         )
         at = torch.tensor(fresh, device=self.device)
         lanes.tokens[at], lanes.places[at], lanes.ends[at] = lasts, lengths - 1, lengths + limits - 1
         lanes.alive[at] = True
         places = torch.arange(1, lanes.uniforms.shape[1] + 1, device=self.device)
-        lanes.uniforms[at] = uniform_at(self.seeds[rows.to(self.device)][:, None], places)
+        lanes.uniforms[at] = uniform_at(self.seeds[begun.rows][:, None], places)
 
     def _fill(self, rows: Sequence[Sequence[int]], slots: list[int]) -> None:
         """Computes rows in parts; an empty one has nothing to compute."""

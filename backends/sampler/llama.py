@@ -174,6 +174,7 @@ class LlamaDecoder:
 
     # Whether the two halves of a head lie as pairs in the fused weights.
     paired = True
+    keeps_prompts = True
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype

@@ -277,7 +277,10 @@ def test_draws_depend_on_problem_number_and_turn_alone(chatty):
     conversing = Conversing(sampler, environment, Renderer(tokenizer, [END]), tokenizer, [END], Limits(3, 6, 9))
     w = Workers({}, conversing, None, tokenizer, Sampling(40, n=2), converses=True)
     asked = requests_of([Problem("", "", id=i) for i in range(12)], w, w.sampling, Key.from_seed(1))
+    prefill, computed = sampler.decoder.prefill, []
+    sampler.decoder.prefill = lambda rows, slots: computed.append(len(rows)) or prefill(rows, slots)
     whole = {(s.request, s.number): s for s in conversing.generate(asked)}
+    assert computed[0] == 1, "all conversations begin with the same message, which is computed once"
     assert len({s.outcome.turns for s in whole.values()}) > 1
     for request in asked[:4]:
         reversed_ones = conversing.generate([asked[-1], request])

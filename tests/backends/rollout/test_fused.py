@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import attrs
 import pytest
 import torch
 
@@ -72,8 +73,31 @@ def check(folder, params, fused, ways):
         check_equal(fused.generate(requests, version=0), plain.generate(requests, version=0))
 
 
+def check_shared(folder, params, fused, monkeypatch):
+    """More requests with the same prompt than slots: it is computed once, also for rows that begin later."""
+    filled, fill = [], fused.decoder.fill
+    # So that the host sees rows end at different times.
+    monkeypatch.setattr("verl_fn.backends.sampler.fused.STEPS", 2)
+    monkeypatch.setattr(
+        fused.decoder, "fill", lambda rows, to: filled.extend(row.tolist() for row in rows.rows()) or fill(rows, to)
+    )
+    requests = [
+        attrs.evolve(request, sampling=Sampling(max_tokens=limit))
+        for request, limit in zip(
+            requests_for([PROMPTS[3], PROMPTS[1], *[PROMPTS[3]] * 7], Sampling(max_tokens=1), Key.from_seed(0)),
+            (12, 2, 3, 12, 4, 2, 9, 12, 3),
+            strict=True,
+        )
+    ]
+    check_equal(fused.generate(requests, version=0), engine(folder, params).generate(requests, version=0))
+    assert filled == [PROMPTS[3][:-1], PROMPTS[1][:-1]]
+
+
 def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
-    """Weights that arrive between two looks compute the cache again: rows end with the new version."""
+    """Weights that arrive between two looks compute the cache again: rows end with the new version.
+
+    Rows that begin later have nothing of the old ones, though they may copy a prompt from a row that began before.
+    """
     requests = requests_for(prompts, Sampling(max_tokens=max_tokens), Key.from_seed(0))
     stream = fused.stream(requests, version=0)
     samples = [next(stream)]
@@ -90,6 +114,12 @@ def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
     logits = scored.prefill(Batch.from_rows([prompt]), torch.tensor([0]))
     expected = logits.log_softmax(-1)[0, late.tokens[changed]]
     torch.testing.assert_close(late.log_probs[changed], expected, atol=2e-5, rtol=0)
+    begun_later = [i for i, sample in enumerate(samples) if set(sample.versions.tolist()) == {1}]
+    assert bool(begun_later) == (len(prompts) > 6)
+    new = {one.request: one for one in replayed.generate(requests, version=0)}
+    for i in begun_later:
+        assert samples[i].tokens.tolist() == new[samples[i].request].tokens.tolist()
+        torch.testing.assert_close(samples[i].log_probs, new[samples[i].request].log_probs, atol=2e-5, rtol=0)
 
 
 def check_not_finite(folder, params, fused):
@@ -131,6 +161,16 @@ def test_weights_arrive_in_flight_on_cuda(tmp_path):
     folder, params = made(tmp_path, "qwen3")
     fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda", in_flight=True)
     check_in_flight(folder, params, fused)
+    fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
+    check_in_flight(folder, params, fused, [PROMPTS[3]] * 9)
+
+
+@CUDA
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_with_the_same_prompt_share_it_on_cuda(tmp_path, arch, monkeypatch):
+    folder, params = made(tmp_path, arch)
+    fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda")
+    check_shared(folder, params, fused, monkeypatch)
 
 
 @CUDA
@@ -169,4 +209,8 @@ if __name__ == "__main__":
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
         folder, params = made(Path(root), "qwen3")
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), PROMPTS[2:], max_tokens=7)
+        shared = [PROMPTS[3]] * 9
+        check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), shared, max_tokens=7)
+        with pytest.MonkeyPatch.context() as patch:
+            check_shared(folder, params, fused_on_cpu(folder, params), patch)
         check_not_finite(folder, params, fused_on_cpu(folder, params))
