@@ -121,7 +121,8 @@ def restore(
         own = model.read(lambda name, start, end: opened.model(in_peft(name), start, end), trained)
         params = on_base(reference, folder, own)
     else:
-        rest, like = attrs.evolve(rest, params=adapters.unmerged(blank)), model.new_buffers()
+        rest = attrs.evolve(rest, params=adapters.unmerged(blank))
+        like = skeleton.new_buffers(next(iter(model.pieces.values())).param.device)
         weights = {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}}
         frozen = blank.keys() - set(trained)
         opened = checkpoint.open_state(folder, weights, rest, gather=gathered, frozen=frozen)
