@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import attrs
+import cattrs
 
 from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
 from verl_fn.backends.hf.experts import experts_of
@@ -66,8 +67,7 @@ class Request:
     @classmethod
     def read(cls, file: Path) -> Request:
         """Returns the request that ``write`` wrote."""
-        saved = json.loads(file.read_text())
-        return cls(**saved | {name: tuple(saved[name]) for name in ("levels", "features")})
+        return cattrs.structure(json.loads(file.read_text()), cls)
 
     def alone(self) -> Request:
         """Returns this request for one process: with the embedded engine, and without Ray."""

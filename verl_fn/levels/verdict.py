@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 
 from verl_fn.atomic import existing
 
@@ -81,8 +82,7 @@ class Outcome:
             >>> Outcome.of(attrs.asdict(outcome)) == outcome
             True
         """
-        many = {name: tuple(saved[name]) for name in ("limitations", "notes")}
-        return cls(**{**saved, **many, "checks": tuple(Check(**check) for check in saved["checks"])})
+        return cattrs.structure(saved, cls)
 
 
 @attrs.frozen
