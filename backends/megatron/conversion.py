@@ -113,7 +113,7 @@ def tasks_of(
         ModelError: a parameter has no mapping, or one that computes with elements.
     """
     own = bridge_of(bridge, config)
-    parts, again = (_mappings(own, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
+    parts, again = (_mappings(own, config, model, head) + halves(model, adapters) for _ in range(2))
     # What reads weights asks a loaded model for its config.
     own.hf_pretrained = SimpleNamespace(config=config)
     hubs = [_hub(mapping) for mapping, _, _ in parts]
@@ -183,15 +183,6 @@ def _mappings(
             mapping = ReplicatedMapping(f"output_layer.{name}", f"score.{name}")
             mapping.set_process_groups_from_pg_collection(model.pg_collection)
             parts.append((mapping, layer, None if layer is None else getattr(layer, name)))
-    return parts
-
-
-def _of_adapters(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
-    """Returns the same for the parameters of adapters."""
-    parts: list[tuple[Any, nn.Module | None, nn.Parameter | None]] = []
-    for half in halves(model, adapters):
-        param = None if half.module is None else half.module.weight
-        parts.append((half.mapping(model.pg_collection), half.module, param))
     return parts
 
 

@@ -19,7 +19,6 @@ from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.vision import Family
 from verl_fn.backends.megatron import conversion
-from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_head, check_same_model, take_epsilons
@@ -265,7 +264,8 @@ class Executor:
         own = {name: t for name, t in params.items() if name in self.zeros}
         rest = {name: t for name, t in params.items() if name not in self.zeros}
         halves = dict(self.named(own)) if self.adapters.layers else {}
-        return merged(self.named(rest), halves, self.adapters)
+        for name, t in self.named(rest):
+            yield from self.adapters.merged(Params({name: t, **halves}))
 
 
 def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:
