@@ -55,7 +55,6 @@ from .fitting import (
     enough_gpus,
     fits,
     layouts,
-    longest_row,
     nearest,
     remedies,
     rows_of_engine,
@@ -117,7 +116,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest, rehearsed = longest_row(plan), None
+    longest, rehearsed = plan.rollout.longest, None
     if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
