@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import attrs
-import cattrs
 
 from verl_fn.backends.hf.config import ModelError, quiet, read_config, read_json, refused
 from verl_fn.backends.hf.experts import experts_of
@@ -67,7 +66,8 @@ class Request:
     @classmethod
     def read(cls, file: Path) -> Request:
         """Returns the request that ``write`` wrote."""
-        return cattrs.structure(json.loads(file.read_text()), cls)
+        saved = json.loads(file.read_text())
+        return cls(**saved | {name: tuple(saved[name]) for name in ("levels", "features")})
 
     def alone(self) -> Request:
         """Returns this request for one process: with the embedded engine, and without Ray."""

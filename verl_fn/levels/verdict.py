@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import cattrs
 
 from verl_fn.atomic import existing
 
@@ -82,7 +81,8 @@ class Outcome:
             >>> Outcome.of(attrs.asdict(outcome)) == outcome
             True
         """
-        return cattrs.structure(saved, cls)
+        many = {name: tuple(saved[name]) for name in ("limitations", "notes")}
+        return cls(**{**saved, **many, "checks": tuple(Check(**check) for check in saved["checks"])})
 
 
 @attrs.frozen
