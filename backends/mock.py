@@ -355,20 +355,18 @@ class MockRollout:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        with self._lock:
-            self._take(version, here(weights))
-
-    def _take(self, version: int, source: WeightSource) -> None:
-        self.version = None
+        source = here(weights)
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 
         def write(chunk: Chunk) -> None:
             rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
             rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values.cpu()
 
-        receive(source, write, checked=True)
-        self._weights = places
-        self.version = version
+        with self._lock:
+            self.version = None
+            receive(source, write, checked=True)
+            self._weights = places
+            self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the script's answers, ordered as ``RolloutBackend.generate`` does.
@@ -380,15 +378,12 @@ class MockRollout:
             KeyError: a mapping lacks a prompt.
         """
         with self._lock:
-            return self._all_samples(requests, version)
-
-    def _all_samples(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
-        if not serves(self.version, version, self.capabilities):
-            asked = "weights were asked for" if version is None else f"version {version} was asked for"
-            holds = "none" if self.version is None else f"version {self.version}"
-            raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
-        check_sampling(requests, self.capabilities)
-        return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
+            if not serves(self.version, version, self.capabilities):
+                asked = "weights were asked for" if version is None else f"version {version} was asked for"
+                holds = "none" if self.version is None else f"version {self.version}"
+                raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
+            check_sampling(requests, self.capabilities)
+            return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.

@@ -46,7 +46,7 @@ def read_tokenizer(
     from transformers import AutoTokenizer
 
     # Without any of these files transformers makes an empty tokenizer for some architectures.
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         raise ModelError(
             f"{folder} has no tokenizer that can be read: copy the tokenizer's files into it. "
             "To plan for another machine (--check --gpus N --gpu-memory GIB), config.json is enough"
@@ -57,7 +57,8 @@ def read_tokenizer(
     return with_chat_arguments(tokenizer, chat_template_kwargs or {}, date)
 
 
-def _has_tokenizer(folder: str | Path) -> bool:
+def has_tokenizer(folder: str | Path) -> bool:
+    """Returns whether a folder has the files of a tokenizer."""
     return any(file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern))
 
 
@@ -89,7 +90,7 @@ def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
         ModelError: a file cannot be read, or names something else than tokens of the model.
     """
     named, file = _named(Path(folder))
-    if not named and tokenizer is None and _has_tokenizer(folder):
+    if not named and tokenizer is None and has_tokenizer(folder):
         tokenizer = read_tokenizer(folder)
     own = None if tokenizer is None else tokenizer.eos_token_id
     if not named:

@@ -7,49 +7,21 @@ the gate and up as one; canonical LoRA gives each projection an adapter of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
-from torch import Tensor
+from torch import nn
 
 from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.importing import quiet
-from verl_fn.state import Params
 
 # The names that canonical LoRA has for the parts of Megatron's layers, in the order of Bridge's mappings.
 PARTS = {
     "linear_qkv": {"q": "linear_q", "k": "linear_k", "v": "linear_v"},
     "linear_fc1": {"gate": "linear_fc1_gate", "up": "linear_fc1_up"},
 }
-
-
-@attrs.frozen(eq=False)
-class Half:
-    """One of the two matrices of an adapter.
-
-    Attributes:
-        name: its canonical name.
-        by_columns: whether ranks of tensor parallelism share its columns; otherwise they share its rows.
-        module: Megatron's module that has it, None where it is on another pipeline stage.
-    """
-
-    name: str
-    by_columns: bool
-    module: Any
-
-    def mapping(self, groups: Any) -> Any:
-        """Returns Bridge's mapping between the whole matrix and the parts of the ranks."""
-        from megatron.bridge.models.conversion.param_mapping import ColumnParallelMapping, RowParallelMapping
-
-        # Bridge names these mappings after the layer, of which the second one splits columns.
-        kind = RowParallelMapping if self.by_columns else ColumnParallelMapping
-        mapping = kind("adapter.weight", self.name)
-        mapping.set_process_groups_from_pg_collection(groups)
-        return mapping
 
 
 def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
@@ -116,8 +88,15 @@ def _parts(layer: str, parts: str | dict[str, str]) -> list[str]:
     return [name] if isinstance(parts, str) else [PARTS[name][key] for key in parts]
 
 
-def halves(model: Any, adapters: Adapters) -> list[Half]:
-    """Returns the matrices of all adapters, in the same order on all ranks; all ranks call it together."""
+def halves(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
+    """Returns the two matrices of each adapter, in the same order on all ranks; all ranks call it together.
+
+    Returns:
+        Of each, Bridge's mapping between the whole matrix and the parts of the ranks, Megatron's module that has it,
+        and its parameter; the last two are None where they are on another pipeline stage.
+    """
+    from megatron.bridge.models.conversion.param_mapping import ColumnParallelMapping, RowParallelMapping
+
     here: dict[str, Any] = {}
     for module in model.modules():
         parts = getattr(module, "verl_fn_names", None)
@@ -130,24 +109,13 @@ def halves(model: Any, adapters: Adapters) -> list[Half]:
         by_columns |= of_rank
     if lacking := [name for name in adapters.layers if name not in by_columns]:
         raise ModelError(f"Megatron's model has no layers for the adapters of {', '.join(lacking[:3])}")
-    in_order = []
+    in_order: list[tuple[Any, nn.Module | None, nn.Parameter | None]] = []
     for name in adapters.layers:
-        adapter = here.get(name)
-        for half, inside, columns in (("lora_A", "linear_in", by_columns[name]), ("lora_B", "linear_out", False)):
-            module = None if adapter is None else getattr(adapter, inside)
-            in_order.append(Half(f"{name}.{half}.weight", columns, module))
+        # Bridge names these mappings after the layer, of which the second one splits columns.
+        first = RowParallelMapping if by_columns[name] else ColumnParallelMapping
+        for half, inside, kind in (("lora_A", "linear_in", first), ("lora_B", "linear_out", ColumnParallelMapping)):
+            mapping = kind("adapter.weight", f"{name}.{half}.weight")
+            mapping.set_process_groups_from_pg_collection(model.pg_collection)
+            module = getattr(here[name], inside) if name in here else None
+            in_order.append((mapping, module, None if module is None else module.weight))
     return in_order
-
-
-def merged(
-    base: Iterator[tuple[str, Tensor]], halves: Mapping[str, Tensor], adapters: Adapters
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the model without adapters, with the adapters added to them, one after the other.
-
-    Args:
-        base: the model's tensors by canonical name.
-        halves: whole matrices of the adapters by canonical name; empty to add nothing.
-        adapters: the settings.
-    """
-    for name, t in base:
-        yield from adapters.merged(Params({name: t, **halves}))

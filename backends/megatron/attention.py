@@ -72,28 +72,24 @@ def with_packed_attention(chunks: list[Any], replaced: type[nn.Module]) -> list[
         replaced: the class of transformer-engine's attention.
     """
     for module in itertools.chain.from_iterable(model.modules() for model in chunks):
-        core = getattr(module, "core_attention", None)
-        if isinstance(core, replaced) and _is_plain(core, replaced):
-            module.core_attention = _packed(core)
+        core: Any = getattr(module, "core_attention", None)
+        if _is_plain(core, replaced):
+            module.core_attention = PackedAttention(
+                core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
+            )
     return chunks
 
 
 def _is_plain(core: Any, replaced: Any) -> bool:
     """Returns whether this is causal self-attention without sinks and windows, with keys as wide as values."""
     return (
-        type(core).forward is replaced.forward
+        isinstance(core, replaced)
+        and type(core).forward is replaced.forward
         and core.attention_type == "self"
         and "causal" in core.attn_mask_type
         and core.softmax_type == "vanilla"
         and core.config.window_size is None
         and core.hidden_size_per_attention_head_k == core.hidden_size_per_attention_head_v
-    )
-
-
-def _packed(core: Any) -> PackedAttention:
-    """Returns the packed attention that computes what one of transformer-engine does."""
-    return PackedAttention(
-        core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
     )
 
 

@@ -41,8 +41,9 @@ from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
-from verl_fn.backends.megatron.executor import Executor, How
+from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.megatron.layout import Layout, Sizes
+from verl_fn.backends.megatron.model import How
 from verl_fn.backends.megatron.names import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
@@ -186,7 +187,11 @@ class Megatron(Base):
         Raises:
             ValueError: they are not those of whole parameters of this model, or have other shapes.
         """
-        return self._built().of_whole(tensors)
+        model = self._built()
+        for name, t in tensors.items():
+            if (wanted := model.canonical.shapes.get(name)) is not None and t.shape != wanted.shape:
+                raise ValueError(f"{name} has the shape {list(t.shape)}, and the model's is {list(wanted.shape)}")
+        return model.read(lambda name, start, end: tensors[name][start:end], tensors.keys())
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
@@ -316,7 +321,7 @@ class Megatron(Base):
                         lora=how.lora,
                         freeze_tower=how.freeze_tower,
                     )[1]
-            leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
+            leaves = model.divided(conversion.sent(model.canonical, whole), model.blank.keys(), together=True)
         return Params(leaves, model.trainable, other.skeleton.new_buffers(self.device))
 
     def _slots(self, params: Params) -> Any:

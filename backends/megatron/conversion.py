@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -22,7 +22,7 @@ from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.megatron.adapters import halves
-from verl_fn.backends.megatron.gathering import Parts, converted
+from verl_fn.backends.megatron.gathering import Parts, converted, names_of
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
@@ -33,19 +33,6 @@ SEEING = ("qwen2_5_vl", "qwen3_vl")
 _LANGUAGE, _OF_LANGUAGE = "language_model.", "model.language_model."
 # A mapping that subtracts 1: what maps a weight is wrong for its gradient.
 _CENTRES = "RMSNorm2ZeroCenteredRMSNormMapping"
-
-
-class Source(Protocol):
-    """Whole tensors by hub's name."""
-
-    @property
-    def collective(self) -> bool:
-        """Whether all ranks read together."""
-        ...
-
-    def __call__(self, hub: str) -> Tensor:
-        """Returns a tensor on the CPU; if ``collective``, all ranks ask for the same ones in the same order."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -126,11 +113,11 @@ def tasks_of(
         ModelError: a parameter has no mapping, or one that computes with elements.
     """
     own = bridge_of(bridge, config)
-    parts, again = (_mappings(own, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
+    parts, again = (_mappings(own, config, model, head) + halves(model, adapters) for _ in range(2))
     # What reads weights asks a loaded model for its config.
     own.hf_pretrained = SimpleNamespace(config=config)
     hubs = [_hub(mapping) for mapping, _, _ in parts]
-    by_rank = gathered([tuple(_names(hub)) for hub in hubs])
+    by_rank = gathered([tuple(names_of(hub)) for hub in hubs])
     tasks, of_buffers = [], []
     for i, (mapping, module, param) in enumerate(parts):
         centres = any(cls.__name__ == _CENTRES for cls in type(mapping).__mro__)
@@ -140,7 +127,7 @@ def tasks_of(
         importing, shift = again[i][0], 0.0
         if centres:
             mapping, importing, shift = _moving(mapping, model), _moving(importing, model), -1.0
-        task = Task("+".join(_names(hubs[i])), hubs[i], anywhere, mapping, importing, module, param, own, shift)
+        task = Task("+".join(names_of(hubs[i])), hubs[i], anywhere, mapping, importing, module, param, own, shift)
         if {canonical.place(name).name for name in anywhere} <= canonical.constants.keys():
             of_buffers.append(task)
         elif param is not None and not isinstance(param, nn.Parameter):
@@ -175,7 +162,7 @@ def _hub(mapping: Any) -> str | dict[str, str]:
 def fill(task: Task, canonical: Canonical, buffers: Mapping[str, Tensor]) -> None:
     """Copies buffers by canonical name to a buffer of Megatron's."""
     if task.module is not None and task.param is not None:
-        whole = {name: buffers[canonical.place(name).name] for name in _names(task.hub)}
+        whole = {name: buffers[canonical.place(name).name] for name in names_of(task.hub)}
         given = {name: t.to(task.param.device, torch.float32) for name, t in whole.items()}
         task.param.copy_(_converted(task, given, task.param.shape))
 
@@ -196,15 +183,6 @@ def _mappings(
             mapping = ReplicatedMapping(f"output_layer.{name}", f"score.{name}")
             mapping.set_process_groups_from_pg_collection(model.pg_collection)
             parts.append((mapping, layer, None if layer is None else getattr(layer, name)))
-    return parts
-
-
-def _of_adapters(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
-    """Returns the same for the parameters of adapters."""
-    parts: list[tuple[Any, nn.Module | None, nn.Parameter | None]] = []
-    for half in halves(model, adapters):
-        param = None if half.module is None else half.module.weight
-        parts.append((half.mapping(model.pg_collection), half.module, param))
     return parts
 
 
@@ -231,10 +209,6 @@ def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
     return [i for i in range(len(tasks)) if any(of_rank[i] for of_rank in by_rank)]
 
 
-def _names(hub: str | Mapping[str, str]) -> list[str]:
-    return [hub] if isinstance(hub, str) else list(hub.values())
-
-
 def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> Parts:
     """Returns the parts of all parameters on all ranks; all ranks call it together.
 
@@ -244,7 +218,7 @@ def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> 
         pieces: the pieces of this rank by leaf.
     """
     own = [None if task.param is None else pieces[task.leaf] for task in tasks]
-    return Parts.of(layout, own, [tuple(_names(task.hub)) for task in tasks])
+    return Parts.of(layout, own, [tuple(names_of(task.hub)) for task in tasks])
 
 
 def named(
@@ -282,25 +256,29 @@ def named(
 
 
 def divided(
-    tasks: list[Task], pieces: Mapping[str, Piece], source: Source, canonical: Canonical
+    tasks: list[Task],
+    pieces: Mapping[str, Piece],
+    read: Callable[[str], Tensor],
+    canonical: Canonical,
+    together: bool = False,
 ) -> dict[str, Tensor]:
     """Returns the elements that this rank owns of whole tensors, by leaf; all ranks call it together.
 
     Args:
         tasks: of the parameters to divide.
         pieces: the pieces of this rank by leaf.
-        source: the whole tensors.
+        read: returns a whole tensor by hub's name, on the CPU.
         canonical: the canonical names; it has the dtypes of the results.
+        together: whether all ranks have to read the same tensors in the same order.
     """
     elements: dict[str, Tensor] = {}
     sums: dict[str, tuple[int, int]] = {}
     with torch.no_grad():
         for task in tasks:
-            own = _names(task.hub)
-            wanted = task.hub_anywhere if source.collective else own
-            if task.module is None and not source.collective:
+            if task.module is None and not together:
                 continue
-            whole = {name: source(name) for name in wanted}
+            own = names_of(task.hub)
+            whole = {name: read(name) for name in (task.hub_anywhere if together else own)}
             if task.module is None or task.param is None:
                 continue
             param, piece = task.param, pieces[task.leaf]
@@ -393,44 +371,37 @@ def _in_fp32(module: nn.Module) -> Iterator[None]:
             owner._parameters.update(params)
 
 
-@attrs.frozen(eq=False)
-class Sent:
-    """Tensors that the first rank has and sends to all others.
+def sent(canonical: Canonical, whole: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """Returns a function by which all ranks together read tensors that the first rank has, by hub's name.
 
-    Attributes:
+    Args:
         canonical: the canonical names.
         whole: the tensors by canonical name, on the first rank; any mapping on others.
     """
 
-    canonical: Canonical
-    whole: Mapping[str, Tensor]
-    collective: bool = True
-
-    def __call__(self, hub: str) -> Tensor:
-        place = self.canonical.place(hub)
-        shape = place.of(self.canonical.shapes[place.name]).shape
-        own = place.of(self.whole[place.name]).float().contiguous() if dist.get_rank() == 0 else torch.empty(shape)
+    def read(hub: str) -> Tensor:
+        place = canonical.place(hub)
+        shape = place.of(canonical.shapes[place.name]).shape
+        own = place.of(whole[place.name]).float().contiguous() if dist.get_rank() == 0 else torch.empty(shape)
         if dist.get_world_size() > 1:
             dist.broadcast(own, 0)
         return own
 
+    return read
 
-@attrs.frozen(eq=False)
-class Read:
-    """Tensors that each rank reads by itself.
 
-    Attributes:
+def in_rows(canonical: Canonical, rows: Callable[[str, int, int], Tensor]) -> Callable[[str], Tensor]:
+    """Returns a function by which a rank reads tensors by itself, by hub's name.
+
+    Args:
         canonical: the canonical names.
         rows: returns rows of a tensor by canonical name, from the first to the one before the last.
     """
 
-    canonical: Canonical
-    rows: Callable[[str, int, int], Tensor]
-    collective: bool = False
-
-    def __call__(self, hub: str) -> Tensor:
-        place = self.canonical.place(hub)
-        count = self.canonical.shapes[place.name].shape[0]
+    def read(hub: str) -> Tensor:
+        place = canonical.place(hub)
         if place.expert is None:
-            return self.rows(place.name, 0, count)
-        return self.rows(place.name, place.expert, place.expert + 1)[0, place.start : place.end]
+            return rows(place.name, 0, canonical.shapes[place.name].shape[0])
+        return rows(place.name, place.expert, place.expert + 1)[0, place.start : place.end]
+
+    return read

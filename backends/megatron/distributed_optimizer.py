@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.megatron.importing import quiet
-from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.shards import Piece, Resident
 from verl_fn.state import Grads, Metrics, Params, Weighted
 from verl_fn.steps import AdamState, AdamW, Chain, ClipByGlobalNorm, Frozen, Optimizer, Update
@@ -107,9 +106,7 @@ class Distributed(Optimizer):
         adamw: its last part.
         theirs: Megatron's.
         shards: what it updates, by leaf; leaves of which this rank owns nothing have none.
-        pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
-        layout: how ranks share the model.
     """
 
     optimizer: Optimizer
@@ -117,9 +114,7 @@ class Distributed(Optimizer):
     adamw: AdamW
     theirs: Any
     shards: Mapping[str, _Shard]
-    pieces: Mapping[str, Piece]
     resident: Resident
-    layout: Layout
 
     @classmethod
     def of(cls, optimizer: Optimizer, resident: Resident, dtype: torch.dtype) -> Distributed:
@@ -152,7 +147,7 @@ class Distributed(Optimizer):
         with resident.layout.active(), torch.no_grad(), quiet():
             theirs = get_megatron_optimizer(config, [resident.ddp], overrides, use_gloo_process_groups=False)
         shards = dict(_shards(theirs.chained_optimizers, pieces))
-        return cls(optimizer, max_norm, adamw, theirs, shards, pieces, resident, resident.layout)
+        return cls(optimizer, max_norm, adamw, theirs, shards, resident)
 
     def init(self, params: Params) -> Any:
         return self.optimizer.init(params)
@@ -169,10 +164,10 @@ class Distributed(Optimizer):
             self.resident.forget()
             self.resident.buffers.allocate_weights()
             self.resident.buffers.allocate_gradients()
-            with self.layout.active(), self._lent(adam, params, lr):
+            with self.resident.layout.active(), self._lent(adam, params, lr):
                 scale = self._scale(float(update.norm))
                 if own := [name for name in grads if name in self.shards]:
-                    gradients = [self.pieces[name].gradient for name in own]
+                    gradients = [self.resident.pieces[name].gradient for name in own]
                     torch._foreach_copy_(gradients, [grads[name] for name in own])
                     if scale != 1.0:
                         torch._foreach_mul_(gradients, scale)

@@ -19,8 +19,7 @@ from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.vision import Family
 from verl_fn.backends.megatron import conversion
-from verl_fn.backends.megatron.adapters import merged
-from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
+from verl_fn.backends.megatron.conversion import Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_head, check_same_model, take_epsilons
 from verl_fn.backends.megatron.gathering import Parts
@@ -31,8 +30,6 @@ from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of, sharded_pieces
 from verl_fn.state import Buffers, Key, Params
 from verl_fn.steps import Frozen, Optimizer
-
-__all__ = ["Executor", "How"]
 
 
 @attrs.frozen(eq=False)
@@ -194,11 +191,6 @@ class Executor:
         for task in self.of_buffers:
             conversion.fill(task, self.canonical, buffers)
 
-    def new_buffers(self) -> Buffers:
-        """Returns copies of the folder's buffers, for a state."""
-        device = next(piece.param.device for piece in self.pieces.values())
-        return self.hollow.skeleton.new_buffers(device)
-
     def zero_gradients(self) -> None:
         """Fills Megatron's buffer of gradients with zeros."""
         self.resident.buffers.allocate_gradients()
@@ -221,8 +213,15 @@ class Executor:
         """Whole parameters by canonical name, on the meta device."""
         return Params(self.canonical.shapes, self.hollow.skeleton.trainable)
 
-    def divided(self, source: Source, names: Collection[str]) -> dict[str, Tensor]:
+    def divided(
+        self, read: Callable[[str], Tensor], names: Collection[str], together: bool = False
+    ) -> dict[str, Tensor]:
         """Returns the elements that this rank owns of the whole tensors of these names; all ranks call it together.
+
+        Args:
+            read: returns a whole tensor by hub's name, on the CPU.
+            names: the canonical names.
+            together: whether all ranks have to read the same tensors in the same order.
 
         Raises:
             ValueError: there are no such parameters, or a parameter of Megatron consists of others, too.
@@ -238,7 +237,7 @@ class Executor:
                 f"{len(differing)} tensors, such as {min(differing)}, are not whole parameters of this model"
             )
         with self.layout.active():
-            return conversion.divided(tasks, self.pieces, source, self.canonical)
+            return conversion.divided(tasks, self.pieces, read, self.canonical, together)
 
     def read(self, rows: Callable[[str, int, int], Tensor], names: Collection[str]) -> dict[str, Tensor]:
         """Returns the same as ``divided``, of tensors whose rows a function reads.
@@ -247,18 +246,7 @@ class Executor:
             rows: takes a canonical name, the first row and the one after the last.
             names: of the tensors.
         """
-        return self.divided(conversion.Read(self.canonical, rows), names)
-
-    def of_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the same as ``divided``, of whole tensors that every rank has.
-
-        Raises:
-            ValueError: one has another shape than its parameter.
-        """
-        for name, t in tensors.items():
-            if (wanted := self.canonical.shapes.get(name)) is not None and t.shape != wanted.shape:
-                raise ValueError(f"{name} has the shape {list(t.shape)}, and the model's is {list(wanted.shape)}")
-        return self.read(lambda name, start, end: tensors[name][start:end], tensors.keys())
+        return self.divided(conversion.in_rows(self.canonical, rows), names)
 
     def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name; all ranks go through them together."""
@@ -276,7 +264,8 @@ class Executor:
         own = {name: t for name, t in params.items() if name in self.zeros}
         rest = {name: t for name, t in params.items() if name not in self.zeros}
         halves = dict(self.named(own)) if self.adapters.layers else {}
-        return merged(self.named(rest), halves, self.adapters)
+        for name, t in self.named(rest):
+            yield from self.adapters.merged(Params({name: t, **halves}))
 
 
 def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:

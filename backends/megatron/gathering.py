@@ -143,14 +143,15 @@ def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) 
     for ep in sorted({part.ep for part in parts}):
         of_rank = [part for part in parts if part.ep == ep]
         shards = [parts[part] for part in of_rank] * (1 if len(of_rank) > 1 else tp)
-        names = _names(mapping.hf_param)
+        names = names_of(mapping.hf_param)
         with _without_exchange(_gathering(mapping, module, shards)):
             tensors = mapping.megatron_to_hf(shards[0], module)
         for name, t in tensors.items():
             yield of_rank[0].names[names.index(name)], t
 
 
-def _names(hub: str | Mapping[str, str]) -> list[str]:
+def names_of(hub: str | Mapping[str, str]) -> list[str]:
+    """Returns the names of a parameter's tensors, of which a mapping has one or several."""
     return [hub] if isinstance(hub, str) else list(hub.values())
 
 

@@ -154,7 +154,7 @@ class Sight:
         how: how the model is made.
 
     Attributes:
-        tower: transformers' module.
+        visual: transformers' module, by the name that its own function knows.
         deep: for each of the first layers, what is added to its output (DeepStack, arXiv 2406.04334), in the
             micro-batch that was embedded last. Its backward pass ends before the next one is embedded, since there
             are no pipeline stages.
@@ -164,26 +164,21 @@ class Sight:
         own: Any = type(skeleton.tower)
         self.config = skeleton.config
         with torch.device(how.device):
-            self.tower: Any = own(skeleton.config.vision_config)
-        for p in self.tower.parameters():
+            self.visual: Any = own(skeleton.config.vision_config)
+        for p in self.visual.parameters():
             # Constants, such as rotary frequencies, stay in fp32.
             p.data = p.data.to(how.dtype)
-        self.tower.requires_grad_(how.lora is None and not how.freeze_tower)
+        self.visual.requires_grad_(how.lora is None and not how.freeze_tower)
         if how.checkpointing:
-            self.tower.gradient_checkpointing_enable({"use_reentrant": False})
+            self.visual.gradient_checkpointing_enable({"use_reentrant": False})
         self.deep: list[Tensor] = []
         # transformers' function for this tower, without the language model that it belongs to there.
         self.get_image_features = functools.partial(type(skeleton.body).get_image_features, self)
 
-    @property
-    def visual(self) -> Any:
-        """The tower, by the name that transformers' function knows."""
-        return self.tower
-
     def join(self, chunks: list[Any]) -> list[Any]:
         """Adds the tower to Megatron's model, and what rotates by positions of three axes as transformers does."""
         (model,) = chunks
-        model.visual = self.tower
+        model.visual = self.visual
         if self.config.model_type == "qwen3_vl":
             from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
 

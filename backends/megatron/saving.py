@@ -121,7 +121,8 @@ def restore(
         own = model.read(lambda name, start, end: opened.model(in_peft(name), start, end), trained)
         params = on_base(reference, folder, own)
     else:
-        rest, like = attrs.evolve(rest, params=adapters.unmerged(blank)), model.new_buffers()
+        rest = attrs.evolve(rest, params=adapters.unmerged(blank))
+        like = skeleton.new_buffers(next(iter(model.pieces.values())).param.device)
         weights = {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}}
         frozen = blank.keys() - set(trained)
         opened = checkpoint.open_state(folder, weights, rest, gather=gathered, frozen=frozen)
@@ -132,21 +133,20 @@ def restore(
             return opened.model(name, start, end)
 
         params = Params(model.read(rows, blank.keys()), model.trainable, checkpoint.read_buffers(folder, like))
-    return attrs.evolve(opened.hollow, params=params, optimizer=_moments(opened, rest.optimizer, model))
+    return attrs.evolve(opened.hollow, params=params, optimizer=_moments(opened, model))
 
 
-def _moments(opened: checkpoint.Opened[TrainState], like: Any, model: Executor) -> Any:
+def _moments(opened: checkpoint.Opened[TrainState], model: Executor) -> Any:
     """Returns the optimizer's state, with what this rank owns of the tensors."""
-    moments: dict[str, Any] = {}
-    for place, value in named_parts(like):
-
-        def rows(name: str, start: int, end: int, place: str = place) -> Tensor:
-            return opened.rest(f".optimizer{place}[{name!r}]", start, end)
-
-        moments[place] = rebuild(type(value), {"leaves": FrozenDict(model.read(rows, value.keys()))})
 
     def fill(path: Any, part: Any) -> Any:
-        return moments[pytree.keystr(path)] if isinstance(part, Named) else part
+        if not isinstance(part, Named):
+            return part
+
+        def rows(name: str, start: int, end: int) -> Tensor:
+            return opened.rest(f".optimizer{pytree.keystr(path)}[{name!r}]", start, end)
+
+        return rebuild(type(part), {"leaves": FrozenDict(model.read(rows, part.keys()))})
 
     return pytree.tree_map_with_path(fill, opened.hollow.optimizer, is_leaf=lambda part: isinstance(part, Named))
 

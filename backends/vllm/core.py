@@ -67,7 +67,7 @@ class Engine(LLMEngine):
     wake_up = _explained_call("wake_up")
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a method of ``worker.Extension`` on all workers, or a function of the worker; returns the results.
+        """Calls a method of ``worker.Extension``, or a function of the worker, on all workers; returns the results.
 
         vLLM carries only what msgpack knows, and of an error only the text, so both travel as bytes. A connection
         among the arguments is open in both processes then.

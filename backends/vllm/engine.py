@@ -353,7 +353,7 @@ class Vllm(Growing):
 
     def _collect_drawn(self) -> None:
         """Takes the draws of the running call, made by the engine's version, from vLLM's sampler."""
-        drawn = self._engine.call("collect")[0]
+        drawn = self._engine.call("collected")[0]
         if drawn is not None:
             assert self.version is not None
             self._drawn.append((drawn, self.version))

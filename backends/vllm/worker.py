@@ -53,6 +53,10 @@ def nothing(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
 use_kernel(nothing)
 
 
+# Methods of ``DrawingSampler`` that the engine calls on all workers, too.
+OF_SAMPLER = ("begin", "extend", "collected")
+
+
 class Extension:
     """Methods of a worker; the engine calls them by name on all workers."""
 
@@ -64,7 +68,12 @@ class Extension:
         """Returns the result of a method, or its error; see ``core.Engine.call``."""
         try:
             method, args = pickle.loads(request)
-            run = getattr(self, f"verl_fn_{method}") if isinstance(method, str) else functools.partial(method, self)
+            if not isinstance(method, str):
+                run = functools.partial(method, self)
+            elif method in OF_SAMPLER:
+                run = getattr(self.model_runner.sampler, method)
+            else:
+                run = getattr(self, f"verl_fn_{method}")
             return pickle.dumps((True, run(*args)))
         except Exception as error:
             return pickle.dumps((False, portable(error)))
@@ -89,8 +98,26 @@ class Extension:
             self.sleep = beside_others(self.sleep)
 
     def verl_fn_layers_with_experts(self) -> list[int]:
-        """Returns the numbers of the layers with experts; see ``layers_with_experts``."""
-        return layers_with_experts(self.model_runner)
+        """Returns the numbers of the layers with experts of the worker's model, all of which report what they pick.
+
+        vLLM itself gives zeros for a layer whose kernel picks the experts, as all do on CPUs.
+
+        Raises:
+            EngineArgumentError: a layer does not report its experts.
+        """
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+        context = self.model_runner.compilation_config.static_forward_context
+        layers = [m for m in context.values() if isinstance(m, MoERunner)]
+        for layer in layers:
+            if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
+                raise EngineArgumentError(
+                    f"actor.router_replay.mode=R3 needs the experts that vLLM picked, and {layer.layer_name} does "
+                    "not report them: its kernel picks them itself, as on CPUs; choose another kernel with "
+                    "rollout.engine_kwargs.moe_backend, or set rollout.name=sampler or actor.router_replay.mode=R2"
+                )
+        return sorted(layer.layer_id for layer in layers)
 
     def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
         """Loads weights that their senders send to this process."""
@@ -129,44 +156,6 @@ class Extension:
         """Fills the cache with zeros, since NaN spreads from it, also from places that no row reads."""
         for cache in pytree.tree_leaves(self.model_runner.kv_caches):
             cache.zero_()
-
-    def verl_fn_begin(self, sampling: Sampling) -> None:
-        """Starts a run; see ``DrawingSampler.begin``."""
-        self.model_runner.sampler.begin(sampling)
-
-    def verl_fn_extend(self, seeds: list[int]) -> None:
-        """Adds rows to the run; see ``DrawingSampler.extend``."""
-        self.model_runner.sampler.extend(seeds)
-
-    def verl_fn_collect(self) -> Drawn | None:
-        """Returns the draws since the last call; None if there are none."""
-        drawn: Drawn | None = self.model_runner.sampler.collected()
-        return drawn
-
-
-def layers_with_experts(runner: Any) -> list[int]:
-    """Returns the numbers of the layers with experts of a worker's model, all of which report what they pick.
-
-    vLLM itself gives zeros for a layer whose kernel picks the experts, as all do on CPUs.
-
-    Args:
-        runner: vLLM's model runner.
-
-    Raises:
-        EngineArgumentError: a layer does not report its experts.
-    """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-
-    layers = [m for m in runner.compilation_config.static_forward_context.values() if isinstance(m, MoERunner)]
-    for layer in layers:
-        if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
-            raise EngineArgumentError(
-                f"actor.router_replay.mode=R3 needs the experts that vLLM picked, and {layer.layer_name} does not "
-                "report them: its kernel picks them itself, as on CPUs; choose another kernel with "
-                "rollout.engine_kwargs.moe_backend, or set rollout.name=sampler or actor.router_replay.mode=R2"
-            )
-    return sorted(layer.layer_id for layer in layers)
 
 
 def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:

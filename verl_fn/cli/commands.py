@@ -23,7 +23,7 @@ from verl_fn.config import (
     origins,
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, POLICY_LOSSES
-from verl_fn.config.load import algorithm_options
+from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UsageError, complain, say
@@ -172,9 +172,7 @@ def new_model(args: argparse.Namespace) -> int:
 
 
 def _field(override: str) -> tuple[str, Any]:
-    name, equals, value = override.partition("=")
-    if not equals:
-        raise ConfigError(f"{override!r} is not of the form key=value")
+    name, _, value = split_override(override)
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -216,18 +214,12 @@ def prepare(args: argparse.Namespace) -> int:
 
         say(f"wrote {prepare_smollm2(args.out)}")
         return 0
-    if args.dataset == "arithmetic":
-        from verl_fn.data.prepare import prepare_arithmetic
+    from verl_fn.data.prepare import prepare_arithmetic, prepare_gsm8k, prepare_squares
 
-        rows = prepare_arithmetic(args.out)
-    elif args.dataset == "squares":
-        from verl_fn.data.prepare import prepare_squares
-
-        rows = prepare_squares(args.out)
-    else:
-        from verl_fn.data.prepare import prepare_gsm8k
-
+    if args.dataset == "gsm8k":
         rows = prepare_gsm8k(args.source, args.out)
+    else:
+        rows = {"arithmetic": prepare_arithmetic, "squares": prepare_squares}[args.dataset](args.out)
     say(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
     return 0
 

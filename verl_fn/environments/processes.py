@@ -190,19 +190,17 @@ class EnvProcesses:
             json.dumps(arguments)
         except (TypeError, ValueError) as error:
             raise EnvError(f"env.arguments cannot be JSON ({error}); write dates and times as strings") from error
-        self._pool, self._num_workers = (
-            Pool(
-                "verl_fn.pool.playing",
-                [name, dict(arguments or {}), calls],
-                count=num_workers,
-                folder=folder,
-                key="env.name",
-                variables=variables,
-                variables_key="env.variables",
-                python=python,
-                error=EnvError,
-            ),
-            num_workers,
+        self._num_workers = num_workers
+        self._pool = Pool(
+            "verl_fn.pool.playing",
+            [name, dict(arguments or {}), calls],
+            count=num_workers,
+            folder=folder,
+            key="env.name",
+            variables=variables,
+            variables_key="env.variables",
+            python=python,
+            error=EnvError,
         )
         self.cancelled = self._pool.cancelled
         # Starting the first process here lets a wrong name end the run before anything is sampled.

@@ -5,19 +5,16 @@ A feature passes only if its own code ran, as a counter in that code shows, and 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import attrs
-from torch import Tensor
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.vision import family_of
-from verl_fn.backends.megatron.layout import Layout
-from verl_fn.backends.megatron.rows import MicroBatch
 from verl_fn.data.prepare import prepare_squares
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -58,32 +55,33 @@ def blocked(feature: str) -> Outcome:
     return Outcome(blocked=BLOCKED[feature])
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts in the class of Megatron's routers itself the calls that took recorded experts."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
+def _counted(run: Callable[[], object], cls: type, method: str, wanted: Callable[..., bool]) -> int:
+    """Calls a function and returns how many of its calls of a method are wanted, judged by their arguments."""
+    inner, calls = getattr(cls, method), 0
 
-    replaying = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD)
-    inner = RouterReplay.get_replay_topk
-    found: Counter[str] = Counter()
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += wanted(*args)
+        return inner(*args, **options)
 
-    def counting(self: RouterReplay, *args: object, **options: object) -> object:
-        found["calls"] += self.router_replay_action in replaying
-        return inner(self, *args, **options)
-
-    RouterReplay.get_replay_topk = counting
-    try:
-        yield found
-    finally:
-        RouterReplay.get_replay_topk = inner
+    with mock.patch.object(cls, method, counting):
+        run()
+    return calls
 
 
 def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
     """Trains all parameters with the experts of the engine, one update a step."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
+
     plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
-    with counted() as replays:
-        train(plan, say)
+    replaying = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD)
+    calls = _counted(
+        lambda: train(plan, say),
+        RouterReplay,
+        "get_replay_topk",
+        lambda router, *rest: router.router_replay_action in replaying,
+    )
     found = {check.name: check for check in training.checks_of(folder, plan)}
     before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
     moved = training.changed(before, after)
@@ -94,7 +92,7 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
     checks = (
         *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
-        Check(REPLAYED, replays["calls"] > 0, f"{replays['calls']} calls"),
+        Check(REPLAYED, calls > 0, f"{calls} calls"),
         _ratio(folder),
         training.all_changed(ROUTERS, routers),
     )
@@ -107,25 +105,6 @@ def _ratio(folder: Path) -> Check:
     return Check(RATIO, worst <= SAME, f"old minus new log-probs are {worst:.1e} nats, bar {SAME:.0e}")
 
 
-@contextlib.contextmanager
-def looked() -> Iterator[Counter[str]]:
-    """Counts the micro-batches whose images Megatron's model computes."""
-    from verl_fn.backends.megatron.model import Sight
-
-    inner = Sight.embedded
-    found: Counter[str] = Counter()
-
-    def counting(self: Sight, model: object, layout: Layout, micro_batch: MicroBatch) -> Tensor:
-        found["micro-batches"] += micro_batch.images is not None and not micro_batch.images.blank
-        return inner(self, model, layout, micro_batch)
-
-    Sight.embedded = counting  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        Sight.embedded = inner  # type: ignore[method-assign]
-
-
 def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
     """Trains all parameters by GRPO on questions about pictures, one update a step.
 
@@ -134,6 +113,8 @@ def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcom
         folder: of the run.
         say: prints a line.
     """
+    from verl_fn.backends.megatron.model import Sight
+
     config, alone = read_config(request.folder), request.alone()
     if family_of(config) is None:
         return blocked("vlm")
@@ -141,8 +122,12 @@ def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcom
         prepare_squares(folder.with_name("squares"), rows={"train": 64, "test": 8})
         alone = attrs.evolve(alone, data=str(folder.with_name("squares")))
     plan = training.plan_of(alone, folder, *PICTURES)
-    with looked() as calls:
-        train(plan, say)
+    shown = _counted(
+        lambda: train(plan, say),
+        Sight,
+        "embedded",
+        lambda sight, model, layout, rows: rows.images is not None and not rows.images.blank,
+    )
     found = {check.name: check for check in training.checks_of(folder, plan)}
     if all(check.held for check in found.values() if check.name in (training.COMPLETED, training.FINITE)):
         training.require_signal(folder, request)
@@ -156,7 +141,7 @@ def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcom
     here = ("level 4 showed images to the embedded engine on one rank, without Ray",) if request.ray else ()
     checks = (
         *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
-        Check(COMPUTED, calls["micro-batches"] > 0, f"{calls['micro-batches']} micro-batches"),
+        Check(COMPUTED, shown > 0, f"{shown} micro-batches"),
         _ratio(folder),
         training.all_changed(TOWER, tower),
         training.all_changed(TEXT, {name: other for name, other in moved.items() if name not in tower}),

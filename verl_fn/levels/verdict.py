@@ -170,17 +170,24 @@ class Trap:
     advice: str
 
 
+DISK = Trap(
+    "the disk is full",
+    r"No space left on device|Errno 28\b|Disk quota exceeded",
+    "move HF_HOME, HF_HUB_CACHE and --out to a larger disk, and name the model by its local folder",
+)
+ROCR = Trap(
+    "ROCR_VISIBLE_DEVICES is set beside CUDA_VISIBLE_DEVICES",
+    r"don't set ROCR_VISIBLE_DEVICES",
+    "unset ROCR_VISIBLE_DEVICES in the launcher or the container",
+)
+GPUS = Trap(
+    "a GPU is too few",
+    r"invalid device ordinal|No CUDA GPUs are available|Found no NVIDIA driver|ask for \d+ GPUs, and the cluster",
+    "give the processes the GPUs that the level needs, or take --device cpu",
+)
 TRAPS = (
-    Trap(
-        "the disk is full",
-        r"No space left on device|Errno 28\b|Disk quota exceeded",
-        "move HF_HOME, HF_HUB_CACHE and --out to a larger disk, and name the model by its local folder",
-    ),
-    Trap(
-        "ROCR_VISIBLE_DEVICES is set beside CUDA_VISIBLE_DEVICES",
-        r"don't set ROCR_VISIBLE_DEVICES",
-        "unset ROCR_VISIBLE_DEVICES in the launcher or the container",
-    ),
+    DISK,
+    ROCR,
     Trap(
         "workers do not see Megatron-Bridge",
         r"No module named '?megatron(\.bridge|\.core)?'?(?![.\w])",
@@ -191,11 +198,7 @@ TRAPS = (
         r"No module named '?((?!megatron|verl_fn)[\w]+)",
         "install {0} in the environment of all processes, or use an image that has it",
     ),
-    Trap(
-        "a GPU is too few",
-        r"invalid device ordinal|No CUDA GPUs are available|Found no NVIDIA driver|ask for \d+ GPUs, and the cluster",
-        "give the processes the GPUs that the level needs, or take --device cpu",
-    ),
+    GPUS,
     Trap(
         "the memory of a GPU is full",
         # Named only with what others hold: a model that is too large by itself may be the provider's mistake.
@@ -229,19 +232,19 @@ def preflight(out: Path, device: str, gpus: int, environment: Mapping[str, str])
     """Returns the traps that can be seen before anything starts."""
     found = []
     if "ROCR_VISIBLE_DEVICES" in environment and {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & set(environment):
-        found.append(f"{TRAPS[1].name}; {TRAPS[1].advice}")
+        found.append(f"{ROCR.name}; {ROCR.advice}")
     caches = [environment[name] for name in ("HF_HOME", "HF_HUB_CACHE") if name in environment]
     for folder in dict.fromkeys([str(out), *caches]):
         free = shutil.disk_usage(existing(Path(folder))).free
         if free < LEAST_FREE:
-            found.append(f"{TRAPS[0].name}: {folder} has {free / 2**20:.0f} MiB; {TRAPS[0].advice}")
+            found.append(f"{DISK.name}: {folder} has {free / 2**20:.0f} MiB; {DISK.advice}")
     if reason := goes_away(out, environment):
         found.append(f"{reason}; name a folder on a disk that stays with --out")
     if device == "cuda":
         import torch
 
         if (have := torch.cuda.device_count()) < gpus:
-            found.append(f"{TRAPS[4].name}: {gpus} are needed and {have} are visible; {TRAPS[4].advice}")
+            found.append(f"{GPUS.name}: {gpus} are needed and {have} are visible; {GPUS.advice}")
     return found
 
 

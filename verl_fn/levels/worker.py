@@ -83,23 +83,13 @@ def level_1_resumed(request: Request, folder: Path, progress: Progress) -> Outco
     return Outcome(tuple(training.resumed(request, folder, folder.with_name("level_1"), progress.say)))
 
 
-def level_2(request: Request, folder: Path, progress: Progress) -> Outcome:
-    """The first step of parallel layouts."""
-    return _layouts(request, parity.stress_layouts(request), folder, progress)
-
-
 def level_3(request: Request, folder: Path, progress: Progress) -> Outcome:
     """PPO of all parameters with Megatron-FSDP, and the first step of its layouts."""
     checks = training.smoke(request, folder / "run", training.FSDP, progress.say)
     sharded = folder / "first_step"
     sharded.mkdir()
-    after = _layouts(request, parity.SHARDED, sharded, progress)
+    after = layouts(request, sharded, progress)
     return attrs.evolve(after, checks=(*checks, *after.checks))
-
-
-def level_3_on_cpu(request: Request, folder: Path, progress: Progress) -> Outcome:
-    """The first step of the layouts of level 3 that have more ranks than GPUs."""
-    return _layouts(request, parity.SHARDED, folder, progress)
 
 
 def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
@@ -126,9 +116,10 @@ def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
     return Outcome(tuple(training.compare(request, folder / "run", baseline, progress.say)))
 
 
-def _layouts(request: Request, texts: Sequence[str], folder: Path, progress: Progress) -> Outcome:
-    """Compares the layouts that run on the device of this process."""
+def layouts(request: Request, folder: Path, progress: Progress) -> Outcome:
+    """The first step of the layouts of level 2, or of level 3, that run on the device of this process."""
     device = "cpu" if progress.part.endswith(ON_CPU) else request.device
+    texts = parity.SHARDED if progress.part.startswith("level_3") else parity.stress_layouts(request)
     within = parity.layouts_within(texts, request, device)
     return parity.compare_layouts(request, within, device, folder, progress.say)
 
@@ -138,10 +129,10 @@ PARTS: dict[str, Part] = {
     "level_0": level_0,
     "level_1": level_1,
     "level_1_resumed": level_1_resumed,
-    "level_2": level_2,
-    f"level_2{ON_CPU}": level_2,
+    "level_2": layouts,
+    f"level_2{ON_CPU}": layouts,
     "level_3": level_3,
-    f"level_3{ON_CPU}": level_3_on_cpu,
+    f"level_3{ON_CPU}": layouts,
     **{f"level_4{name}": feature for name in ("", "_moe", "_vlm", "_mtp", "_qat")},
     "level_5_baseline": level_5_baseline,
     "level_5": level_5,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,7 +18,7 @@ from verl_fn import build, user_files
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import with_model_score
 from verl_fn.backends.hf.config import compute_dtype
-from verl_fn.backends.hf.tokenizer import TOKENIZER_FILES
+from verl_fn.backends.hf.tokenizer import has_tokenizer
 from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
 from verl_fn.config import ConfigError, Plan, RolePlan, structure
 from verl_fn.config.describe import without_effect
@@ -56,7 +55,6 @@ from .fitting import (
     enough_gpus,
     fits,
     layouts,
-    longest_row,
     nearest,
     remedies,
     rows_of_engine,
@@ -118,9 +116,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest, rehearsed = longest_row(plan), None
-    has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in Path(plan.model).glob(pattern))
-    if gpus is not None and plan.new_model is None and not has_tokenizer:
+    longest, rehearsed = plan.rollout.longest, None
+    if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
         longest, rehearsed = _check_with_tokenizer(plan, gpus)

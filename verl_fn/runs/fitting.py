@@ -83,19 +83,14 @@ def with_settings(plan: Plan, settings: Sequence[str], gpu: int) -> Plan:
     return sized(make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None))), gpu)
 
 
-def longest_row(plan: Plan) -> int:
-    """Returns the tokens of the longest row that is sampled."""
-    return plan.data.max_prompt_length + plan.data.max_response_length
-
-
 def largest_budget(plan: Plan, gpu: int) -> Settings | None:
     """Returns the settings of the largest budget of tokens in a micro-batch that fits; None if no row fits.
 
     More tokens than all rows of a rank have are not proposed.
     """
     size, shared = ranks.training_ranks(plan), max(role.sharers for role in plan.roles.values())
-    least = -(-longest_row(plan) // shared)
-    of_rank = -(-plan.data.train_batch_size * plan.rollout.n // size) * longest_row(plan)
+    least = -(-plan.rollout.longest // shared)
+    of_rank = -(-plan.data.train_batch_size * plan.rollout.n // size) * plan.rollout.longest
 
     def fitting(budget: int) -> bool:
         roles = {n: attrs.evolve(role, ppo_max_token_len_per_gpu=budget) for n, role in plan.roles.items()}
@@ -124,7 +119,7 @@ def layouts(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
 def nearest(plan: Plan, gpus: int, gpu: int) -> Fit | None:
     """Returns the layout that needs least memory on a GPU, with the smallest budget of tokens; None without any."""
     kinds = [kind for ways in [*_ways(plan, gpus), _apart(plan, gpus)] for kind in ways]
-    least = -(-longest_row(plan) // STEP) * STEP
+    least = -(-plan.rollout.longest // STEP) * STEP
     fits: list[Fit] = []
     for kind, offload in product(kinds, ("false", "true")):
         settings = (*kind, *_recomputing(plan, "true"), *_offloading(kind, offload), *_budget(plan, least))

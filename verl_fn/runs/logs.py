@@ -163,21 +163,13 @@ def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterato
         logs: list[Log] = []
         for name in (name for name in t.logger if name in makers):
             with _failures(name):
-                logs.append(_guarded(name, stack.enter_context(makers[name](t, table, folder, start))))
+                logs.append(_failures(name)(stack.enter_context(makers[name](t, table, folder, start))))
         yield logs
-
-
-def _guarded(name: str, log: Log) -> Log:
-    def guarded(step: int, report: Mapping[str, float]) -> None:
-        with _failures(name):
-            log(step, report)
-
-    return guarded
 
 
 @contextlib.contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """Replaces any error of a logger, such as a lost connection, by one that names it."""
+    """Replaces any error of a logger, such as a lost connection, by one that names it; decorates a logger, too."""
     try:
         yield
     except ImportError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.errors import say as print_line
-from verl_fn.state import Params, TrainState
+from verl_fn.state import Params
 from verl_fn.torchrun import leading
 
 from . import RunError
@@ -246,7 +247,9 @@ class _Loop:
                     self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):
-                        made = self.w.get(self.w.trainers[name].map(_updates, state.role(name)))
+                        made = self.w.get(
+                            self.w.trainers[name].map(operator.attrgetter("scheduler"), state.role(name))
+                        )
                         planned = self.algorithm.outline.updates(name, plan.data.train_batch_size, state.step)
                         self._say_once(f"{name}'s updates", unplanned(role, plan, made, planned, state.step))
                 if stop_signals:
@@ -333,11 +336,6 @@ def _print_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:
 def _sizes(params: Params) -> tuple[int, int]:
     """Counts the trained elements and all elements of a model."""
     return sum(params[name].numel() for name in params.trained()), sum(p.numel() for p in params.values())
-
-
-def _updates(state: TrainState) -> int:
-    """Returns how many updates a training state had."""
-    return state.scheduler
 
 
 def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, plan: Plan, run: Run) -> None:

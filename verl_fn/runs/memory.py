@@ -334,8 +334,7 @@ def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
     if role.strategy == "megatron":
         split = role.megatron.tensor_model_parallel_size * role.megatron.pipeline_model_parallel_size
     rows = -(-plan.data.train_batch_size * plan.rollout.n * role.sharers * split // ranks)
-    longest = plan.data.max_prompt_length + plan.data.max_response_length
-    return min(role.max_tokens, rows * longest) // role.sharers
+    return min(role.max_tokens, rows * plan.rollout.longest) // role.sharers
 
 
 def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tuple[int, int, int, int, int]:

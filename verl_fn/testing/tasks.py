@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from verl_fn.data.columns import truth
 from verl_fn.data.tasks import Problem
@@ -20,7 +16,7 @@ from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError, describe, odd_answers
 from verl_fn.user_files import LIBRARIES, PACKAGE
 
-from .violation import LawViolation, require
+from .violation import LawViolation, require, seeded
 
 # What a model may write: nothing, a call that is no JSON, a call of nothing, odd characters.
 ODD_REPLIES = (
@@ -79,7 +75,7 @@ def check_environment(
     make = partial(environment, **(arguments or {}))
     rows = dict(enumerate(map(_row, problems)))
     require(bool(rows), "Signature", "there is no problem", "an empty list of problems")
-    with _own_numbers():
+    with seeded(0):
         alone = [_play(make, {i: row}, replies)[i] for i, row in rows.items()]
         for i, row in rows.items():
             _same("Repetition", i, replies, alone[i], _play(make, {i: row}, replies)[i], _SHARED)
@@ -164,17 +160,6 @@ def _same(law: str, number: int, replies: Sequence[str], expected: Any, found: A
             f"problem {number}: another instance answered {said} with {after!r:.200}, after {before!r:.200}",
             cause,
         )
-
-
-@contextlib.contextmanager
-def _own_numbers() -> Iterator[None]:
-    """Leaves the generators that the environment is given seeded as they were."""
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
 
 
 def check_reward(

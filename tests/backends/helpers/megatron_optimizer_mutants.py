@@ -79,6 +79,6 @@ class NormOfTheFirstRank(Broken):
         def of(cls, *args):
             made = super().of(*args)
             for name, shard in made.shards.items():
-                if made.pieces[name].replicated:
+                if made.resident.pieces[name].replicated:
                     shard.tensor.tensor_model_parallel = False
             return made
