@@ -30,7 +30,9 @@ def megatron(folder, options, **more):
 
 def local(folder, options, **more):
     alone = {name: options[name] for name in SHARED if name in options}
-    return Local(folder, more.get("optimizer", sgd(0.1)), device=DEVICE, max_tokens=BUDGET, **alone)
+    # With Bridge's provider of Qwen3-VL, the current GPU of every rank becomes the first one.
+    device = DEVICE if DEVICE == "cpu" else f"cuda:{dist.get_rank()}"
+    return Local(folder, more.get("optimizer", sgd(0.1)), device=device, max_tokens=BUDGET, **alone)
 
 
 def rows_of(folder, rows):
