@@ -288,6 +288,18 @@ class Inexact(float):
     """A number that was written with more digits than a float has."""
 
 
+def has_inexact(value: Any) -> bool:
+    """Returns whether a value is or holds a number that was written with more digits than a float has.
+
+    Example:
+        >>> has_inexact(parsed('{"a": [0.1, 1e400]}')), has_inexact(parsed('{"a": [0.1, 12345678901234567890]}'))
+        (True, False)
+    """
+    if isinstance(value, Mapping):
+        return any(map(has_inexact, value.values()))
+    return any(map(has_inexact, value)) if isinstance(value, list) else isinstance(value, Inexact)
+
+
 def _float(written: str) -> float:
     value = float(written)
     try:

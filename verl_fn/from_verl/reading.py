@@ -36,7 +36,8 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
 # Bash runs in its restricted mode: no program outside of PATH starts, no file is written, and PATH stays as it is. So
 # a trainer is a command that is not found. The functions stand for what restricted mode forbids, but scripts need.
 # In place of what a program would print that does not start, its command goes on between the bytes 2 and 3, through
-# filters too, so that no setting is made of nothing. Whether something imports is asked without printing.
+# filters too, so that no setting is made of nothing. Whether something imports, or whether a program is there, is asked
+# without printing.
 _PRELUDE = r"""
 exec {SCREEN}>&1
 command_not_found_handle() {
@@ -69,7 +70,19 @@ passed() {
     IFS= read -r -d '' text
     case $text in *$'\2'*) printf '%s' "$text";; *) printf '%s' "$text" | command "$@";; esac
 }
-which() { printf '%s\n' "${!#}"; }
+sought() {
+    local word
+    for word in "${@:2}"; do
+        case $word in
+            -*|python*) ;;
+            *) [ "$(builtin type -t "$word")" ] || printf '\4%s\0\0' "$*" >&"$LAUNCHES";;
+        esac
+    done
+}
+command() { case $1 in -[vV]) sought command "$@";; esac; builtin command "$@"; }
+type() { sought type "$@"; builtin type "$@"; }
+hash() { sought hash "$@"; builtin hash "$@"; }
+which() { sought which "$@"; printf '%s\n' "${!#}"; }
 for program in bc cut head sort tail tr wc; do eval "$program() { passed $program \"\$@\"; }"; done
 tee() { mapfile; }
 cd() { local to=${!#}; case $to in /*) ;; *) to=$PWD/$to;; esac; PWD=$(realpath -m -- "$to"); }
