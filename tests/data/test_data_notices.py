@@ -136,7 +136,10 @@ def test_responses_that_repeat_their_prompt():
     for prompt in ("ab", chat(" ab\n")):
         training = [*problems(prompt, answer="abc"), *problems("c", answer="c")]
         assert said in lines(training, answers=True)[0] and lines(training) == []
-        pairs = [Judged(prompt, "", chosen=("abc",), rejected=("aba",)), Judged("c", "", chosen=("ca",), rejected=("a",))]
+        pairs = [
+            Judged(prompt, "", chosen=("abc",), rejected=("aba",)),
+            Judged("c", "", chosen=("ca",), rejected=("a",)),
+        ]
         assert said in lines(pairs)[0]
     answer = ({"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]},)
     assert lines([Judged(chat("a"), "", chosen=(answer,), rejected=("b",))]) == []

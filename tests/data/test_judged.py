@@ -101,6 +101,7 @@ def pair(**changes):
         (pair(rejected="ba"), "chosen and rejected are equal, so neither is preferred"),
         (pair(prompt=None), "there is no prompt; without it, chosen and rejected must be lists of messages"),
         (pair(chosen=7), "chosen must be a string or a list of messages"),
+        (pair(chosen={"role": "assistant", "content": "a"}), "chosen must be a string or a list of messages.*not {"),
         (pair(chosen=[SAID]), "chosen is a list of messages, and the prompt is a string"),
         (pair(prompt=[USER], chosen=[USER, SAID]), "chosen repeats prompt, and rejected does not"),
         (pair(prompt=[USER], chosen=[USER | {"content": "x"}, SAID]), "chosen begins with a message of 'user', not"),

@@ -355,3 +355,22 @@ def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
     )
     said = translate(read_settings([script(start)])).report()
     assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said
+
+
+def test_programs_whose_exit_status_decides_on_settings_are_named(script):
+    text = """
+    set -e
+    mkdir -p logs; ray stop
+    if ! nvidia-smi 2> /dev/null; then exit 1; fi
+    if git diff --quiet; then N=8; else N=1; fi
+    grep -q A100 gpus.txt && M=8 || M=1
+    ray status || ray start --head
+    exec python3 -m verl.trainer.main_ppo rollout.n=$N rollout.m=$M
+    """
+    settings = read_settings([script(text)])
+    assert settings.not_run == ("git diff --quiet", "grep -q A100 gpus.txt")
+    assert settings.values == {"rollout.n": 8, "rollout.m": 8}
+    random = text.replace("exec", "exec 2>&1;").replace("=$M", "=$M a.b=$RANDOM$RANDOM")
+    assert read_settings([script(random)]).not_run == ()
+    with pytest.raises(ConfigError, match="it asks 'bash run.sh a', which is not run here"):
+        read_settings([script("mkdir x; bash run.sh a")])

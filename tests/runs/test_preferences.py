@@ -127,7 +127,9 @@ def test_held_out_rows_without_a_rule_do_not_keep_others_from_being_sampled(tiny
     judged = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "5"}}
     file = write(tmp_path / "pairs.jsonl", pair(**judged), pair(prompt="cd>", chosen="dc", rejected="c"))
     said = []
-    report = train(plan(tiny, tmp_path / "run", "dpo", f"data.train_files={file}", f"data.val_files={file}"), said.append)
+    report = train(
+        plan(tiny, tmp_path / "run", "dpo", f"data.train_files={file}", f"data.val_files={file}"), said.append
+    )
     assert report["val-core/openai/gsm8k/acc/mean@1"] == 0.0 and "val-aux/preferences/margin/mean@1" in report
     assert not any(metric.startswith("val-core/preferences") for metric in report)
     assert any("data.val_files: answers to 1 of 2 held-out problems are sampled" in line for line in said)

@@ -75,7 +75,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
     if value in ("", []):
         raise DataError(f"{place}: {column} is empty")
     some = value if isinstance(value, list) else [value]
-    bad = next(one for one in some if not (isinstance(one, Mapping) and _is_message(one)))
+    # A message by itself is no list of messages.
+    bad = next((one for one in some if not (isinstance(one, Mapping) and _is_message(one))), value)
     raise DataError(
         f"{place}: {column} must be a string or a list of messages with strings as role and content (an "
         f"assistant's message with tool_calls needs no content), not {bad!r:.80}"

@@ -134,7 +134,9 @@ _MEDIA = re.compile(
     r"(?<![a-z])(image|img|picture|photo|screenshot|pixel|video|audio|waveform|multi_?modal)s?(?![a-z])",
     re.IGNORECASE,
 )
-_WEIGHT = re.compile(r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?|loss|((is|do|to)_)?train(ing|able)?")
+_WEIGHT = re.compile(
+    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?|loss|((is|do|to)_)?train(ing|able)?"
+)
 _TURNS = {
     **dict.fromkeys(
         ("system", "system_prompt", "system_message", "system_instruction"),

@@ -179,7 +179,9 @@ def _is_repeated(problem: Problem) -> bool:
     said = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())] or [problem.answer]
     texts = [one if isinstance(one, str) else one[0].get("content") for one in said]
     text = (last or "").strip()
-    return bool(text) and all(len(one.strip()) > len(text) and one.strip().startswith(text) for one in map(str, texts))
+    return bool(text) and all(
+        len(one.strip()) > len(text) and one.strip().startswith(text) for one in map(str, texts)
+    )
 
 
 def _texts(problem: Problem) -> list[str]:
