@@ -169,8 +169,10 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(plan: Plan) -> None:
-    """Checks that a run's folder is no file and lies in none."""
+    """Checks that a run's folder is no file and lies in none, and is no model's."""
     folder = Path(plan.trainer.dir)
+    if (folder / "config.json").is_file():
+        raise ConfigError(f"trainer.dir: {folder} holds a model, which its name stands for; choose another folder")
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
 
