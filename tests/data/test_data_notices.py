@@ -132,7 +132,7 @@ def test_special_tokens_inside_texts():
 
 
 def test_responses_that_repeat_their_prompt():
-    said = "1 of 2 prompts the responses begin with the prompt's own text, so the model learns to say it again; remove it"
+    said = "the responses of 1 of 2 prompts begin with the prompt's own text, so the model learns to say it again"
     for prompt in ("ab", chat(" ab\n")):
         training = [*problems(prompt, answer="abc"), *problems("c", answer="c")]
         assert said in lines(training, answers=True)[0] and lines(training) == []

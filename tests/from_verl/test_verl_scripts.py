@@ -372,5 +372,5 @@ def test_programs_whose_exit_status_decides_on_settings_are_named(script):
     assert settings.values == {"rollout.n": 8, "rollout.m": 8}
     random = text.replace("exec", "exec 2>&1;").replace("=$M", "=$M a.b=$RANDOM$RANDOM")
     assert read_settings([script(random)]).not_run == ()
-    with pytest.raises(ConfigError, match="it asks 'bash run.sh a', which is not run here"):
+    with pytest.raises(ConfigError, match=r"it asks 'bash run\.sh a', which is not run here"):
         read_settings([script("mkdir x; bash run.sh a")])

@@ -259,8 +259,8 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
             )
         if changed := [key for key in {**row, **given} if given.get(key, row) is not row.get(key, given)]:
             raise DataError(
-                f"{place}: {name} of data.convert changed {', '.join(map(repr, changed))} in its row and returned None, "
-                "which leaves a row as it was; return the row"
+                f"{place}: {name} of data.convert changed {', '.join(map(repr, changed))} in its row and returned "
+                "None, which leaves a row as it was; return the row"
             )
     return row
 

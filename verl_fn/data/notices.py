@@ -296,8 +296,8 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     good, bad = trained.count(GOOD), trained.count(BAD)
     if (answers or good or bad) and (repeated := trained.count(REPEATED)):
         yield (
-            f"data.train_files: of {repeated} of {len(trained)} prompts the responses begin with the prompt's own text, "
-            "so the model learns to say it again; remove it from them if it stands there only as what they answer"
+            f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
+            "text, so the model learns to say it again; remove it from them if it is only there as what they answer"
         )
     if bool(good) != bool(bad):
         yield (

@@ -36,8 +36,8 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
 # Bash runs in its restricted mode: no program outside of PATH starts, no file is written, and PATH stays as it is. So
 # a trainer is a command that is not found. The functions stand for what restricted mode forbids, but scripts need.
 # In place of what a program would print that does not start, its command goes on between the bytes 2 and 3, through
-# filters too, so that no setting is made of nothing. Whether something imports, whether a program is there, and how one
-# ends is asked without printing; OTHERWISE is a command that ends the other way.
+# filters too, so that no setting is made of nothing. Whether something imports, whether a program is there, and how
+# one ends is asked without printing; OTHERWISE is a command that ends the other way.
 _PRELUDE = r"""
 exec {SCREEN}>&1
 command_not_found_handle() {

@@ -179,9 +179,9 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     held_out = source.held_out(plan.data.val_size) if isinstance(source, FileData) else ()
     if 0 < (judged := len(sampled(plan, held_out))) < len(held_out):
         yield (
-            f"data.val_files: answers to {judged} of {len(held_out)} held-out problems are sampled; the others have no "
-            "ground truth with a rule for their data source, so only their loss is reported (reward.functions judge "
-            "all)"
+            f"data.val_files: answers to {judged} of {len(held_out)} held-out problems are sampled; the others have "
+            "no ground truth with a rule for their data source, so only their loss is reported (reward.functions "
+            "judge all)"
         )
 
 
