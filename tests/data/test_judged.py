@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 
 import attrs
 import pyarrow as pa
@@ -200,3 +201,14 @@ def test_text_that_a_template_rendered_has_each_border_token_once(end):
     labelled = pack_labelled([pair, attrs.evolve(pair, prompt="b>")], tokenizer, 2)
     texts = [tokenizer.decode(row) for row in labelled.rows()]
     assert all(text.count("<bos>") == text.count("<eos>") == 1 for text in texts)
+
+
+def test_messages_after_the_last_turn_of_a_response_are_counted(tmp_path):
+    unused = Counter()
+    rows = [
+        pair(prompt=[USER], chosen=[SAID], rejected=[OTHER, USER]),
+        pair(prompt=[USER], chosen=[SAID], rejected=[OTHER]),
+    ]
+    file = write(tmp_path, *rows)
+    first, _ = read_pairs([file], unused=unused)
+    assert first.rejected == ((OTHER, USER),) and unused == {"messages after the last turn that is learned": 1}

@@ -19,6 +19,9 @@ Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 MARKS = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
 """Fields of an assistant's message that say whether it is learned."""
 
+BEHIND = "messages after the last turn that is learned"
+"""What is counted as not used of rows that have them."""
+
 _LIKE_MARKS = re.compile(
     r"(?<![a-z])(weights?|train(ed|ing|able)?|learn(ed|able)?|loss|mask(ed)?|labels?|grad|supervised?|ignored?|skip(ped)?"
     r"|(in|ex)cluded?)(?![a-z])",
