@@ -147,8 +147,8 @@ def changes(run: Run, plan: Plan) -> list[str]:
         sentences += _other_rates(plan)
     if not (before := recorded_inputs(run.folder, step_of(newest))):
         sentences.append(
-            f"{run.folder / INPUTS} has nothing to compare data, code and versions with: whether they are the same as "
-            "before is not known"
+            f"{run.folder / INPUTS} has nothing to compare data, code and versions with: whether they are the same "
+            "as before is not known"
         )
     sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
     return sentences + altered(run.folder) + _lost_lines(run, newest)
