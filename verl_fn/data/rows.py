@@ -295,9 +295,16 @@ def has_inexact(value: Any) -> bool:
         >>> has_inexact(parsed('{"a": [0.1, 1e400]}')), has_inexact(parsed('{"a": [0.1, 12345678901234567890]}'))
         (True, False)
     """
-    if isinstance(value, Mapping):
-        return any(map(has_inexact, value.values()))
-    return any(map(has_inexact, value)) if isinstance(value, list) else isinstance(value, Inexact)
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, Inexact):
+            return True
+    return False
 
 
 def _float(written: str) -> float:
