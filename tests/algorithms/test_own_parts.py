@@ -13,7 +13,7 @@ from test_without_critic import KEY, TASK, step, workers
 from verl_fn import steps
 from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax, sft
 from verl_fn.algorithms.experience import sample_and_score, with_reference
-from verl_fn.algorithms.own import in_run
+from verl_fn.algorithms.own import check_fields, in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
 from verl_fn.backends.protocol import Through
 from verl_fn.config import GRPO, PPO, SFT, ConfigError, Outline, ReMax, Role, load, make_plan
@@ -295,6 +295,10 @@ def outside(batch):
     return batch.with_tokens(advantages=bad, returns=bad)
 
 
+def unmasked(batch):
+    return scaled(batch).with_tokens(response_mask=torch.zeros_like(batch["response_mask"]))
+
+
 def of_verl(token_level_rewards, response_mask, index, epsilon=1e-6):
     return token_level_rewards, token_level_rewards
 
@@ -333,6 +337,7 @@ def test_options_of_an_estimator(here):
             r"me:by_row writes advantages for each row; batch.spread\(values\) makes one value",
         ),
         ("nan", "adv_estimator: me:nan writes advantages that are inf or nan, first in row 0 of 12"),
+        ("unmasked", "adv_estimator: me:unmasked leaves no token with response_mask"),
         (
             "of_verl",
             r"me:of_verl takes \(token_level_rewards, response_mask, index, epsilon\), and is called",
@@ -447,6 +452,17 @@ def measures_itself(outputs, batch):
 @loss(needs=["entropy"])
 def of_entropy(outputs, batch):
     return outputs.entropy, {}
+
+
+@loss(needs=["logits"])
+def of_logits(outputs, batch):
+    return outputs.logits, {}
+
+
+def test_needs_that_no_model_gives_are_found_before_a_run(here):
+    check_fields(GRPO(policy_loss="me:of_entropy"))
+    with pytest.raises(ConfigError, match=r"the needs of me:of_logits: a lm model gives \[.*\], not \['logits'\]"):
+        check_fields(GRPO(policy_loss="me:of_logits"))
 
 
 entropy_first = -0.01 * of_entropy + reinforce

@@ -136,7 +136,8 @@ def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
         "data.train_files: left out 3 of 20 prompts, longer than 8 tokens",
     ]
     assert "1 of 17 prompts are JSON" in heard[0][3] and "1 of 17 ground truths are empty" in heard[0][4]
-    assert f"such as '<eos>' in {file}, line 10;" in heard[0][5] and heard[0][-1].fields == ("user.name",)
+    assert "the responses of 3 of 17 prompts begin with the prompt's own text" in heard[0][5]
+    assert f"such as '<eos>' in {file}, line 10;" in heard[0][6] and heard[0][-1].fields == ("user.name",)
 
 
 def test_another_content_tokenizer_template_argument_or_day_is_encoded_again(tmp_path, few):

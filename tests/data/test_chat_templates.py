@@ -236,6 +236,23 @@ def test_what_a_template_drops_is_noticed_if_other_messages_have_its_words(messa
         encode_examples([talk(*messages, tools=tools)], made, ends)
 
 
+def test_every_call_and_every_tool_is_shown(monkeypatch):
+    made, ends = tokenizer("gpt-oss")
+    two = [CALL["tool_calls"][0], {"type": "function", "function": {"name": "add", "arguments": {"a": "7"}}}]
+    for messages in (
+        [ASKS, CALL | {"tool_calls": two}],
+        [ASKS, CALL | {"tool_calls": two, "weight": 0}, RESULT, SAYS],
+    ):
+        with pytest.raises(DataError, match="leaves out tool_calls of message 1"):
+            encode_examples([talk(*messages)], made, ends)
+    assert "7" in rows("Mistral", talk(ASKS, CALL | {"tool_calls": two}))[0][1][0]
+    tools = (*TOOLS, {"type": "function", "function": {"name": "multiply"}})
+    rows("gpt-oss", talk(ASKS, SAYS, tools=tools))
+    monkeypatch.setattr(made, "chat_template", made.chat_template.replace("tools | tojson", "tools[0] | tojson"))
+    with pytest.raises(DataError, match="does not show the tools of the row"):
+        encode_examples([talk(ASKS, SAYS, tools=tools)], made, ends)
+
+
 def test_an_end_token_ends_an_answer_once_or_is_refused():
     made, ends = tokenizer("Qwen3")
     for text in ("5<|im_end|><|im_end|>", "5<|im_end|>\n<|endoftext|>\n"):

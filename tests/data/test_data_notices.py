@@ -38,7 +38,7 @@ def test_prompts_that_are_there_twice(prompt):
 
 
 def test_ground_truths_that_no_response_can_equal():
-    unknown = [*problems("a", answer="ab"), *problems("b", answer="two"), *problems("c", answer="ax")]
+    unknown = [*problems("a", answer="ba"), *problems("b", answer="two"), *problems("c", answer="ax")]
     said = lines(unknown)
     assert len(said) == 1 and said[0].startswith(
         "data.train_files: no response can be 2 of the first 3 ground truths; "
@@ -129,3 +129,17 @@ def test_special_tokens_inside_texts():
     in_answer = problems("a", answer="b<eos>")
     assert lines(in_answer) == []
     assert "such as '<eos>' in problem 0" in lines(in_answer, answers=True)[0]
+
+
+def test_responses_that_repeat_their_prompt():
+    said = "the responses of 1 of 2 prompts begin with the prompt's own text, so the model learns to say it again"
+    for prompt in ("ab", chat(" ab\n")):
+        training = [*problems(prompt, answer="abc"), *problems("c", answer="c")]
+        assert said in lines(training, answers=True)[0] and lines(training) == []
+        pairs = [
+            Judged(prompt, "", chosen=("abc",), rejected=("aba",)),
+            Judged("c", "", chosen=("ca",), rejected=("a",)),
+        ]
+        assert said in lines(pairs)[0]
+    answer = ({"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]},)
+    assert lines([Judged(chat("a"), "", chosen=(answer,), rejected=("b",))]) == []

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 
 import attrs
 import pyarrow as pa
@@ -101,6 +102,7 @@ def pair(**changes):
         (pair(rejected="ba"), "chosen and rejected are equal, so neither is preferred"),
         (pair(prompt=None), "there is no prompt; without it, chosen and rejected must be lists of messages"),
         (pair(chosen=7), "chosen must be a string or a list of messages"),
+        (pair(chosen={"role": "assistant", "content": "a"}), "chosen must be a string or a list of messages.*not {"),
         (pair(chosen=[SAID]), "chosen is a list of messages, and the prompt is a string"),
         (pair(prompt=[USER], chosen=[USER, SAID]), "chosen repeats prompt, and rejected does not"),
         (pair(prompt=[USER], chosen=[USER | {"content": "x"}, SAID]), "chosen begins with a message of 'user', not"),
@@ -199,3 +201,14 @@ def test_text_that_a_template_rendered_has_each_border_token_once(end):
     labelled = pack_labelled([pair, attrs.evolve(pair, prompt="b>")], tokenizer, 2)
     texts = [tokenizer.decode(row) for row in labelled.rows()]
     assert all(text.count("<bos>") == text.count("<eos>") == 1 for text in texts)
+
+
+def test_messages_after_the_last_turn_of_a_response_are_counted(tmp_path):
+    unused = Counter()
+    rows = [
+        pair(prompt=[USER], chosen=[SAID], rejected=[OTHER, USER]),
+        pair(prompt=[USER], chosen=[SAID], rejected=[OTHER]),
+    ]
+    file = write(tmp_path, *rows)
+    first, _ = read_pairs([file], unused=unused)
+    assert first.rejected == ((OTHER, USER),) and unused == {"messages after the last turn that is learned": 1}

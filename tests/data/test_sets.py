@@ -293,3 +293,20 @@ def test_conversations_of_sharegpt(tmp_path):
     # The error about such rows names the function.
     with pytest.raises(DataError, match=r"or messages, or prompt and completion .*converters:sharegpt"):
         read_files([tmp_path / "a.jsonl"], "answers")
+
+
+def test_a_function_that_changes_its_row_and_returns_none_is_named(tmp_path):
+    def changes(row):
+        row["prompt"] = row.pop("q")
+
+    def leaves(row):
+        return None
+
+    def takes(row):
+        return {"data_source": "s", "prompt": row["q"], "reward_model": {"ground_truth": "5"}}
+
+    (tmp_path / "a.jsonl").write_text('{"q": "2+3?", "x": null}')
+    assert read_files([tmp_path / "a.jsonl"], "samples", convert=[leaves, takes])[0].prompt == "2+3?"
+    said = "line 1: changes of data.convert changed 'q', 'prompt' in its row and returned None.*return the row"
+    with pytest.raises(DataError, match=said):
+        read_files([tmp_path / "a.jsonl"], "samples", convert=[changes, takes])

@@ -358,3 +358,12 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
     source = FileData(read_files([file], "samples"), (), True)
     with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
         _check_tools(plan, source, char_tokenizer("ab>"))
+
+
+def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):
+    numbers = ('{"x": [0.12345678901234567890]}', '{"x": 1e400}', '{"x": [0.1, 123456789012345678901, 2.50]}')
+    row = json.dumps(LAYOUTS["samples"] | {"extra_info": 0, "more": "0.12345678901234567890"})
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(row.replace('"extra_info": 0', f'"extra_info": {one}') + "\n" for one in numbers))
+    said = [line for line in notes(str(file), "samples") if "digits" in line]
+    assert len(said) == 2 and "digits of numbers that a float does not keep (a string keeps them) (2 rows)" in said[0]

@@ -375,6 +375,10 @@ def test_the_template_shows_tools_to_the_model_in_every_turn():
     assert asked[1].prompt == (*ids("feed\n"), 1, *ids("ab\n"), *ids("cd"), END, *ids("ef\n"))
     with pytest.raises(EnvError, match="the chat template does not show them to the model"):
         play(results, replies)
+    # None is shown but the first.
+    several = script(ab=Opening(user("ab"), (TOOL, {"type": "function", "function": {"name": "fed"}})))
+    with pytest.raises(EnvError, match="the chat template does not show them to the model"):
+        play(several, {}, template=WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"))
 
 
 SAYS_USER = CHAT_TEMPLATE.replace("messages %}", "messages if message.role in ('user', 'assistant') %}")

@@ -209,6 +209,10 @@ def test_dynamic_sampling_becomes_dapo():
     assert (options.filter_groups.max_num_gen_batches, options.filter_groups.metric) == (3, "score")
     assert (options.clip_ratio_low, options.clip_ratio_high) == (0.2, 0.2)
     assert "in verl, 0 is without a limit" in translated(f"{line}0").report()
+    # A call for samples asks verl's engine for whole batches, and ours for what a batch lacks.
+    asked = translated(f"{line}3 data.gen_batch_size=100 data.train_batch_size=64")
+    assert asked.table["algorithm"]["filter_groups"]["max_num_gen_batches"] == 5
+    assert "3 calls for 100 prompts; a call here asks for at most 64" in " ".join(asked.report().split())
     line = f"{GRPO_LORA} {start}enable=True {start}metric=length"
     assert "groups differ in acc or score" in translated(line).report()
     assert "only with an estimator that compares" in translated(f"{PPO} {start}enable=True").report()

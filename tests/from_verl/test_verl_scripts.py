@@ -192,10 +192,13 @@ def test_programs_on_which_branches_of_a_script_depend_are_named(script):
     if [ "$(nvidia-smi -L | wc -l)" -ge 8 ]; then N=8; else N=1; fi
     if python3 -c "import flash_attn"; then M=8; else M=1; fi
     python3 prepare.py && mkdir -p logs
+    if command -v nvidia-smi > /dev/null; then N=8; fi
+    which rocm-smi &> /dev/null || type -P npu-smi > /dev/null || command -v cat python3 > /dev/null && which python3
     python3 -m verl.trainer.main_ppo rollout.n=$N rollout.m=$M
     """
     settings = read_settings([script(text)])
-    assert settings.not_run == ("nvidia-smi -L", "python3 -c import flash_attn")
+    asked = ("nvidia-smi -L", "python3 -c import flash_attn", "command -v nvidia-smi", "which rocm-smi")
+    assert settings.not_run == asked
     report = translate(settings, lambda files: 9).report()
     assert "not run, so look at what the script does with its answer:\n  nvidia-smi -L\n" in report
 
@@ -352,3 +355,22 @@ def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
     )
     said = translate(read_settings([script(start)])).report()
     assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said
+
+
+def test_programs_whose_exit_status_decides_on_settings_are_named(script):
+    text = """
+    set -e
+    mkdir -p logs; ray stop
+    if ! nvidia-smi 2> /dev/null; then exit 1; fi
+    if git diff --quiet; then N=8; else N=1; fi
+    grep -q A100 gpus.txt && M=8 || M=1
+    ray status || ray start --head
+    exec python3 -m verl.trainer.main_ppo rollout.n=$N rollout.m=$M
+    """
+    settings = read_settings([script(text)])
+    assert settings.not_run == ("git diff --quiet", "grep -q A100 gpus.txt")
+    assert settings.values == {"rollout.n": 8, "rollout.m": 8}
+    random = text.replace("exec", "exec 2>&1;").replace("=$M", "=$M a.b=$RANDOM$RANDOM")
+    assert read_settings([script(random)]).not_run == ()
+    with pytest.raises(ConfigError, match=r"it asks 'bash run\.sh a', which is not run here"):
+        read_settings([script("mkdir x; bash run.sh a")])

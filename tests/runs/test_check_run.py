@@ -40,6 +40,14 @@ def test_the_counts_are_those_of_the_states(tiny):
             assert (sizes.total, sizes.trained) == (total, trained), (head, lora)
 
 
+def test_the_folder_of_a_model_is_not_a_runs(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    plan = tiny_run(tmp_path / "model", tmp_path / "model")
+    for start in (check_run, train):
+        with pytest.raises(ConfigError, match=r"trainer\.dir: .*/model holds a model, .*choose another folder"):
+            start(plan, SILENT)
+
+
 def test_a_check_prints_the_plan_and_makes_no_run(tiny, tmp_path, capsys):
     recipe = tmp_path / "empty.toml"
     recipe.write_text("")

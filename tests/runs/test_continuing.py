@@ -142,6 +142,10 @@ def test_changed_data_is_reported(tiny, copy, monkeypatch):
     assert f"continuing with another content of {copy / 'data.jsonl'}" in second
     # Data may be large, so a start reads each file for its checksum once.
     assert copy / "data.jsonl" in read and len(read) == len(set(read))
+    assert not any("nothing to compare" in line for line in (*first, *second))
+    (copy / "a/inputs.json").write_text('{"a": ')
+    third = said(tiny, copy, "trainer.total_training_steps=5")
+    assert any("a/inputs.json has nothing to compare data, code and versions with" in line for line in third)
 
 
 def test_the_day_of_a_template_is_that_of_the_run(tiny, copy, monkeypatch):

@@ -11,6 +11,7 @@ from verl_fn.config.algorithms import LOSS_TYPES
 from verl_fn.data.rows import DataError
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import prepare
 
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
 
@@ -120,3 +121,24 @@ def test_options_of_other_losses_are_reported(capsys):
     assert 'rollout.n has no effect with algorithm.name = "dpo"' in notes
     assert main(["config", "algorithm.name=reward_model", "critic.optim.lr=1e-3"]) == 0
     assert 'critic.optim.lr has no effect with algorithm.name = "reward_model"' in capsys.readouterr().err
+
+
+def test_held_out_rows_without_a_rule_do_not_keep_others_from_being_sampled(tiny, tmp_path):
+    judged = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "5"}}
+    file = write(tmp_path / "pairs.jsonl", pair(**judged), pair(prompt="cd>", chosen="dc", rejected="c"))
+    said = []
+    report = train(
+        plan(tiny, tmp_path / "run", "dpo", f"data.train_files={file}", f"data.val_files={file}"), said.append
+    )
+    assert report["val-core/openai/gsm8k/acc/mean@1"] == 0.0 and "val-aux/preferences/margin/mean@1" in report
+    assert not any(metric.startswith("val-core/preferences") for metric in report)
+    assert any("data.val_files: answers to 1 of 2 held-out problems are sampled" in line for line in said)
+
+
+def test_a_warm_up_that_the_run_does_not_end_is_noted(tiny, tmp_path):
+    for warmup, noted in ((3, False), (4, True)):
+        said = []
+        prepare(tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.total_training_steps=4",
+                         f"actor.optim.lr_warmup_steps={warmup}"), said.append)  # fmt: skip
+        end = "actor.optim.lr_warmup_steps is 4 updates, and the run has 4: its learning rate ends at 0.75 times"
+        assert any(end in line for line in said) == noted

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 import attrs
 import torch
 
+from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
@@ -46,7 +47,8 @@ def check_fields(options: PolicyOptimization) -> None:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
     Raises:
-        ConfigError: one of them reads a field that the run's batches lack, or the loss returns what no loss returns.
+        ConfigError: one of them reads a field that the run's batches lack, or the loss needs an output that no model
+            gives, or returns what no loss returns.
     """
     roles = options.outline.roles
     written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
@@ -55,6 +57,10 @@ def check_fields(options: PolicyOptimization) -> None:
     parts: dict[str, Callable[[], Any]] = {}
     if is_reference(options.policy_loss):
         loss = policy_loss(options)
+        try:
+            check_needs("lm", loss.needs)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.policy_loss: the needs of {options.policy_loss}: {error}") from error
         outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
         parts["policy_loss"] = lambda: [term.values(outputs, batch) for term in loss.terms]
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):

@@ -225,8 +225,8 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
     """Returns the result of an estimator of the user that must write the fields ``needs``.
 
     Raises:
-        ConfigError: it is no batch, or lacks a field, or a value is for a whole row or not finite; or the estimator
-            writes in place into the batch that it gets.
+        ConfigError: it is no batch, lacks a field or all tokens to learn from, or a value is for a whole row or not
+            finite; or the estimator writes in place into the batch that it gets.
     """
     with read_only(f"algorithm.adv_estimator: {name}", ConfigError, batch):
         try:
@@ -244,6 +244,11 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
         raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
     if missing := [field for field in needs if field not in estimated]:
         raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
+    if not bool((estimated["response_mask"] != 0).any()):
+        raise ConfigError(
+            f"algorithm.adv_estimator: {name} leaves no token with response_mask, so there is nothing to learn from; "
+            f"{RETURNS}"
+        )
     written = [field for field in ("advantages", "returns") if field in estimated]
     if by_row := [field for field in written if field not in estimated.per_token]:
         raise ConfigError(

@@ -19,6 +19,9 @@ Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 MARKS = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
 """Fields of an assistant's message that say whether it is learned."""
 
+BEHIND = "messages after the last turn that is learned"
+"""What is counted as not used of rows that have them."""
+
 _LIKE_MARKS = re.compile(
     r"(?<![a-z])(weights?|train(ed|ing|able)?|learn(ed|able)?|loss|mask(ed)?|labels?|grad|supervised?|ignored?|skip(ped)?"
     r"|(in|ex)cluded?)(?![a-z])",
@@ -75,7 +78,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
     if value in ("", []):
         raise DataError(f"{place}: {column} is empty")
     some = value if isinstance(value, list) else [value]
-    bad = next(one for one in some if not (isinstance(one, Mapping) and _is_message(one)))
+    # A message by itself is no list of messages.
+    bad = next((one for one in some if not (isinstance(one, Mapping) and _is_message(one))), value)
     raise DataError(
         f"{place}: {column} must be a string or a list of messages with strings as role and content (an "
         f"assistant's message with tool_calls needs no content), not {bad!r:.80}"

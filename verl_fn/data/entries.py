@@ -12,7 +12,18 @@ from typing import Any, TypeAlias, TypeGuard
 import attrs
 
 from verl_fn.data.hub import Table, is_set, open_set
-from verl_fn.data.rows import ALL, Block, Columns, DataError, Row, block_rows, column_names, parsed, read_blocks
+from verl_fn.data.rows import (
+    ALL,
+    Block,
+    Columns,
+    DataError,
+    Row,
+    block_rows,
+    column_names,
+    has_inexact,
+    parsed,
+    read_blocks,
+)
 from verl_fn.data.tasks import Problem
 
 Entry: TypeAlias = str | Path | Table
@@ -25,6 +36,7 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
 """Columns of objects, or of strings of JSON that hold objects."""
 
+DIGITS = "digits of numbers that a float does not keep (a string keeps them)"
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
 
@@ -97,7 +109,10 @@ class Kind:
                 for name, value in row["reward_model"].items():
                     if value is not None and name not in ("ground_truth", "style"):
                         unused[f"reward_model.{name}"] += 1
-            yield self.make(place, {name: row[name] for name in wanted if name in row}, number, unused)
+            used = {name: row[name] for name in wanted if name in row}
+            if has_inexact(used):
+                unused[DIGITS] += 1
+            yield self.make(place, used, number, unused)
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:
@@ -119,7 +134,9 @@ _MEDIA = re.compile(
     r"(?<![a-z])(image|img|picture|photo|screenshot|pixel|video|audio|waveform|multi_?modal)s?(?![a-z])",
     re.IGNORECASE,
 )
-_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?|(loss_|train_)?mask|loss|((is|do|to)_)?train(ing|able)?")
+_WEIGHT = re.compile(
+    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?|loss|((is|do|to)_)?train(ing|able)?"
+)
 _TURNS = {
     **dict.fromkeys(
         ("system", "system_prompt", "system_message", "system_instruction"),
@@ -228,8 +245,9 @@ def _table(entry: Entry) -> Table:
 def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
     for function in convert:
         name = getattr(function, "__name__", repr(function))
+        given = dict(row)
         try:
-            new = function(row)
+            new = function(given)
         # It is the user's.
         except Exception as error:
             raise DataError(f"{place}: {name} of data.convert failed: {type(error).__name__}: {error}") from error
@@ -238,6 +256,11 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
         if new is not None:
             raise DataError(
                 f"{place}: {name} of data.convert returned {new!r:.80}; return a dict, or None to leave the row"
+            )
+        if changed := [key for key in {**row, **given} if given.get(key, row) is not row.get(key, given)]:
+            raise DataError(
+                f"{place}: {name} of data.convert changed {', '.join(map(repr, changed))} in its row and returned "
+                "None, which leaves a row as it was; return the row"
             )
     return row
 

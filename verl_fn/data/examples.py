@@ -15,6 +15,7 @@ import torch
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import ended, watched
 from verl_fn.data.columns import (
+    BEHIND,
     OPTIONAL,
     Messages,
     check_turns,
@@ -35,7 +36,6 @@ from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Batch, Key, RowImages, with_images
 
 MESSAGES, COMPLETION = "messages", "completion"
-BEHIND = "messages after the last turn that is learned"
 
 
 @attrs.frozen

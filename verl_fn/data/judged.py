@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
 
-from verl_fn.data.columns import OPTIONAL, Messages, check_turns, fields_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.columns import (
+    BEHIND,
+    OPTIONAL,
+    Messages,
+    check_turns,
+    fields_of,
+    ground_truth_of,
+    learned_turns,
+    prompt_of,
+    source_of,
+)
 from verl_fn.data.entries import Kind
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem, Task
@@ -156,12 +167,15 @@ def labelled_rows(prompt_key: str = "prompt") -> Kind:
 
 
 def _kind(required: tuple[str, ...], prompt_key: str, make: Callable[[str, Row, str, int], Judged]) -> Kind:
-    return Kind(
-        required,
-        (prompt_key, "data_source", "reward_model", *OPTIONAL),
-        lambda place, row, number, unused: make(place, row, prompt_key, number),
-        f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column",
-    )
+    def made(place: str, row: Row, number: int, unused: Counter[str]) -> Judged:
+        judged = make(place, row, prompt_key, number)
+        messages = [response for response, _ in judged.responses if not isinstance(response, str)]
+        if any(learned_turns(one)[-1] < len(one) - 1 for one in messages):
+            unused[BEHIND] += 1
+        return judged
+
+    hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
+    return Kind(required, (prompt_key, "data_source", "reward_model", *OPTIONAL), made, hint)
 
 
 def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
@@ -239,7 +253,10 @@ def _check_response(place: str, prompt: Response, response: Response, column: st
     if isinstance(response, str):
         return
     if isinstance(prompt, str):
-        raise DataError(f"{place}: {column} is a list of messages, and the prompt is a string; write both alike")
+        raise DataError(
+            f"{place}: {column} is a list of messages, and the prompt is a string that no user's message in it is; "
+            "correct one of them, or write both alike"
+        )
     check_turns(place, response, column)
     if response[0]["role"] != "assistant":
         raise DataError(f"{place}: {column} begins with a message of {response[0]['role']!r}, not of the assistant")

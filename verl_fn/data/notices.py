@@ -22,7 +22,7 @@ from verl_fn.data.rendering import Message, in_parts, token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD = (1 << bit for bit in range(9))
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED = (1 << bit for bit in range(10))
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -59,7 +59,7 @@ class Traits:
         flags: bits: ``JSON`` for a prompt that is JSON, ``EMPTY`` for an empty answer, ``SPECIAL`` and
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
             its images, ``BEGUN`` for a prompt that ends with a turn of the assistant, ``GOOD`` and ``BAD`` for
-            responses that are labelled so.
+            responses that are labelled so, ``REPEATED`` for responses that begin with the last text of the prompt.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -166,10 +166,22 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= BEGUN if not isinstance(problem.prompt, str) and problem.prompt[-1]["role"] == "assistant" else 0
     flags |= GOOD if getattr(problem, "chosen", ()) else 0
     flags |= BAD if getattr(problem, "rejected", ()) else 0
+    flags |= REPEATED if _is_repeated(problem) else 0
     if special is not None:
         flags |= SPECIAL if any(map(special.search, _texts(problem))) else 0
         flags |= SPECIAL_ANSWER if any(map(special.search, _answers(problem))) else 0
     return flags
+
+
+def _is_repeated(problem: Problem) -> bool:
+    """Returns whether all responses say the whole prompt, or its last message, and go on."""
+    last = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].get("content")
+    said = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())] or [problem.answer]
+    texts = [one if isinstance(one, str) else one[0].get("content") for one in said]
+    text = (last or "").strip()
+    return bool(text) and all(
+        len(one.strip()) > len(text) and one.strip().startswith(text) for one in map(str, texts)
+    )
 
 
 def _texts(problem: Problem) -> list[str]:
@@ -282,6 +294,11 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
     good, bad = trained.count(GOOD), trained.count(BAD)
+    if (answers or good or bad) and (repeated := trained.count(REPEATED)):
+        yield (
+            f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
+            "text, so the model learns to say it again; remove it from them if it is only there as what they answer"
+        )
     if bool(good) != bool(bad):
         yield (
             f"data.train_files: all responses are labelled {'good' if good else 'bad'}: a preference is learned from "

@@ -243,9 +243,12 @@ def _check_seen(
         DataError: it does not.
     """
     said = _json(messages)
-    # A tool's name may also be a word of the conversation.
-    if any(text.count(name := _name(tool)) <= said.count(name) for tool in tools):
-        without = chat_texts(tokenizer, [(messages, True)], (), problem.chat_template_kwargs)[0]
+    for place, tool in enumerate(tools):
+        # A tool's name may also be a word of the conversation.
+        if text.count(name := _name(tool)) > said.count(name):
+            continue
+        others = (*tools[:place], *tools[place + 1 :])
+        without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
                 "the chat template does not show the tools of the row to the model; take a template that renders "
@@ -308,14 +311,16 @@ def _check_elsewhere(
 def _check_calls(
     messages: Sequence[Message], number: int, seen: str, text: str, said: str, render: Render, *, prompt: bool = False
 ) -> None:
-    calls = messages[number].get("tool_calls") or ()
-    if calls and not all(_shows(seen, call, said) for call in calls):
-        # Some templates show only arguments that are an object.
-        none = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
-        _check_changes(messages, number, {"tool_calls": none}, "tool_calls", text, render, prompt=prompt)
-        if (other := [_otherwise(call) for call in calls]) != list(calls):
-            name = "the arguments of tool_calls"
-            _check_changes(messages, number, {"tool_calls": other}, name, text, render, prompt=prompt)
+    calls = list(messages[number].get("tool_calls") or ())
+    for place, call in enumerate(calls):
+        if _shows(seen, call, said):
+            continue
+        # Some templates show only the first call, or only arguments that are an object.
+        none = {"type": "function", "function": {"name": "x", "arguments": {}}}
+        for other, name in ((none, "tool_calls"), (_otherwise(call), "the arguments of tool_calls")):
+            if other != call:
+                fields = {"tool_calls": [*calls[:place], other, *calls[place + 1 :]]}
+                _check_changes(messages, number, fields, name, text, render, prompt=prompt)
     for call in calls:
         written = call.get("function", call).get("arguments")
         if isinstance(written, str) and _json(written) in seen:

@@ -288,6 +288,25 @@ class Inexact(float):
     """A number that was written with more digits than a float has."""
 
 
+def has_inexact(value: Any) -> bool:
+    """Returns whether a value is or holds a number that was written with more digits than a float has.
+
+    Example:
+        >>> has_inexact(parsed('{"a": [0.1, 1e400]}')), has_inexact(parsed('{"a": [0.1, 12345678901234567890]}'))
+        (True, False)
+    """
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, Inexact):
+            return True
+    return False
+
+
 def _float(written: str) -> float:
     value = float(written)
     try:

@@ -99,7 +99,7 @@ class Renderer:
         """
         tokens = self._tokens(messages, arguments, generation_prompt=True)
         if arguments.tools and tokens == self._tokens(
-            messages, attrs.evolve(arguments, tools=()), generation_prompt=True
+            messages, attrs.evolve(arguments, tools=arguments.tools[:-1]), generation_prompt=True
         ):
             raise EnvError(
                 "env.name: the environment has tools, and the chat template does not show them to the model; take a "

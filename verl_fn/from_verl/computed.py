@@ -136,7 +136,13 @@ def _dynamic_sampling(values: Values) -> Iterator[Move]:
         yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)
     most = values.get(key := start + "max_num_gen_batches") or 0
     remark = "" if most > 0 else "in verl, 0 is without a limit"
-    yield Move((key,), "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
+    keys: tuple[str, ...] = (key,)
+    batch, drawn = values.get("data.train_batch_size"), values.get("data.gen_batch_size")
+    # A call asks for the prompts that a batch lacks, so it takes more calls to ask for as many.
+    if most > 0 and isinstance(batch, int) and isinstance(drawn, int) and drawn > batch > 0:
+        remark = f"{most} calls for {drawn} prompts; a call here asks for at most {batch}"
+        keys, most = (key, "data.gen_batch_size"), -(-most * drawn // batch)
+    yield Move(keys, "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
 
 
 def unequal(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:

@@ -36,7 +36,8 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
 # Bash runs in its restricted mode: no program outside of PATH starts, no file is written, and PATH stays as it is. So
 # a trainer is a command that is not found. The functions stand for what restricted mode forbids, but scripts need.
 # In place of what a program would print that does not start, its command goes on between the bytes 2 and 3, through
-# filters too, so that no setting is made of nothing. Whether something imports is asked without printing.
+# filters too, so that no setting is made of nothing. Whether something imports, whether a program is there, and how
+# one ends is asked without printing; OTHERWISE is a command that ends the other way.
 _PRELUDE = r"""
 exec {SCREEN}>&1
 command_not_found_handle() {
@@ -60,7 +61,8 @@ command_not_found_handle() {
         printf '\2%s\3\n' "${said//[[:space:]]/$'\1'}"
         return 0
     fi
-    case ${1##*/} in python*) return 1;; esac
+    printf '\5%s\0\0' "$*" >&"$LAUNCHES"
+    case ${1##*/}:$* in python*:"$OTHERWISE") return 0;; python*|*:"$OTHERWISE") return 1;; esac
 }
 passed() {
     local text word
@@ -69,7 +71,19 @@ passed() {
     IFS= read -r -d '' text
     case $text in *$'\2'*) printf '%s' "$text";; *) printf '%s' "$text" | command "$@";; esac
 }
-which() { printf '%s\n' "${!#}"; }
+sought() {
+    local word
+    for word in "${@:2}"; do
+        case $word in
+            -*|python*) ;;
+            *) [ "$(builtin type -t "$word")" ] || printf '\4%s\0\0' "$*" >&"$LAUNCHES";;
+        esac
+    done
+}
+command() { case $1 in -[vV]) sought command "$@";; esac; builtin command "$@"; }
+type() { sought type "$@"; builtin type "$@"; }
+hash() { sought hash "$@"; builtin hash "$@"; }
+which() { sought which "$@"; printf '%s\n' "${!#}"; }
 for program in bc cut head sort tail tr wc; do eval "$program() { passed $program \"\$@\"; }"; done
 tee() { mapfile; }
 cd() { local to=${!#}; case $to in /*) ;; *) to=$PWD/$to;; esac; PWD=$(realpath -m -- "$to"); }
@@ -86,11 +100,12 @@ source() {
 }
 .() { source "$@"; }
 ulimit() { :; }
-exec() { :; }
+exec() { [ $# = 0 ] || { "$@"; exit; }; }
 """
 _NOT_RUN = re.compile("\2([^\3]*)\3")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
+MOST_RAN = 20  # programs whose exit status is tried
 
 
 @attrs.frozen
@@ -425,6 +440,50 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--from-verl: {path} cannot be read: {error}") from error
+    said, commands = _commands(bash, path, text, arguments)
+    asked, ran = ([one[1:] for one in dict.fromkeys(commands) if one[:1] == kind] for kind in "\4\5")
+    distinct = _starts(commands)
+    if len(distinct) == 1:
+        # A program on whose exit status the settings depend is one that a script asks, too.
+        again = {one: _starts(_commands(bash, path, text, arguments, otherwise=one)[1]) for one in ran[:MOST_RAN]}
+        differing = [one for one, others in again.items() if others and others != distinct]
+        # Settings may also have the time or a random number.
+        if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
+            asked += differing
+        return distinct[0].split("\0"), tuple(asked)
+    why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
+    last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
+    last += (
+        f"; it asks {[*asked, *ran[::-1]][0]!r:.200}, which is not run here" if asked + ran and not distinct else ""
+    )
+    raise ConfigError(
+        f"--from-verl: {path} {why}{last}; set what it asks for, or put 'verl-fn config --from-verl' in front of the "
+        "command in it and run it"
+    )
+
+
+def _starts(commands: Sequence[str]) -> list[str]:
+    """Returns the different commands that start a trainer."""
+    return [one for one in dict.fromkeys(commands) if one[:1] not in ("\4", "\5")]
+
+
+def _commands(
+    bash: str, path: Path, text: str, arguments: Sequence[str], otherwise: str = ""
+) -> tuple[list[str], list[str]]:
+    """Returns what a script prints, and the commands that it gives to trainers and to programs that are not run.
+
+    Commands begin with the byte 4 if the script uses what the program would say, and with 5 if only its exit status.
+
+    Args:
+        bash: the shell.
+        path: of the script.
+        text: of the script.
+        arguments: of the script.
+        otherwise: a command that succeeds if it else fails, or fails if it else succeeds.
+
+    Raises:
+        ConfigError: it does not end.
+    """
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile() as launches:
         folder = Path(name)
         programs = folder / "bin"
@@ -441,6 +500,7 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
             "PATH": str(programs),
             "BASH_ENV": str(folder / "prelude"),
             "LAUNCHES": str(number),
+            "OTHERWISE": otherwise,
         }
         try:
             done = subprocess.run(
@@ -451,16 +511,5 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
             raise ConfigError(f"--from-verl: {path} did not end in {SECONDS} s") from error
         launches.seek(0)
         commands = launches.read().decode(errors="replace").split("\0\0")[:-1]
-    asked = tuple(dict.fromkeys(command[1:] for command in commands if command.startswith("\4")))
-    distinct = [command for command in dict.fromkeys(commands) if not command.startswith("\4")]
-    if len(distinct) == 1:
-        return distinct[0].split("\0"), asked
     said = [line.replace(str(copy), path.name) for line in (done.stderr + done.stdout).splitlines()]
-    said = [line for line in said if not line.startswith("+")]
-    why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
-    last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
-    last += f"; it asks {asked[0]!r}, which is not run here" if asked and not distinct else ""
-    raise ConfigError(
-        f"--from-verl: {path} {why}{last}; set what it asks for, or put 'verl-fn config --from-verl' in front of the "
-        "command in it and run it"
-    )
+    return [line for line in said if not line.startswith("+")], commands

@@ -169,8 +169,10 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(plan: Plan) -> None:
-    """Checks that a run's folder is no file and lies in none."""
+    """Checks that a run's folder is no file and lies in none, and is no model's."""
     folder = Path(plan.trainer.dir)
+    if (folder / "config.json").is_file():
+        raise ConfigError(f"trainer.dir: {folder} holds a model, which its name stands for; choose another folder")
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
 
@@ -262,8 +264,7 @@ def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
     if plan.reward.by_user or plan.env.name or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
-    if samples_answers(plan, held_out):
-        by_rules([Answer(problem, "") for problem in held_out])
+    by_rules([Answer(problem, "") for problem in sampled(plan, held_out)])
     if plan.needs_reward:
         by_rules([Answer(source.training[i], "") for i in _with_rules(traits_of(source.training, tokenizer))])
 
@@ -281,19 +282,22 @@ def _with_rules(traits: Traits) -> list[int]:
     return sorted(found)
 
 
-def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
-    """Returns whether an evaluation samples answers to problems.
+def sampled(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:
+    """Returns the held-out problems to which an evaluation samples answers.
 
-    It does, unless the model is no language model, or the problems hold responses to learn from and there is nothing
-    that answers could be judged by: neither reward functions nor a ground truth and a rule for its data source.
+    A model that is no language model answers none. Without reward functions and an environment, a problem that holds
+    responses to learn from is left out, unless it has a ground truth and a rule for its data source.
     """
     if plan.roles["actor"].head != "lm":
-        return False
-    return bool(plan.reward.by_user or plan.env.name) or not any(
-        (isinstance(p, Conversation | Judged) or p.data_source == COMPLETION)
-        and not (p.answer and has_rule(p.data_source))
+        return []
+    judged = bool(plan.reward.by_user or plan.env.name)
+    return [
+        p
         for p in problems
-    )
+        if judged
+        or not (isinstance(p, Conversation | Judged) or p.data_source == COMPLETION)
+        or (p.answer and has_rule(p.data_source))
+    ]
 
 
 def check_ranks(plan: Plan, *, installed: bool = True) -> None:

@@ -16,7 +16,7 @@ from . import RunError
 from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of
 from .evaluate import has_held_out, held_out_value
 from .folder import Run
-from .history import changed_inputs, changed_keys, recorded_inputs, run_config
+from .history import INPUTS, changed_inputs, changed_keys, recorded_inputs, run_config
 from .logs import altered, last_evaluation, read_metrics
 from .state import differing_fields, run_of
 
@@ -145,7 +145,11 @@ def changes(run: Run, plan: Plan) -> list[str]:
     sentences = [_of_setting(key, values) for key, values in changed.items()]
     if "trainer.total_training_steps" in changed:
         sentences += _other_rates(plan)
-    before = recorded_inputs(run.folder, step_of(newest))
+    if not (before := recorded_inputs(run.folder, step_of(newest))):
+        sentences.append(
+            f"{run.folder / INPUTS} has nothing to compare data, code and versions with: whether they are the same "
+            "as before is not known"
+        )
     sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
     return sentences + altered(run.folder) + _lost_lines(run, newest)
 

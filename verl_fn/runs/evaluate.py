@@ -21,7 +21,7 @@ from verl_fn.data.tasks import Problem, text_of
 from verl_fn.rewards.reward import joined, problems_of, prompt_texts, response_texts
 from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
-from .checks import samples_answers
+from .checks import sampled
 from .fitting import with_engine
 from .prepare import prepare, workers
 from .progress import Say
@@ -39,11 +39,11 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
     w.get([one.drawn for one in state.waiting])
     algorithm = algorithm_of(plan)
     own = algorithm.evaluate(state.algorithm, problems, w) if algorithm.evaluate is not None else {}
-    if not samples_answers(plan, problems):
+    if not (judged := sampled(plan, problems)):
         return own, []
     # Every evaluation uses the same random numbers, so that results differ only by the weights.
     key = state.key.fold_in("evaluation")
-    report, answers = _answers(state.role("actor"), state.step, key, problems, w, plan)
+    report, answers = _answers(state.role("actor"), state.step, key, judged, w, plan)
     return report | own, answers
 
 
@@ -77,13 +77,13 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
         # Others compare with a model that is not there.
         if algorithm.evaluate is not None and set(algorithm.outline.roles) == {"actor"}:
             own = algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w)
-        if not samples_answers(plan, held_out):
+        if not (judged := sampled(plan, held_out)):
             if own:
                 return own, []
             raise ConfigError(
                 "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
             )
-        report, answers = _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
+        report, answers = _answers(actor, 0, key.fold_in("evaluation"), judged, w, plan)
         return report | own, answers
 
 

@@ -28,7 +28,7 @@ from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_code, check_device, check_model_folders, check_parts
+from .checks import check, check_code, check_device, check_model_folders, check_parts, sampled
 from .progress import Say
 from .state import check_blank
 
@@ -146,6 +146,12 @@ def _of_models(plan: Plan) -> Iterator[str]:
     """Yields sentences about how the models of roles are run."""
     device = build.device(plan.driver)
     for role in plan.roles.values():
+        warmup = role.optim.lr_warmup_steps if role.trained else 0
+        if warmup >= max(1, role.total_updates):
+            yield (
+                f"{role.table}.optim.lr_warmup_steps is {warmup} updates, and the run has {role.total_updates}: its "
+                f"learning rate ends at {max(0, role.total_updates - 1) / warmup:.2g} times {role.table}.optim.lr"
+            )
         if device == "cpu" and role.dtype == "bfloat16":
             yield f"{role.table}.dtype is bfloat16 on a CPU: slower there than float32, and less exact"
         computed, named = (
@@ -169,6 +175,13 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
             source.training, source.validation, plan.data, tokenizer, answers=answers, sizes=source.sizes
+        )
+    held_out = source.held_out(plan.data.val_size) if isinstance(source, FileData) else ()
+    if 0 < (judged := len(sampled(plan, held_out))) < len(held_out):
+        yield (
+            f"data.val_files: answers to {judged} of {len(held_out)} held-out problems are sampled; the others have "
+            "no ground truth with a rule for their data source, so only their loss is reported (reward.functions "
+            "judge all)"
         )
 
 
