@@ -6,6 +6,7 @@ import json
 import multiprocessing.spawn
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,7 @@ os.environ.setdefault("RAY_enable_worker_prestart", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from shared_fits import FOLDER
 from warm_python import warm_python
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist. Tests over Ray wait a
@@ -48,6 +50,10 @@ FIRST = [
 
 
 def pytest_configure(config):
+    if FOLDER not in os.environ:
+        fits = tempfile.TemporaryDirectory(prefix="fits_")
+        config.add_cleanup(fits.cleanup)
+        os.environ[FOLDER] = fits.name
     if getattr(config.option, "numprocesses", None):  # this process only starts workers
         start_warm_pythons(config)
         return

@@ -30,6 +30,7 @@ import time
 import types
 from pathlib import Path
 
+from shared_fits import FOLDER, share_fits
 from warm_client import options, settings
 
 PRELOADED = (
@@ -218,6 +219,8 @@ def _take_over(request, files):
         errors = "backslashreplace" if number == 2 else "strict"
         setattr(sys, name, io.TextIOWrapper(stream, errors=errors, line_buffering=number == 2, write_through=prompt))
         setattr(sys, f"__{name}__", getattr(sys, name))
+    if FOLDER in os.environ and "verl_fn.backends.hf.folder" in sys.modules:
+        share_fits(os.environ[FOLDER])
 
 
 def run(argv):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import math
 import re
@@ -119,11 +121,26 @@ def read_config(folder: str | Path) -> Any:
             f"family,{own} so the model cannot be built; take a model of a family in docs/families.md"
         )
     with refused(f"{folder}/config.json cannot be read"):
-        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+        config = copy.deepcopy(_parsed(folder, json.dumps(table)))
         _check(config, folder)
         for part, name, _ in _dropout(config):
             setattr(part, name, 0.0)
     return config
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(folder: str | Path, content: str) -> Any:
+    """Returns what transformers makes of a folder's config; callers that change it copy it.
+
+    A run asks for the configs of a few folders some thirty times, and transformers takes milliseconds for each.
+
+    Args:
+        folder: a Hugging Face model folder.
+        content: of its config.json, so that a file that has changed is read again.
+    """
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
 
 
 def only_transformers() -> None:
@@ -163,11 +180,9 @@ def dropout_of(folder: str | Path) -> dict[str, float]:
 
     A step with dropout would be no function of its arguments.
     """
-    import transformers
-
+    content = json.dumps(read_json(Path(folder) / "config.json"))
     with refused(f"{folder}/config.json cannot be read"):
-        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
-    return {name: rate for _, name, rate in _dropout(config)}
+        return {name: rate for _, name, rate in _dropout(_parsed(folder, content))}
 
 
 def _dropout(config: Any) -> Iterator[tuple[Any, str, float]]:

@@ -62,7 +62,7 @@ def test_the_first_steps_are_those_of_one_process(two, folder, untied, embedding
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2, "deterministic": True}], ids=str)
 def test_gradients_of_many_rows_repeat(two, folder, options):
-    assert all(same for same, _ in call(two, "repeats", folder, options, 300))
+    assert all(same for same, _ in call(two, "repeats", folder, options, 80))
 
 
 @pytest.mark.parametrize(
