@@ -26,7 +26,7 @@ USED = {
     "torch": {
         "backends/hf/attention.py": {"_varlen_attn", "_varlen_attn_backward"},
         "backends/hf/folder.py": {"_parameters"},
-        "backends/hf/skeleton.py": {"_buffers", "_dynamo", "_forward_hooks", "_parameters"},
+        "backends/hf/skeleton.py": {"_buffers", "_dynamo", "_forward_hooks"},
         "backends/megatron/conversion.py": {"_parameters"},
         "backends/megatron/layout.py": {"_device_types", "_get_backend"},
         "backends/sampler/llama.py": {"_linear_pointwise", "_reorder_linear_weight"},

@@ -141,36 +141,9 @@ class Skeleton(nn.Module):
         return fn(self)
 
     def run(self, tensors: dict[str, Tensor], fn: Callable[[Skeleton], Any]) -> Any:
-        """Returns ``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``.
-
-        ``torch.func.functional_call`` would look for tied weights in every call.
-        """
-        places, before = self._places, []
-        try:
-            for name, tensor in tensors.items():
-                for holder, key in places.get(name, ()):
-                    before.append((holder, key, holder[key]))
-                    holder[key] = tensor
-            return self(fn)
-        finally:
-            for holder, key, tensor in reversed(before):
-                holder[key] = tensor
-
-    @functools.cached_property
-    def _places(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
-        """Where modules hold each tensor, by canonical name; a tied weight has several names, each for all places."""
-        holders = {
-            (f"{prefix}.{key}" if prefix else key): (holder, key)
-            for prefix, module in self.model.named_modules(remove_duplicate=False)
-            for holder in (module._parameters, module._buffers)
-            for key, tensor in holder.items()
-            if tensor is not None
-        }
-        tied: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for holder, key in holders.values():
-            tied.setdefault(id(holder[key]), []).append((holder, key))
-        places = {name: tied[id(holder[key])] for name, (holder, key) in holders.items()}
-        return places | {name: places[inside] for name, inside in self._inside.items()}
+        """Returns ``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
+        renamed = {f"model.{self._inside.get(name, name)}": tensor for name, tensor in tensors.items()}
+        return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
 
     @contextlib.contextmanager
     def transformable(self) -> Iterator[None]:
@@ -213,7 +186,6 @@ class Skeleton(nn.Module):
         self.adapters = inject(self.model, lora, self.output_layer, key, folder, without=frozen)
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self._inside = {canonical(name): name for name in names}
-        self.__dict__.pop("_places", None)
 
     @property
     def trainable(self) -> frozenset[str] | None:
