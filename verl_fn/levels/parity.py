@@ -115,7 +115,7 @@ def compare_layouts(
 ) -> Outcome:
     """Runs the first step of each layout, as ``bench first-step`` names it, and compares it with the reference's.
 
-    There is a check for each layout that fits the model, and a limitation for every other one.
+    There is a check for each layout that fits the model; the others, if there are any, block the level.
     """
     (folder / "model").symlink_to(request.folder)
     config = read_config(request.folder).get_text_config()
@@ -123,7 +123,7 @@ def compare_layouts(
     batch = ragged_batch(min(60, config.vocab_size), RAGGED_ROWS, LONGEST)
     first_step.prepare(folder, first_step.OWN, "local", LOSSES, batch, device)
     checks: list[Check] = []
-    limitations: list[str] = []
+    unfit: list[str] = []
     imports: dict[str, str] = {}
     try:
         _, wanted = _run(folder, "local", device, first_step.REFERENCE)
@@ -136,16 +136,16 @@ def compare_layouts(
         except RanksFailed as error:
             say(str(error))
             if trap := trap_in(str(error)):
-                return Outcome(tuple(checks), tuple(limitations), imports=imports, blocked=f"{text}: {trap}")
+                return Outcome(tuple(checks), imports=imports, blocked=f"{text}: {trap}")
             if DOES_NOT_FIT.search(error.cause):
-                limitations.append(f"{text} does not fit the model: {error.cause}")
+                unfit.append(f"{text} does not fit the model: {error.cause}; test a config of other sizes, too")
             else:
                 checks.append(Check(name_of(text), False, error.cause))
             continue
         imports |= {f"{text} {key}": file for key, file in imports_of(logs).items()}
         checks.append(check_of(text, found, wanted, layers))
         say(f"{text}: {checks[-1].found}")
-    return Outcome(tuple(checks), tuple(limitations), imports=imports)
+    return Outcome(tuple(checks), imports=imports, blocked="; ".join(unfit))
 
 
 def name_of(text: str) -> str:

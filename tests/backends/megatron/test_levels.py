@@ -24,6 +24,7 @@ from warm_python import warm_python
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
+from verl_fn.benchmarks.together import RanksFailed
 from verl_fn.cli import main
 from verl_fn.data.prepare import ALPHABET
 from verl_fn.data.tasks import TASKS
@@ -349,6 +350,26 @@ def test_data_and_a_reward_model_of_ones_own(run, models, sums, level, tmp_path)
         assert found.verdict == becomes and reason in found.reason, found.reason
         for part in LEVELS[level].parts(Request((level,), "", "", True, "cpu", "")):
             shutil.rmtree(tmp_path / part)
+
+
+def test_layouts_that_the_model_cannot_have_block(models, tmp_path, monkeypatch):
+    """The others are compared."""
+    cause = "LayoutError: tp = 2 does not divide the model's 9 attention heads"
+
+    def of_layout(folder, text, device, role):
+        if "tp=2" in text:
+            raise RanksFailed("", cause)
+        errors = {"gradient": 0.0, "update_from_reference": 0.0}
+        one = {"loss": 1.0, "second_loss": 1.0, "grad_norm": 1.0, "scale": 1.0, "errors": errors, "worst": "a"}
+        return folder, [one] * 2
+
+    monkeypatch.setattr(parity, "_run", of_layout)
+    monkeypatch.setattr(parity.first_step, "prepare", lambda *args: None)
+    request, layouts = Request((2,), "", str(models("llama")), True, "cpu", ""), parity.DENSE[2:]
+    outcome = parity.compare_layouts(request, layouts, "cpu", tmp_path, lambda line: None)
+    found = of_level("Level 2", [parity.name_of(text) for text in layouts], {"level_2": outcome})
+    assert found.verdict == Verdict.BLOCKED and f"{layouts[0]} does not fit the model: {cause}" in found.reason
+    assert [(check.name, check.held) for check in found.checks] == [(parity.name_of(layouts[1]), True)]
 
 
 @pytest.mark.parametrize("level", [2, 3])
