@@ -102,6 +102,8 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
         ("context", ["x y", "z"], "the column context is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
+        ("turn_weights", [1, 0], "the column turn_weights has .1, 0., and rows have no weights of their own"),
+        ("assistant_mask", [0, 1], "the column assistant_mask has .0, 1., and rows have no weights of their own"),
         ("tools", "nothing", "tools must be a list of JSON schemas, not 'nothing'"),
         ("tools", [3], "tools must be a list of JSON schemas"),
     ],
