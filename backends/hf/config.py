@@ -140,6 +140,7 @@ def _parsed(folder: str | Path, content: str) -> Any:
     """
     import transformers
 
+    only_transformers()
     return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
 
 

@@ -194,7 +194,7 @@ class Megatron(Base):
         return model.read(lambda name, start, end: tensors[name][start:end], tensors.keys())
 
     def weights(self, params: Params) -> Weights:
-        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks call it together.
 
         Each tensor is gathered when it is read, so no rank ever holds the whole model. A frozen tower is read by all
         ranks if the engine of any of them lacks it.

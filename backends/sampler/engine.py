@@ -328,7 +328,7 @@ class _Run(Run):
         if self.decoder.keeps_prompts:
             # Draws overwrite the logits.
             self.known = {
-                prompt: (after.clone(), picked)
+                prompt: (after.clone() if prompt in begun.fresh else after, picked)
                 for prompt, (after, picked) in known.items()
                 if self.until[prompt] > self.begun
             }

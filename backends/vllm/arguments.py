@@ -86,7 +86,7 @@ RECORDED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 # Steps of more rows compute for longer than the host needs to launch their kernels.
 LAUNCHED = 2048
 # The share of a GPU that has to be free for an engine that is told the size of its cache.
-UNASKED = 0.01
+LEAST_SHARE = 0.01
 # The arguments that say what vLLM records.
 RECORDING = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
 IN_PARTS = ("pixel_values", "pixel_attention_mask")  # an image has several rows of these tensors
@@ -214,7 +214,7 @@ def engine_arguments(
     if device == "cpu":
         arguments |= {"kv_cache_memory_bytes": cache_bytes(text, dtype, slots, max_length)}
     else:
-        share = UNASKED if "kv_cache_memory_bytes" in engine_kwargs else gpu_memory_utilization
+        share = LEAST_SHARE if "kv_cache_memory_bytes" in engine_kwargs else gpu_memory_utilization
         arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": True}
         if importlib.util.find_spec("flashinfer") is None:
             # On Hopper vLLM takes FlashInfer's kernels for linear attention without a look whether they are there.

@@ -275,8 +275,8 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     Where the source has a part of the rows, the other ranks send theirs at the same time, and an engine receives
     each bucket from all of them together.
 
-    Without an engine that asks for them, frozen weights are not read, and all others are, since other ranks may take
-    part in reading them.
+    Weights are read even if no engine takes them, since other ranks may take part in reading them. Frozen ones are
+    read only for an engine that asks for them.
     """
     sources: dict[str, WeightSource] = {}
     identify, parts = {}, {}

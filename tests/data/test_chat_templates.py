@@ -249,8 +249,11 @@ def test_every_call_and_every_tool_is_shown(monkeypatch):
     tools = (*TOOLS, {"type": "function", "function": {"name": "multiply"}})
     rows("gpt-oss", talk(ASKS, SAYS, tools=tools))
     monkeypatch.setattr(made, "chat_template", made.chat_template.replace("tools | tojson", "tools[0] | tojson"))
-    with pytest.raises(DataError, match="does not show the tools of the row"):
+    with pytest.raises(DataError, match="does not show the tools of the row to the model, such as 'multiply'"):
         encode_examples([talk(ASKS, SAYS, tools=tools)], made, ends)
+    longer = {"type": "function", "function": {"name": "multiply_add"}}
+    with pytest.raises(DataError, match="such as 'add'"):
+        encode_examples([talk(ASKS, SAYS, tools=(longer, *TOOLS))], made, ends)
 
 
 def test_an_end_token_ends_an_answer_once_or_is_refused():

@@ -310,3 +310,10 @@ def test_a_function_that_changes_its_row_and_returns_none_is_named(tmp_path):
     said = "line 1: changes of data.convert changed 'q', 'prompt' in its row and returned None.*return the row"
     with pytest.raises(DataError, match=said):
         read_files([tmp_path / "a.jsonl"], "samples", convert=[changes, takes])
+
+    def changes_inside(row):
+        row["x"]["y"] = 1
+
+    (tmp_path / "a.jsonl").write_text('{"q": "2+3?", "x": {"y": 0}}')
+    with pytest.raises(DataError, match=r"changes_inside of .* changed 'x' in its row"):
+        read_files([tmp_path / "a.jsonl"], "samples", convert=[changes_inside, takes])

@@ -67,12 +67,13 @@ def notes(files, learns="answers", **more):
 @pytest.mark.parametrize("learns", LAYOUTS)
 def test_columns_that_nothing_uses_are_named_once_with_their_rows(write, learns, tmp_path):
     row = LAYOUTS[learns]
-    row = row | {"weight": 1.0, "images": None}
+    row = row | {"weight": 1.0, "turn_weights": [1, 1], "images": None}
     file = write(tmp_path, *(row | {"prompt_id": name} for name in ("7", None, "8")))
     said = [line for line in notes(file, learns) if "columns" in line]
     hint = "; a reward function gets what extra_info holds" if learns == "samples" else ""
     assert said == [
-        f"note: data.{key}_files: columns that are not used: prompt_id (2 rows), weight (3 rows){hint}"
+        f"note: data.{key}_files: columns that are not used: prompt_id (2 rows), turn_weights (3 rows), "
+        f"weight (3 rows){hint}"
         for key in ("val", "train")
     ]
 
@@ -102,7 +103,11 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
         ("context", ["x y", "z"], "the column context is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
-        ("turn_weights", [1, 0], "the column turn_weights has .1, 0., and rows have no weights of their own"),
+        (
+            "turn_weights",
+            [1, 0],
+            'the column turn_weights has .1, 0.*; write "weight": 0 into messages of the assistant',
+        ),
         ("assistant_mask", [0, 1], "the column assistant_mask has .0, 1., and rows have no weights of their own"),
         ("tools", "nothing", "tools must be a list of JSON schemas, not 'nothing'"),
         ("tools", [3], "tools must be a list of JSON schemas"),

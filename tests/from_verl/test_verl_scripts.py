@@ -15,7 +15,7 @@ import pytest
 
 from verl_fn.benchmarks import from_verl
 from verl_fn.config import ConfigError
-from verl_fn.from_verl import read_settings, translate
+from verl_fn.from_verl import read_settings, reading, translate
 from verl_fn.from_verl.reading import Settings, launch_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/from_verl.json"
@@ -357,7 +357,7 @@ def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
     assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said
 
 
-def test_programs_whose_exit_status_decides_on_settings_are_named(script):
+def test_programs_whose_exit_status_decides_on_settings_are_named(script, monkeypatch):
     text = """
     set -e
     mkdir -p logs; ray stop
@@ -372,5 +372,10 @@ def test_programs_whose_exit_status_decides_on_settings_are_named(script):
     assert settings.values == {"rollout.n": 8, "rollout.m": 8}
     random = text.replace("exec", "exec 2>&1;").replace("=$M", "=$M a.b=$RANDOM$RANDOM")
     assert read_settings([script(random)]).not_run == ()
+    monkeypatch.setattr(reading, "TRIED_SECONDS", 1)
+    waits = "until ray status; do :; done\n" + text
+    assert read_settings([script(waits)]).not_run == settings.not_run
+    monkeypatch.setattr(reading, "MOST_RAN", 1)
+    assert "git diff --quiet" in read_settings([script(text)]).not_run
     with pytest.raises(ConfigError, match=r"it asks 'bash run\.sh a', which is not run here"):
         read_settings([script("mkdir x; bash run.sh a")])

@@ -244,7 +244,7 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
         raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
     if missing := [field for field in needs if field not in estimated]:
         raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
-    if not bool((estimated["response_mask"] != 0).any()):
+    if bool(batch["response_mask"].any()) and not bool(estimated["response_mask"].any()):
         raise ConfigError(
             f"algorithm.adv_estimator: {name} leaves no token with response_mask, so there is nothing to learn from; "
             f"{RETURNS}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections import Counter
@@ -222,11 +223,19 @@ def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
                 f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
                 f"see it; write it into the prompt, {remove}"
             )
-    elif _WEIGHT.fullmatch(name) and value not in (1, [], ""):
+    elif _WEIGHT.fullmatch(name) and not _is_one(value):
+        instead = "repeat rows or leave them out, set data.weights for whole files"
+        if isinstance(value, list):
+            instead = 'write "weight": 0 into messages of the assistant that are not to be learned'
         raise DataError(
-            f"{place}: the column {name} has {value!r:.40}, and rows have no weights of their own; repeat rows or "
-            f"leave them out, set data.weights for whole files, {remove}"
+            f"{place}: the column {name} has {value!r:.40}, and rows have no weights of their own; {instead}, "
+            f"{remove}"
         )
+
+
+def _is_one(weight: Any) -> bool:
+    """Returns whether a weight, or each of several, is 1 or nothing."""
+    return all(map(_is_one, weight)) if isinstance(weight, list) else weight in (1, "")
 
 
 def _is_file(entry: Entry) -> TypeGuard[str | Path]:
@@ -245,7 +254,7 @@ def _table(entry: Entry) -> Table:
 def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
     for function in convert:
         name = getattr(function, "__name__", repr(function))
-        given = dict(row)
+        given = copy.deepcopy(row)
         try:
             new = function(given)
         # It is the user's.
@@ -257,7 +266,7 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
             raise DataError(
                 f"{place}: {name} of data.convert returned {new!r:.80}; return a dict, or None to leave the row"
             )
-        if changed := [key for key in {**row, **given} if given.get(key, row) is not row.get(key, given)]:
+        if changed := [key for key in {**row, **given} if row.get(key, place) != given.get(key, place)]:
             raise DataError(
                 f"{place}: {name} of data.convert changed {', '.join(map(repr, changed))} in its row and returned "
                 "None, which leaves a row as it was; return the row"

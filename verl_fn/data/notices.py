@@ -297,7 +297,7 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if (answers or good or bad) and (repeated := trained.count(REPEATED)):
         yield (
             f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
-            "text, so the model learns to say it again; remove it from them if it is only there as what they answer"
+            "text, so the model learns to say it again; remove it from responses that only quote what they answer"
         )
     if bool(good) != bool(bad):
         yield (

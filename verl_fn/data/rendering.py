@@ -244,15 +244,16 @@ def _check_seen(
     """
     said = _json(messages)
     for place, tool in enumerate(tools):
-        # A tool's name may also be a word of the conversation.
-        if text.count(name := _name(tool)) > said.count(name):
+        # A tool's name may also be a word of the conversation, or a part of another tool's.
+        name = re.compile(rf"(?<![\w.-]){re.escape(_name(tool))}(?![\w-])")
+        if len(name.findall(text)) > len(name.findall(said)):
             continue
         others = (*tools[:place], *tools[place + 1 :])
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
-                "the chat template does not show the tools of the row to the model; take a template that renders "
-                "`tools`, or remove the column tools"
+                f"the chat template does not show the tools of the row to the model, such as {_name(tool)!r}; take a "
+                "template that renders `tools`, or remove the column tools"
             )
     check_shown(messages, text, render)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -105,7 +106,7 @@ exec() { [ $# = 0 ] || { "$@"; exit; }; }
 _NOT_RUN = re.compile("\2([^\3]*)\3")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
-MOST_RAN = 20  # programs whose exit status is tried
+MOST_RAN, TRIED_SECONDS = 20, 5  # programs whose exit status is tried, and for how long each
 
 
 @attrs.frozen
@@ -445,8 +446,13 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     distinct = _starts(commands)
     if len(distinct) == 1:
         # A program on whose exit status the settings depend is one that a script asks, too.
-        again = {one: _starts(_commands(bash, path, text, arguments, otherwise=one)[1]) for one in ran[:MOST_RAN]}
+        again = {}
+        for one in ran[:MOST_RAN]:
+            # A script that waits for a program does not end if that one fails.
+            with contextlib.suppress(ConfigError):
+                again[one] = _starts(_commands(bash, path, text, arguments, otherwise=one, seconds=TRIED_SECONDS)[1])
         differing = [one for one, others in again.items() if others and others != distinct]
+        asked += ran[MOST_RAN:]
         # Settings may also have the time or a random number.
         if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
             asked += differing
@@ -468,7 +474,7 @@ def _starts(commands: Sequence[str]) -> list[str]:
 
 
 def _commands(
-    bash: str, path: Path, text: str, arguments: Sequence[str], otherwise: str = ""
+    bash: str, path: Path, text: str, arguments: Sequence[str], otherwise: str = "", seconds: int = SECONDS
 ) -> tuple[list[str], list[str]]:
     """Returns what a script prints, and the commands that it gives to trainers and to programs that are not run.
 
@@ -480,6 +486,7 @@ def _commands(
         text: of the script.
         arguments: of the script.
         otherwise: a command that succeeds if it else fails, or fails if it else succeeds.
+        seconds: after which the script is ended.
 
     Raises:
         ConfigError: it does not end.
@@ -505,10 +512,10 @@ def _commands(
         try:
             done = subprocess.run(
                 [bash, "-r", str(copy), *arguments], env=environment, capture_output=True, text=True,
-                stdin=subprocess.DEVNULL, timeout=SECONDS, pass_fds=[number], errors="replace",
+                stdin=subprocess.DEVNULL, timeout=seconds, pass_fds=[number], errors="replace",
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"--from-verl: {path} did not end in {SECONDS} s") from error
+            raise ConfigError(f"--from-verl: {path} did not end in {seconds} s") from error
         launches.seek(0)
         commands = launches.read().decode(errors="replace").split("\0\0")[:-1]
     said = [line.replace(str(copy), path.name) for line in (done.stderr + done.stdout).splitlines()]

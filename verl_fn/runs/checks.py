@@ -172,7 +172,7 @@ def check_run_folder(plan: Plan) -> None:
     """Checks that a run's folder is no file and lies in none, and is no model's."""
     folder = Path(plan.trainer.dir)
     if (folder / "config.json").is_file():
-        raise ConfigError(f"trainer.dir: {folder} holds a model, which its name stands for; choose another folder")
+        raise ConfigError(f"trainer.dir: {folder} is the folder of a model; choose another folder for the run")
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
 

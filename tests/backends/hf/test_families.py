@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import attrs
@@ -375,12 +376,15 @@ def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
         assert not any("tilelang" in note for note in model_notices(dense, "lm", device="cuda"))
 
 
-def test_models_that_another_package_registers_are_not_taken(folder):
+def test_models_that_another_package_registers_are_not_taken(folder, tmp_path):
     class Mamba(transformers.PretrainedConfig):
         model_type = "mamba"
 
     transformers.AutoConfig.register("mamba", Mamba, exist_ok=True)
     assert type(read_config(folder("mamba"))) is transformers.MambaConfig
+    other = shutil.copytree(folder("mamba"), tmp_path / "other")
+    transformers.AutoConfig.register("mamba", Mamba, exist_ok=True)
+    assert dropout_of(other) == {} and type(read_config(other)) is transformers.MambaConfig
 
 
 def test_a_skeleton_finds_its_layers(folder):
