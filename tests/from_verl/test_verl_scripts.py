@@ -377,5 +377,5 @@ def test_programs_whose_exit_status_decides_on_settings_are_named(script, monkey
     assert read_settings([script(waits)]).not_run == settings.not_run
     monkeypatch.setattr(reading, "MOST_RAN", 1)
     assert "git diff --quiet" in read_settings([script(text)]).not_run
-    with pytest.raises(ConfigError, match=r"it asks 'bash run\.sh a', which is not run here"):
+    with pytest.raises(ConfigError, match=r"of what is not run here, it calls 'bash run\.sh a' last"):
         read_settings([script("mkdir x; bash run.sh a")])

@@ -459,9 +459,10 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
         return distinct[0].split("\0"), tuple(asked)
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
-    last += (
-        f"; it asks {[*asked, *ran[::-1]][0]!r:.200}, which is not run here" if asked + ran and not distinct else ""
-    )
+    if asked and not distinct:
+        last += f"; it asks {asked[0]!r:.200}, which is not run here"
+    elif ran and not distinct:
+        last += f"; of what is not run here, it calls {ran[-1]!r:.200} last"
     raise ConfigError(
         f"--from-verl: {path} {why}{last}; set what it asks for, or put 'verl-fn config --from-verl' in front of the "
         "command in it and run it"
