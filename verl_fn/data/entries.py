@@ -136,7 +136,8 @@ _MEDIA = re.compile(
     re.IGNORECASE,
 )
 _WEIGHT = re.compile(
-    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?|loss|((is|do|to)_)?train(ing|able)?"
+    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?"
+    r"|loss|((is|do|to)_)?train(ing|able)?"
 )
 _TURNS = {
     **dict.fromkeys(
