@@ -44,7 +44,7 @@ def test_the_folder_of_a_model_is_not_a_runs(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     plan = tiny_run(tmp_path / "model", tmp_path / "model")
     for start in (check_run, train):
-        with pytest.raises(ConfigError, match=r"trainer\.dir: .*/model holds a model, .*choose another folder"):
+        with pytest.raises(ConfigError, match=r"trainer\.dir: .*/model is the folder of a model; choose another"):
             start(plan, SILENT)
 
 
