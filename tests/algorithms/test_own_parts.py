@@ -349,6 +349,12 @@ def test_what_an_estimator_must_not_do(here, name, message):
         estimator(GRPO(adv_estimator=f"me:{name}"))(rewarded())
 
 
+def test_an_estimator_is_not_blamed_for_a_batch_without_tokens_that_count(here):
+    batch = rewarded()
+    batch = batch.with_tokens(response_mask=torch.zeros_like(batch["response_mask"]))
+    assert not estimator(GRPO(adv_estimator="me:unmasked"))(batch)["response_mask"].any()
+
+
 def test_what_an_estimator_writes_on_tokens_that_do_not_count_is_no_error(here):
     assert "advantages" in estimator(GRPO(adv_estimator="me:outside"))(rewarded())
 

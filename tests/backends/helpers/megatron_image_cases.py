@@ -30,7 +30,7 @@ def megatron(folder, options, **more):
 
 def local(folder, options, **more):
     alone = {name: options[name] for name in SHARED if name in options}
-    # With Bridge's provider of Qwen3-VL, the current GPU of every rank becomes the first one.
+    # After Megatron has made a Qwen3-VL, "cuda" was the first GPU on the second rank.
     device = DEVICE if DEVICE == "cpu" else f"cuda:{dist.get_rank()}"
     return Local(folder, more.get("optimizer", sgd(0.1)), device=device, max_tokens=BUDGET, **alone)
 
