@@ -193,14 +193,18 @@ def gradient_errors(found: Computed, expected: Computed) -> dict[str, float]:
     return errors
 
 
+def logprob_error(found: Computed, expected: Computed) -> float:
+    """Returns the largest difference of log-probs."""
+    return float((found.logprobs - expected.logprobs)[expected.logprobs != 0].abs().max())
+
+
 def _errors(found: Computed, expected: Computed) -> dict[str, Any]:
     norm, ours = (torch.stack([g.norm() for g in of.gradients.values()]).norm() for of in (expected, found))
     errors = gradient_errors(found, expected)
     # A comparison with NaN is false, so that NaN is the worst.
     parameter = functools.reduce(lambda worst, name: worst if errors[name] <= errors[worst] else name, errors)
-    logprobs = float((found.logprobs - expected.logprobs)[expected.logprobs != 0].abs().max())
     return {
-        "logprobs": logprobs, "grad_norm": float((ours - norm).abs() / norm),
+        "logprobs": logprob_error(found, expected), "grad_norm": float((ours - norm).abs() / norm),
         "gradient": errors[parameter], "parameter": parameter,
     }  # fmt: skip
 

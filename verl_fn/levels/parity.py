@@ -22,8 +22,8 @@ from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.families import (
     ROWS,
     batch_of,
-    compared,
     gradient_errors,
+    logprob_error,
     of_layout,
     reference,
 )
@@ -64,7 +64,7 @@ def parity(folder: Path, device: str) -> list[Check]:
     batch = batch_of(rows)
     expected = reference(folder, batch)
     found = of_layout(folder, "megatron", device, rows)
-    result = compared(found, expected)
+    logprobs = logprob_error(found, expected)
     errors = gradient_errors(found, expected)
     bar = BAR
     if not max(errors.values()) <= BAR:
@@ -75,7 +75,7 @@ def parity(folder: Path, device: str) -> list[Check]:
         if name not in found.weights or not torch.equal(found.weights[name], t.float())
     )  # fmt: skip
     return [
-        Check(NAMES[0], result["logprobs"] <= BAR, f"{result['logprobs']:.1e} nats at most, bar {BAR:.0e}"),
+        Check(NAMES[0], logprobs <= BAR, f"{logprobs:.1e} nats at most, bar {BAR:.0e}"),
         Check(NAMES[1], max(errors.values()) <= bar, f"{_worst(errors)}, bar {bar:.0e}"),
         Check(NAMES[2], not changed, _named(changed) if changed else f"{len(expected.weights)} bitwise"),
     ]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -58,7 +59,7 @@ WITH_LORA, WITHOUT_LORA = (*COMMON, ADAPTERS, BASE), (*COMMON, ALL_CHANGED)
 # Two updates of each role a step, so that the first matrices of adapters, behind zeros at first, get gradients too.
 SETTINGS = (
     "algorithm.name=ppo", "algorithm.use_kl_loss=true", "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4",
-    "trainer.save_freq=1", "trainer.max_ckpt_to_keep=999", "trainer.val_before_train=false", "data.val_size=4",
+    "trainer.save_freq=2", "trainer.max_ckpt_to_keep=999", "trainer.val_before_train=false", "data.val_size=4",
     "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "rollout.verify=always", "actor.strategy=megatron",
     # What is compared is compared in fp32, whatever the dtype of the model's folder.
     "actor.dtype=float32", "critic.dtype=float32", "rollout.dtype=float32",
@@ -84,12 +85,20 @@ PRETRAINED = (
     "data.max_prompt_length=512", "actor.optim.weight_decay=0.0", "algorithm.clip_ratio_high=0.28",
     "actor.optim.lr=2e-5", "rollout.slots=1024",
 )  # fmt: skip
+# Likeliest tokens say little of a small model in a short run: one that passes another changes most answers at once.
 RANDOM = (
     "algorithm.name=grpo", "rollout.n=8", "data.train_batch_size=16", "algorithm.ppo_mini_batch_size=8",
+    "actor.optim.weight_decay=0.0", "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=4",
+)  # fmt: skip
+# A policy of random weights draws from its whole vocabulary, and rewards for so few draws teach it nothing within a
+# level's steps: it learns from answers first, until some of its own are right.
+WARM_UP = (
+    "algorithm.name=sft", "trainer.total_training_steps=200", "trainer.stop_at=0.3", "trainer.test_freq=2",
+    "trainer.val_before_train=false", "trainer.save_freq=-1", "data.train_batch_size=32", "data.val_size=64",
     "actor.optim.weight_decay=0.0",
 )  # fmt: skip
-# Random weights learn at a rate that moves a logit as far in an update in wide models as in narrow ones.
-RATE, WIDTH = 3e-3, 64
+# The rate of the warm-up moves a logit as far in an update in wide models as in narrow ones. Rewards take a fifth.
+RATE, WIDTH, OF_REWARDS = 3e-3, 64, 0.2
 STATE = "the resumed run equals the uninterrupted one in every bit"
 METRICS = "so do the metrics of its last step"
 MERGED, ADAPTER = "transformers loads the merged model", "PEFT loads the adapter"
@@ -322,11 +331,27 @@ def plan_of_learning(request: Request, folder: Path, strategy: str) -> Plan:
         *(RANDOM if request.dummy else PRETRAINED),
     ]  # fmt: skip
     if request.dummy:
-        width = read_config(request.folder).get_text_config().hidden_size
-        settings.append(f"actor.optim.lr={RATE * min(1.0, WIDTH / width):g}")
+        settings.append(f"actor.optim.lr={OF_REWARDS * _rate(request):g}")
     if not request.data:
-        settings += ['reward.functions=["verl_fn.scores:even_share"]', "data.val_size=32"]
+        settings.append("data.val_size=64")
     return _plan(request, folder, *settings)
+
+
+def _rate(request: Request) -> float:
+    return RATE * min(1.0, WIDTH / read_config(request.folder).get_text_config().hidden_size)
+
+
+def warm_up(request: Request, baseline: Path, say: Callable[[str], None]) -> None:
+    """Trains random weights on the answers of the project's task, with ``local``, below the baseline's folder."""
+    if after_warm_up(request, baseline) is not request:
+        train(_plan(request.alone(), baseline / "warm_up", *WARM_UP, f"actor.optim.lr={_rate(request):g}"), say)
+
+
+def after_warm_up(request: Request, baseline: Path) -> Request:
+    """Returns the request with the model that ``warm_up`` leaves; with its own model if that one learns at once."""
+    if not request.dummy or request.data:
+        return request
+    return attrs.evolve(request, folder=str(baseline / "warm_up/model"))
 
 
 def compare(request: Request, folder: Path, baseline: Path, say: Callable[[str], None]) -> list[Check]:

@@ -105,15 +105,18 @@ def feature(request: Request, folder: Path, progress: Progress) -> Outcome:
 def level_5_baseline(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The run of ``local``, or of ``fsdp`` on several ranks, that the next process compares its own with."""
     strategy = "local" if request.gpus == 1 else "fsdp"
-    train(training.plan_of_learning(request, folder / "run", strategy), progress.say)
+    training.warm_up(request, folder, progress.say)
+    warm = training.after_warm_up(request, folder)
+    train(training.plan_of_learning(warm, folder / "run", strategy), progress.say)
     return Outcome()
 
 
 def level_5(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The same run with Megatron."""
-    baseline = folder.with_name("level_5_baseline") / "run"
-    training.require_signal(baseline, request)
-    return Outcome(tuple(training.compare(request, folder / "run", baseline, progress.say)))
+    baseline = folder.with_name("level_5_baseline")
+    training.require_signal(baseline / "run", request)
+    warm = training.after_warm_up(request, baseline)
+    return Outcome(tuple(training.compare(warm, folder / "run", baseline / "run", progress.say)))
 
 
 def layouts(request: Request, folder: Path, progress: Progress) -> Outcome:

@@ -280,7 +280,10 @@ def test_a_command_that_is_ended_leaves_a_report_and_no_weights_of_levels_that_p
 
 
 def test_level_5_compares_with_a_baseline(levels, config, tmp_path):
-    words = ["--model", config("llama"), "--device", "cpu", "--steps", "6", "--margin", "0.02"]
+    wider = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": 4096}
+    wider.write_text(json.dumps(json.loads(config("llama").read_text()) | sizes))
+    words = ["--model", wider, "--device", "cpu", "--steps", "8", "--margin", "0.02"]
     status, report, of = levels(5, *words)
     assert (status, of["Level 5"]["verdict"]) == (0, "Pass"), of["Level 5"]["reason"]
     assert set(report["curves"]) == {"megatron", "baseline"}
@@ -398,7 +401,7 @@ def test_random_weights_of_a_wider_model_learn_at_a_smaller_rate(models, tmp_pat
     for width in (training.WIDTH, 16):  # the model is 32 wide
         monkeypatch.setattr(training, "WIDTH", width)
         rates.append(training.plan_of_learning(request, tmp_path, "local").roles["actor"].optim.lr)
-    assert rates == [training.RATE, training.RATE / 2]
+    assert rates == pytest.approx([training.RATE * training.OF_REWARDS, training.RATE * training.OF_REWARDS / 2])
 
 
 @pytest.mark.parametrize("error", [
