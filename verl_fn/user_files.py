@@ -178,7 +178,6 @@ def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[st
     The message of another process's error has the traceback there as text; it is shortened as well.
 
     Args:
-        error: the error.
         frames_only: leave out the messages, too.
     """
     ours = (str(Path(__file__).parent) + os.sep, *LIBRARIES, "<")

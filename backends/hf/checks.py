@@ -66,9 +66,6 @@ def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = 
 
     Args:
         auto: transformers' class that makes the model.
-        config: of the whole model.
-        head: ``lm`` or ``value``.
-        folder: where the config comes from, for errors.
         layout: ``packed`` or ``padded`` for this layout only; ``auto`` for the first one that is right.
 
     Raises:

@@ -320,10 +320,6 @@ def _random_model(
     """Returns the model.
 
     Args:
-        arch: its model type.
-        fields: of its config.
-        tokenizer: its tokenizer.
-        seed: of its weights.
         seen: the tokens of images and their size, of a model with images.
         named: the fields that the architecture must have.
     """

@@ -35,9 +35,6 @@ Content = dict[tuple[int, str], Tensor]
 
 class Past:
     """What rows have read, by slot. ``read`` and ``step`` are called inside of ``skeleton.run``, without gradients.
-
-    Args:
-        skeleton: the model.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -79,7 +76,6 @@ class Past:
         """Appends a token to each of the first n slots, forgets the other slots, and returns the new hidden states.
 
         Args:
-            skeleton: the model.
             tokens: one for each slot.
             positions: how many tokens each of these slots has.
             longest: no slot has more tokens.

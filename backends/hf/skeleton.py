@@ -92,7 +92,6 @@ class Fit:
 
         Args:
             temperature: one for each hidden state; None stands for 1.
-            hidden: the hidden states.
 
         Example:
             >>> Fit(scale=0.5, softcap=4.0).heat(None, torch.zeros(1, 8))
@@ -423,7 +422,6 @@ class Skeleton(nn.Module):
         Args:
             tokens: of all rows.
             positions: of families with one axis, ``[1, T]``.
-            seen: the images.
             given: arguments of the language model.
         """
         places = positions if seen.positions is None else seen.positions.T[:, None]

@@ -208,7 +208,6 @@ def check_images(family: Family | None, config: Any, batch: Batch, *, padded: bo
 
     Args:
         family: of the model; None for a model of text.
-        config: of the model.
         batch: on the CPU.
         padded: whether the model's rows are padded.
 
@@ -312,7 +311,6 @@ class Seen:
 
         Args:
             body: has transformers' ``get_image_features``.
-            dtype: of the features.
         """
         outputs = body.get_image_features(**self.family.arguments(self.fields), return_dict=True)
         deep = getattr(outputs, "deepstack_features", None) or ()

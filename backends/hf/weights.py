@@ -36,7 +36,6 @@ def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
     A bias may have -inf, by which an output layer excludes tokens.
 
     Args:
-        name: of the parameter.
         weight: some or all of its rows.
         place: the folder or file that they come from, for the error.
 
@@ -99,9 +98,6 @@ class FolderWeights:
         """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
 
         Args:
-            name: of the parameter.
-            start: the first row.
-            end: the one after the last row.
             into: has room for these rows.
             opened: the files that earlier calls opened; this call adds to it.
 

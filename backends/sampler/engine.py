@@ -44,9 +44,6 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
     """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
 
     Args:
-        folder: the model folder.
-        device: that computes.
-        dtype: of weights and cache.
         exact: the decoder's log-probs must equal an exact trainer's in every bit.
 
     Raises:

@@ -70,8 +70,6 @@ class Outlet(End):
 
     Args:
         address: the address of the engine's inlet.
-        secret: the key of the inlet.
-        device: the device of the weights.
         allowed: the kinds of staging to choose from; by default all.
 
     Attributes:
@@ -96,7 +94,6 @@ class Outlet(End):
         """Announces weights to the engine.
 
         Args:
-            version: of the weights.
             sources: by name, what the engine can choose from.
             identify: for each source that lacks frozen weights, identifies these.
 

@@ -596,9 +596,6 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
 def absolute_task(task: str, folder: Path) -> str:
     """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
 
-    Args:
-        folder: relative paths are seen from it.
-
     Example:
         >>> absolute_task("verifiers:envs/my-env", Path("/a")), absolute_task("verifiers:my-env", Path("/a"))
         ('verifiers:/a/envs/my-env', 'verifiers:my-env')

@@ -193,7 +193,6 @@ def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) 
     """Returns all parts as one.
 
     Args:
-        parts: the parts, in order.
         problems: the problems of all parts, if the parts do not have them.
     """
     parts = list(parts)
@@ -222,8 +221,6 @@ def short_enough(
 
     Args:
         key: the config key that names the problems, for errors.
-        found: the problems.
-        table: the config's ``[data]`` table.
         say: prints a line; it reports how many prompts were left out or are cut.
         each: report each file by itself.
 

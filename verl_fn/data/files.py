@@ -97,7 +97,6 @@ def read_problems(
     """Reads the problems of files and data sets, and numbers them from 0 over all files.
 
     Args:
-        files: the files, in order.
         kinds: the kind of rows of each file; by default verl's columns, as ``problem_rows`` reads them.
         prompt_key: the column of prompts, without ``kinds``.
         convert: functions that make rows of other columns into these.
@@ -128,9 +127,6 @@ def encode_prompts(
     it. Chat messages go through the tokenizer's chat template, up to the start of the assistant's answer.
 
     Args:
-        problems: the problems whose prompts are encoded.
-        tokenizer: the model's tokenizer.
-        max_length: the longest prompt allowed, in tokens.
         truncation: what becomes of longer ones; see ``truncated``. Prompts with images are not cut.
         images: gets what each prompt holds of its images, or None.
 
@@ -199,8 +195,6 @@ def truncated(ids: list[int], max_length: int, side: str) -> list[int]:
     """Cuts the ids of a prompt to a length.
 
     Args:
-        ids: the prompt's token ids.
-        max_length: the most that are kept.
         side: where it is cut: ``left`` keeps the end, ``right`` the start, and ``middle`` half of both.
 
     Example:
@@ -249,9 +243,7 @@ def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
     """Returns an error message that names the first characters of a text that the tokenizer does not know.
 
     Args:
-        what: the kind of text, such as ``prompt``.
         text: a string, or chat messages.
-        tokenizer: the tokenizer.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -294,7 +286,6 @@ def problem_rows(prompt_key: str = "prompt", others: str = "") -> Kind:
     ``image``, of which the prompt shows each by a mark ``<image>`` or a part of the type image.
 
     Args:
-        prompt_key: the column of prompts.
         others: which other columns the rows might have, for the error about a missing one.
     """
 
@@ -323,9 +314,6 @@ def turns(key: Key, start: int, count: int, weights: Sequence[float]) -> list[tu
     source are numbered without a gap, wherever it is entered.
 
     Args:
-        key: names the stream.
-        start: the first problem.
-        count: how many.
         weights: of the sources, above 0.
 
     Example:
@@ -361,8 +349,6 @@ def permuted(key: Key, size: int, place: int) -> int:
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 4 (cycle walking).
 
     Args:
-        key: names the permutation.
-        size: of the range.
         place: below ``size``.
 
     Example:

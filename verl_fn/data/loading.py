@@ -61,11 +61,6 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
 def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Source:
     """Returns the task that ``data.task`` names, as a source of what an algorithm learns from.
 
-    Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
-        learns_from: what the algorithm learns from.
-
     Raises:
         DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
     """
@@ -97,9 +92,6 @@ def kinds_of(
 
     Args:
         files: the files, in order; the columns of the first one say what all of them hold.
-        learns_from: what the algorithm learns from.
-        prompt_key: the column of prompts.
-        held_out: whether they are for evaluation.
         convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
 
     Raises:
@@ -135,11 +127,6 @@ def read_files(
     """Reads the problems of files and data sets, and numbers them from 0 over all files.
 
     Args:
-        files: the files, in order.
-        learns_from: what the algorithm learns from.
-        prompt_key: the column of prompts.
-        held_out: whether they are for evaluation.
-        convert: as for ``kinds_of``.
         unused: gets, for each column that is not used, the number of rows with a value in it.
 
     Raises:
@@ -191,10 +178,7 @@ def file_data(
     rows are read and checked here.
 
     Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         say: prints a line; it reports how many prompts were left out.
-        learns_from: what the algorithm learns from.
         end_tokens: the model's, or the first of them, if the run trains on the data's own answers. The tokenizer
             must then be able to encode it.
 
@@ -333,10 +317,6 @@ class ReasoningSets:
 def reasoning_data(table: DataConfig, tokenizer: Any) -> ReasoningSets:
     """Returns the sets that ``data.task`` names as a source, after making a question of each.
 
-    Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
-
     Raises:
         DataError: the package is not installed, has no such set or refuses its options, or the tokenizer has no chat
             template.
@@ -415,11 +395,7 @@ def streamed(
     """Opens the data sets of ``data.train_files``, and checks the first rows of each.
 
     Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         read: makes problems of rows.
-        validation: the held-out problems.
-        learns_from: what the algorithm learns from.
         end_tokens: the model's if the run trains on the data's own answers.
 
     Raises:

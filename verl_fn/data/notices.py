@@ -116,7 +116,6 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     """Returns the traits of problems: the sequence's own ``traits``, or else new ones.
 
     Args:
-        problems: the problems.
         tokenizer: has the special tokens.
     """
     if isinstance(made := getattr(problems, "traits", None), Traits):
@@ -243,10 +242,6 @@ def notices(
     """Yields a line for each unusual property of the problems.
 
     Args:
-        training: the training problems.
-        validation: the held-out problems.
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         answers: whether the run trains on the answers.
         sizes: the number of training problems of each file, if each has a weight.
     """
@@ -388,7 +383,6 @@ def of_template(known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer
 
     Args:
         known: problems for training, and others; their rows may have arguments of their own.
-        table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer, with the run's arguments.
     """
     if prints_date(tokenizer):

@@ -93,7 +93,6 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
-        items: the items.
 
     Raises:
         ProcessEnded: a process was killed.
@@ -148,8 +147,6 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     file is named by all that they depend on.
 
     Args:
-        files: the files, in order.
-        encoder: checks and encodes them.
         references: the names of the encoder's functions of ``data.convert``.
 
     Raises:
@@ -232,7 +229,6 @@ def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str])
 
     Args:
         files: the files and open data sets.
-        encoder: makes the problems.
         references: the names of the encoder's functions of ``data.convert``.
     """
     tokenizer = encoder.tokenizer
@@ -436,7 +432,6 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
 
     Args:
         read: returns bytes of the file, from a place on.
-        size: of the file, in bytes.
 
     Raises:
         ValueError: the file is not whole, or damaged.

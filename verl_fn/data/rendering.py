@@ -85,10 +85,6 @@ def turn_parts(
     answer begins with the reasoning that closes it: the message's, or none.
 
     Args:
-        tokenizer: has a chat template.
-        problem: has the tools and arguments of the template.
-        messages: the conversation.
-        ends: the tokens that end an answer.
         start: turns before this message are not learned from.
 
     Raises:
@@ -262,7 +258,6 @@ def check_shown(messages: Sequence[Message], text: str, render: Render, start: i
     """Checks that a prompt shows tool calls, and messages other than the assistant's.
 
     Args:
-        messages: the conversation.
         text: what the template makes of it, up to the start of the assistant's answer.
         render: returns the text of each conversation, with whether the assistant's answer is begun.
         start: messages before this one are not looked at.
@@ -367,8 +362,6 @@ def _has(text: str, part: str, said: str = "") -> bool:
     """Returns whether a text has a part; templates may strip the part or write it as JSON.
 
     Args:
-        text: a template's.
-        part: of a message.
         said: JSON of messages; the text must have the part as often as they have it.
     """
     part = part.strip()

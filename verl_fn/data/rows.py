@@ -94,7 +94,6 @@ def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
 
     Args:
         file: a file that ends in ``.parquet``, ``.jsonl`` or ``.json``.
-        columns: what is read.
 
     Raises:
         DataError: the file cannot be read, has no rows, or is a Parquet file that lacks a column.
@@ -125,8 +124,6 @@ def block_rows(block: Block, columns: Columns, unread: Counter[str] | None = Non
     """Yields each row of a block, after the name of its place for error messages.
 
     Args:
-        block: the rows.
-        columns: what is returned.
         unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:

@@ -30,9 +30,6 @@ class EnvError(UserError, RuntimeError):
 def check_interpreter(python: str) -> None:
     """Checks that a program is an interpreter that can run environments.
 
-    Args:
-        python: its path.
-
     Raises:
         EnvError: it cannot be run, or it is no Python of a version that is new enough.
 

@@ -114,9 +114,7 @@ class Renderer:
 
         Args:
             messages: the conversation so far, with a mark for each image.
-            arguments: what the template gets besides.
             images: of the problem, with the text of each.
-            label: names the problem in errors.
 
         Raises:
             EnvError: as ``opening``; the messages have more or fewer marks than there are images.
@@ -150,7 +148,6 @@ class Renderer:
         Args:
             said: the conversation so far; it ends with the reply.
             messages: the environment's answer to it.
-            arguments: what the template gets besides.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
@@ -202,9 +199,6 @@ class Renderer:
 
         Args:
             said: the conversation before them.
-            messages: the environment's.
-            arguments: what the template gets besides.
-            label: names the problem in errors.
 
         Raises:
             EnvError: it does not.

@@ -118,7 +118,6 @@ def main(connection: int, lifeline: int, module: str) -> None:
     Args:
         connection: file descriptor of the worker's connection to the trainer.
         lifeline: file descriptor of a socket whose other end the trainer closes to end the worker.
-        module: see ``work``.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():

@@ -189,7 +189,6 @@ def odd_answers(problem: Problem, right: str) -> list[Answer]:
     """Returns answers that a model may give to any problem, for trying a reward before a run.
 
     Args:
-        problem: the problem.
         right: an answer; one of the odd answers ends in its middle.
 
     Example:

@@ -431,7 +431,6 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
     """Checks loggers, chat template, rollout engine and cluster, none of which is started.
 
     Args:
-        ends: the tokens that end an answer.
         gpus: how many GPUs another machine has, for which packages need not be installed here; None for this one.
 
     Raises:

@@ -85,9 +85,6 @@ class BackendCase:
 
     def trained(self, name: str) -> Handle[TrainState]:
         """Returns a state after one update: value heads start as zeros, so new states of a critic would not differ.
-
-        Args:
-            name: other names give other states.
         """
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
