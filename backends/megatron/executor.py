@@ -220,7 +220,6 @@ class Executor:
 
         Args:
             read: returns a whole tensor by hub's name, on the CPU.
-            names: the canonical names.
             together: whether all ranks have to read the same tensors in the same order.
 
         Raises:

@@ -150,7 +150,6 @@ class Sight:
     is transformers', too.
 
     Args:
-        skeleton: transformers' model.
         how: how the model is made.
 
     Attributes:
@@ -284,10 +283,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     """Makes the model of a folder, whose weights are not read; all ranks call it together.
 
     Args:
-        folder: a Hugging Face model folder.
-        layout: how ranks share the model.
         how: how it is made.
-        skeleton: transformers' model, with its adapters.
 
     Raises:
         ModelError: Megatron-Bridge does not know this family, has no such adapters, or a field does not exist.

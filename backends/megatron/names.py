@@ -181,7 +181,6 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
     Args:
         optimizer: from ``verl_fn.steps``; its masks take canonical names and whole tensors.
         leaves: the names of this rank's leaves.
-        canonical: the canonical names.
 
     Raises:
         LayoutError: a mask treats two tensors of one leaf differently.

@@ -151,10 +151,6 @@ class Routing:
         """Returns the recording of a whole batch, on every rank and on the CPU; all ranks call it together.
 
         Each number was recorded by one rank, so adding up the bytes of all ranks puts them together.
-
-        Args:
-            share: which rank computed which rows.
-            batch: all rows.
         """
         routers, device = self.routers, share.staged[0].tokens.device
         whole = torch.zeros(batch.num_tokens, routers.layers, routers.topk, dtype=routers.dtype, device=device)

@@ -48,10 +48,7 @@ def run(
     """Runs the forward passes of all micro-batches, and their backward passes unless ``forward_only``.
 
     Args:
-        built: the model.
-        layout: how ranks share it.
         micro_batches: of this rank; with several pipeline stages, all have as many rows and tokens.
-        wanted: the names of the outputs.
         finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
             differentiate and what to report; it is called on the last stage.
         forward_only: compute no gradients.
@@ -106,11 +103,7 @@ def outputs_of(
     """Returns the outputs for all targets of a micro-batch, or for its rows, on every rank of the last stage.
 
     Args:
-        built: the model.
-        layout: how ranks share it.
-        micro_batch: the rows.
         hidden: the last hidden states of this rank's tokens, ``[t, b, H]``.
-        wanted: the names of the outputs.
     """
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,

@@ -395,7 +395,6 @@ def prompt_with_images(request: Request, config: Any) -> Any:
 
     Args:
         request: its prompt has a token for each feature of its images.
-        config: of the model.
     """
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input

@@ -138,7 +138,6 @@ def misplaced(files: Mapping[str, str], bridge: str) -> str:
     """Returns why imports are not evidence about a checkout; nothing if they come from it.
 
     Args:
-        files: the file of each module.
         bridge: the checkout; empty for what is installed.
 
     Example:
