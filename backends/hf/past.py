@@ -34,8 +34,7 @@ Content = dict[tuple[int, str], Tensor]
 
 
 class Past:
-    """What rows have read, by slot. ``read`` and ``step`` are called inside of ``skeleton.run``, without gradients.
-    """
+    """What rows have read, by slot. ``read`` and ``step`` are called in ``skeleton.run``, without gradients."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._config = skeleton.config

@@ -84,8 +84,7 @@ class BackendCase:
         return self.update(state, self.gradients(state)[0], donate=False)[0]
 
     def trained(self, name: str) -> Handle[TrainState]:
-        """Returns a state after one update: value heads start as zeros, so new states of a critic would not differ.
-        """
+        """Returns a state after one update: value heads start as zeros, so new states of critics do not differ."""
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
         if tree.equal(self.read(state).params, self.read(fresh).params):
