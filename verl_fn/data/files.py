@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
-from verl_fn.data.entries import Convert, Entry, Kind
+from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.rendering import prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
@@ -84,34 +84,6 @@ class FileData:
 
     def _problems(self, key: Key, start: int, places: Sequence[int]) -> Sequence[Problem]:
         return [self.training[place] for place in places]
-
-
-def read_problems(
-    files: Sequence[Entry],
-    kinds: Sequence[Kind] | None = None,
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Problem, ...]:
-    """Reads the problems of files and data sets, and numbers them from 0 over all files.
-
-    Args:
-        kinds: the kind of rows of each file; by default verl's columns, as ``problem_rows`` reads them.
-        prompt_key: the column of prompts, without ``kinds``.
-        convert: functions that make rows of other columns into these.
-        unused: gets, for each column that is not used, the number of rows with a value in it.
-
-    Raises:
-        DataError: a file cannot be read, is empty or lacks a column, or a row cannot be used.
-    """
-    if kinds is None:
-        kinds = [problem_rows(prompt_key)] * len(files)
-    problems: list[Problem] = []
-    for file, kind in zip(files, kinds, strict=True):
-        for block in kind.blocks(file, convert):
-            problems += kind.problems(block, len(problems), convert, unused)
-    return tuple(problems)
 
 
 def encode_prompts(

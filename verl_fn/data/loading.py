@@ -25,7 +25,7 @@ from verl_fn.data.columns import truth
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
 from verl_fn.data.examples import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows, encode_rows
-from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows, read_problems
+from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
@@ -133,7 +133,11 @@ def read_files(
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
     kinds = kinds_of(files, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
-    return read_problems(files, kinds, convert=convert, unused=unused)
+    problems: list[Problem] = []
+    for file, kind in zip(files, kinds, strict=True):
+        for block in kind.blocks(file, convert):
+            problems += kind.problems(block, len(problems), convert, unused)
+    return tuple(problems)
 
 
 def converters(table: DataConfig) -> tuple[Convert, ...]:
