@@ -239,7 +239,7 @@ def show_choices(args: argparse.Namespace) -> int:
         say(_algorithm_page(args.algorithm))
         return 0
     from verl_fn.data.tasks import TASKS
-    from verl_fn.rewards.reward import SOURCES
+    from verl_fn.rewards.reward import RULES
 
     losses = (
         *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
@@ -255,7 +255,7 @@ def show_choices(args: argparse.Namespace) -> int:
         ("training backends", (*STRATEGIES, "mock")),
         ("rollout engines", (*ROLLOUT_ENGINES, "mock")),
         ("drivers", ("local", "ray")),
-        ("rewards by data source", SOURCES),
+        ("rewards by data source", RULES),
         ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),
     ):
         say(f"{kind:<24}{', '.join(names)}")
