@@ -63,9 +63,7 @@ class Serving(ABC):
         ValueError: both, since new weights compute all tokens anew and may send them to other experts.
 
     Attributes:
-        capabilities: what the engine promises.
         version: the version of the weights; None where there are none.
-        end_tokens: the tokens that end a response.
         reads_images: whether prompts may have images.
     """
 

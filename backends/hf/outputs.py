@@ -39,8 +39,6 @@ class Staged:
     """A micro-batch on the device, with what the forward pass needs.
 
     Attributes:
-        batch: the micro-batch.
-        packing: its layout.
         targets: the indices of the tokens with ``response_mask``.
         temperature: one for each target, or None where all are 1.
     """

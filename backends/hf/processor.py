@@ -62,9 +62,7 @@ class Processor:
     """What turns prompts with images into tokens and pixels.
 
     Attributes:
-        tokenizer: of the folder.
         image_processor: transformers', in its version for PIL.
-        config: of the model.
         folder: where they come from, for errors.
     """
 

@@ -110,13 +110,10 @@ class Skeleton(nn.Module):
     with the same parameters.
 
     Attributes:
-        model: the transformers model.
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
-        adapters: the model's adapters, if it has any.
         trained: whether a model without adapters is trained.
         frozen_tower: whether the module that sees images is not trained.
         longest: the most tokens of a row.
-        fit: how the model is run.
         files: the contents of the other files of the model's folder; a checkpoint holds them too.
         head_kernels: the kernels of log-probs; None for the default ones.
         transformed: whether this is inside of ``transformable``.

@@ -281,7 +281,6 @@ class Seen:
     """The images of a micro-batch on the model's device.
 
     Attributes:
-        family: of the model.
         fields: the entries of all rows, or of a blank image if the micro-batch has none.
         blank: whether it is so. Its features count zero times: ranks that share a tower run it together.
         images: which tokens stand for features.

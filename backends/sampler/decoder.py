@@ -44,7 +44,6 @@ class Decoder(Protocol):
 
     Attributes:
         shapes: the shapes of the weights by name, tied ones once.
-        vocab: the size of the vocabulary.
         model: transformers' model of the same folder.
         keeps_prompts: whether ``copy`` copies a prompt even after more tokens were appended to it.
     """

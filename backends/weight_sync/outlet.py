@@ -53,10 +53,8 @@ class Wish:
     """What an engine asks a sender for.
 
     Attributes:
-        kind: the name of the source.
         max_bytes: the most bytes of a bucket.
         checked: whether it compares checksums.
-        dtype: of its weights.
     """
 
     kind: str

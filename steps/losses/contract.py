@@ -104,9 +104,6 @@ class Term:
 class Loss:
     """A sum of terms. ``loss`` makes one from a function.
 
-    Attributes:
-        terms: the terms.
-
     Raises:
         ValueError: two terms keep rows together by different fields.
     """
@@ -210,8 +207,6 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     Tokens and rows with weight zero are ignored, even if their values or the derivatives of these are not finite.
 
     Args:
-        loss: the loss.
-        outputs: the model's outputs that the loss needs.
         batch: has the weights, ``loss_weight`` or ``row_weight``.
 
     Raises:

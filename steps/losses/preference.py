@@ -169,10 +169,6 @@ def reward_metrics(name: str, batch: Batch, pairs: Pairs, values: Tensor, reward
     it is 0 while the policy equals the reference.
 
     Args:
-        name: the loss's name.
-        batch: the batch.
-        pairs: its pairs.
-        values: the loss of each row.
         rewards: the implicit reward of each row.
     """
     rewards = rewards.detach()

@@ -28,7 +28,6 @@ class Constant:
     """A constant learning rate after a warm-up. A plain number is the same schedule without a warm-up.
 
     Attributes:
-        lr: the learning rate.
         warmup_steps: the number of updates in which the learning rate grows linearly from 0.
 
     Example:

@@ -33,8 +33,6 @@ class ActorState(Node):
 
     Attributes:
         actor: the training state, or a handle to it.
-        key: the run's key.
-        step: the number of steps done.
     """
 
     actor: Any

@@ -54,7 +54,6 @@ class PPOState(Node):
             with LoRA, where the actor's frozen base is the reference.
         kl: the controller of the KL penalty in the reward.
         key: the run's key; each step derives a key of its own from it and ``step``.
-        step: the number of steps done.
         reward_model: the training state of a reward model, or a handle to it; None where others give the reward.
     """
 

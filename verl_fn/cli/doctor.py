@@ -48,7 +48,6 @@ class Finding:
     """One thing that was looked for.
 
     Attributes:
-        name: the thing.
         found: what there is; empty if it is missing.
         mend: what to do if it is missing or unsuitable; empty if all is well.
         needed: whether runs fail without it.

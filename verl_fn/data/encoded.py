@@ -62,7 +62,6 @@ class Encoded:
     """Problems of files with the lengths of their tokens.
 
     Attributes:
-        problems: the problems, perhaps on disk.
         prompts: tokens of each prompt, of shape (problems,).
         rows: for each problem, tokens of its longest row, of its rows together, of the longest prompt of a row, and
             of the longest response, of shape (problems, 4); 0 unless its rows are learned from.
@@ -123,8 +122,6 @@ class Encoder:
 
     Attributes:
         kinds: the kind of rows of each file.
-        convert: the functions of ``data.convert``.
-        tokenizer: the model's tokenizer.
         end_tokens: as for ``encode_rows``, if rows are learned from.
         judged_only: whether only rows of judged responses are learned from.
         limit: rows of longer prompts are not encoded.

@@ -33,7 +33,6 @@ class FileData:
 
     Attributes:
         training: the problems of all files, perhaps on disk; empty for a run that only evaluates.
-        validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
         sizes: the number of training problems of each file; without ``weights`` it may be left out.
         weights: one for each file: each has epochs of its own. Without them, all files are one.

@@ -60,9 +60,6 @@ class Judged(Problem):
 class TaskPairs:
     """Pairs made of a generated task: the right answer, and one with one to four mistakes that scores less.
 
-    Attributes:
-        task: the task.
-
     Example:
         >>> from verl_fn.data.tasks import TASKS
         >>> pair = TaskPairs(TASKS["reverse"]).train(Key.from_seed(0), 0, 1)[0]

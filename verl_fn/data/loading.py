@@ -254,7 +254,6 @@ class ReasoningSets:
     options. One question in eight is held out, by its text.
 
     Attributes:
-        names: of the sets.
         weights: the share of each set among problems, up to a common factor.
         options: of each set by its name; sets without options have the package's defaults.
         max_prompt: tokens that no prompt may exceed.
@@ -352,7 +351,6 @@ class StreamedData(FileData):
     """A source of problems whose rows stay on disk until a step needs them; ``training`` has the first ones.
 
     Attributes:
-        tables: the data sets.
         read: makes problems of rows.
         fits: whether each of several problems is short enough; in place of one that is not, another is drawn.
     """
@@ -440,7 +438,6 @@ class Fits:
         max_prompt: tokens that no prompt may exceed.
         max_row: tokens that no training row may exceed.
         leave_out: whether longer ones are left out.
-        tokenizer: the model's tokenizer.
         end_tokens: the model's if the run trains on the data's own answers; otherwise only prompts count.
         truncation: how longer prompts are cut, if they are not left out.
     """

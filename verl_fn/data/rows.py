@@ -31,7 +31,6 @@ class Block:
 
     Attributes:
         place: names a row for error messages, with its number behind it.
-        numbers: the numbers of the rows.
         rows: lines of JSON, or an Arrow table.
         damage: the start of the error about a part of a table that cannot be read.
         unread: for each column that was not read, the number of rows with a value in it.

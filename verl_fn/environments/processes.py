@@ -66,11 +66,8 @@ class Job:
     """A call of an environment.
 
     Attributes:
-        number: of the conversation.
-        seed: of its random numbers.
         problem: the fields of its problem, as values of JSON.
         replies: all replies of the model so far; without any, the conversation begins.
-        group: the number of its group.
     """
 
     number: int
@@ -90,7 +87,6 @@ class Scoring:
     """A call that scores conversations of a group together.
 
     Attributes:
-        seed: of its random numbers.
         jobs: the last job of each conversation: the one that has ended it.
     """
 

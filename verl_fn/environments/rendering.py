@@ -389,10 +389,8 @@ class Conversation:
 
     Attributes:
         place: its place among all conversations of a call.
-        request: asks for it.
         number: its number among the conversations of the request.
         group: the number of the request; its conversations are a group.
-        messages: all so far.
         tools: JSON schemas of the functions that the model can call.
         replies: the texts of the model's replies.
         rows: the rows so far; the last one goes on.

@@ -43,7 +43,6 @@ class Answer:
     """A response to judge.
 
     Attributes:
-        problem: the problem that was asked.
         text: the response without end tokens and padding; other special tokens are a part of it.
         finished: whether it ended with the end token; False if it was cut off at the length limit.
         tokens: of the whole row, with its prompt and end token; None outside of ``Reward``.

@@ -41,9 +41,6 @@ class BackendCase:
     """A backend under test and the arguments of its calls. States may be handles; ``read`` resolves them.
 
     Attributes:
-        backend: the backend under test.
-        loss: the loss that is differentiated.
-        batch: the batch that is passed to the backend.
         tolerance: the largest relative difference between splits or layouts.
         key: the states and splits are drawn from it.
         get: returns the value behind a reference.

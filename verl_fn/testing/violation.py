@@ -28,9 +28,6 @@ LOW = (torch.bfloat16, torch.float16)
 class LawViolation(AssertionError):
     """Raised when a law is broken.
 
-    Attributes:
-        law: the name of the law.
-
     Example:
         >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
         Traceback (most recent call last):
