@@ -37,14 +37,9 @@ class Executor:
     """Megatron's model of a folder on this rank, and what a backend needs to use it.
 
     Attributes:
-        layout: how ranks share the model.
         hollow: transformers' model without weights, for names, shapes and the files of a checkpoint.
-        built: Megatron's model.
-        canonical: the canonical names.
-        tasks: of all parameters.
         of_buffers: the tasks of all buffers.
         parts: of all parameters, on all ranks.
-        pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
         zeros: what a value without adapters has in their place, by leaf.

@@ -53,7 +53,6 @@ class Parts:
     """The parts of each parameter on all ranks.
 
     Attributes:
-        layout: how ranks share the model.
         pieces: this rank's piece of each, None where another stage has the parameter.
         own: this rank's part of each.
         every: the parts of each, of the first stage that has it.

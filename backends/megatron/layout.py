@@ -102,7 +102,6 @@ class Layout:
     of a backend puts its own groups there; see ``active``.
 
     Attributes:
-        sizes: how the model is shared.
         rank: the number of this process.
         size: how many processes there are.
         dp: how many ranks have rows of their own.

@@ -31,7 +31,6 @@ class Place:
     """Where the tensor of a hub's name lies among the canonical ones.
 
     Attributes:
-        name: the canonical name.
         expert: the number of the expert, or None for a whole tensor.
         start: the first of the expert's rows.
         end: the one after its last row.

@@ -148,7 +148,6 @@ class Level:
     """A level of coverage.
 
     Attributes:
-        title: its name.
         proves: what passing it shows.
         advice: where to look if it fails.
         parts: the processes that a request makes of it.

@@ -36,7 +36,6 @@ class Repository:
 
     Attributes:
         name: what it holds.
-        folder: where it lies.
         commit: its commit; empty if it is no checkout.
         dirty: the lines of ``git status --short``.
     """
