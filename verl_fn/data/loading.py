@@ -30,7 +30,7 @@ from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import SUFFIXES, DataError
-from verl_fn.data.tasks import HELD_OUT, MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, is_held_out
+from verl_fn.data.tasks import MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, different, is_held_out
 from verl_fn.scores import SOURCE, reasoning_question
 from verl_fn.state import Key
 
@@ -280,16 +280,8 @@ class ReasoningSets:
         Raises:
             DataError: a set makes no question that can be used.
         """
-        count = HELD_OUT if count is None else count
-        problems: dict[str, Problem] = {}
-        key, draws, last_new = Key.from_seed(0).fold_in("held-out"), 0, 0
-        while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
-            problem = self._draw(key.fold_in(draws), len(problems), True)
-            draws += 1
-            question = problem.extra_info["question"]
-            if question not in problems:
-                problems[question], last_new = problem, draws
-        return tuple(problems.values())
+        draw, key = functools.partial(self._draw, held_out=True), Key.from_seed(0).fold_in("held-out")
+        return different(count, key, draw, lambda problem: problem.extra_info["question"])
 
     def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
