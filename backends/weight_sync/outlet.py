@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,6 +36,8 @@ from .channel import (
 from .publication import Cut, Weights, apart_of, in_dtype, kept_of
 
 TRIES = 3  # to connect to an engine
+# An engine that refuses the weights, or has ended, raises the reason in its own call.
+REFUSABLE = contextlib.suppress(SenderFailed)
 
 
 def part_bytes(max_bytes: int) -> int:
@@ -107,7 +109,7 @@ class Outlet(End):
         if reply is None:
             # The engine has ended (whoever waits for its call notices), or this publication has failed before.
             return None
-        with self._refusable():
+        with REFUSABLE:
             kind, *rest = reply
             if kind == "identify":
                 send_message(self.open, ("base", identify[rest[0]]()))
@@ -130,7 +132,7 @@ class Outlet(End):
     def _answered(self, *message: Any) -> tuple[Any, ...] | None:
         """Returns the engine's answer to the first message; None if it has ended or closed the connection."""
         self._connection = self._connection or self._connected()
-        with self._refusable():
+        with REFUSABLE:
             if self._connection is not None:
                 send_message(self._connection, message)
                 self.announced = True
@@ -159,7 +161,7 @@ class Outlet(End):
         """Sends a bucket, and returns whether the engine accepts it."""
         if self._connection is None or self._staging is None:
             return False
-        with self._refusable():
+        with REFUSABLE:
             free = [i for i in range(SLOTS) if i not in self._busy]
             number = free[0] if free else self._taken()
             if number is not None:
@@ -170,7 +172,7 @@ class Outlet(End):
 
     def end(self) -> None:
         """Ends the publication, and waits until the engine has all weights."""
-        with self._refusable():
+        with REFUSABLE:
             send_message(self.open, ("end",))
             while self._taken() is not None:
                 pass
@@ -203,12 +205,6 @@ class Outlet(End):
             transfer(self._staging, number, nbytes)
             send_message(self.open, message)
         self._busy.append(number)
-
-    @contextlib.contextmanager
-    def _refusable(self) -> Iterator[None]:
-        """Ignores that an engine refused the weights or ended, since its own call raises the reason."""
-        with contextlib.suppress(SenderFailed):
-            yield
 
     def fail(self, version: int, error: BaseException) -> None:
         """Tells the engine that a publication failed, also if it waits for the announcement."""
