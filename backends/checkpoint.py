@@ -275,11 +275,7 @@ def read_buffers(folder: str | Path, like: Buffers) -> Buffers:
 
 
 def check_finished(folder: str | Path) -> None:
-    """Raises an error unless a save of a training state into ``folder`` was finished.
-
-    Raises:
-        CheckpointError: no save was finished there.
-    """
+    """Raises CheckpointError unless a save of a training state into ``folder`` was finished."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     if not (Path(folder) / SCALARS).is_file():
@@ -395,11 +391,7 @@ def dtype_of_weights(folder: Path) -> torch.dtype | None:
 
 
 def _compare(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
-    """Raises an error unless the written tensors are the given ones, bit for bit.
-
-    Raises:
-        ModelError: some are missing, added, or differ.
-    """
+    """Raises ModelError unless the written tensors are the given ones, bit for bit."""
     differing = [
         *(name for name in expected if name not in written),
         *(name for name in written if name not in expected),

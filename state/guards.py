@@ -199,10 +199,7 @@ def _stamp(t: Tensor, read: bool) -> tuple[int, int]:
 
 
 def expect(function: str, kind: type, value: object) -> None:
-    """Raises an error for an argument of another kind.
-
-    Raises:
-        ArgumentError: ``value`` is not a ``kind``.
+    """Raises ArgumentError for an argument of another kind.
 
     Example:
         >>> expect("forward", Batch, [[1, 2]])
@@ -218,10 +215,7 @@ def expect(function: str, kind: type, value: object) -> None:
 
 
 def expect_tokens(batch: Batch, vocab: int) -> None:
-    """Checks that a model knows the tokens of a batch; a GPU would report it much later.
-
-    Raises:
-        ValueError: it does not.
+    """Raises ValueError for tokens that a model does not know; a GPU would report it much later.
 
     Example:
         >>> expect_tokens(Batch.from_rows([[1], [2, 9]]), vocab=8)

@@ -221,10 +221,7 @@ def requests_for(
 
 
 def check_ids(ids: Sequence[int]) -> None:
-    """Checks that no two requests have the same id, since their samples would be taken for one group.
-
-    Raises:
-        ValueError: two of them have.
+    """Raises ValueError for requests of the same id, since their samples would be taken for one group.
 
     Example:
         >>> check_ids([3, 3])

@@ -148,11 +148,7 @@ class Layout:
         return local[len(local) * copy // copies : len(local) * (copy + 1) // copies]
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an error for values of another layout.
-
-        Raises:
-            LayoutError: the tensors are not shards over this mesh.
-        """
+        """Raises LayoutError for tensors that are not shards over this mesh."""
         for name, t in tensors.items():
             mesh = spec_of(t).mesh if isinstance(t, DTensor) else None
             if mesh is not self.mesh and mesh != self.mesh:

@@ -297,10 +297,7 @@ def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
 
 
 def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:
-    """Raises an error if what comes after a token, or how much comes, changes what the model computes for it.
-
-    Raises:
-        NotCausalError: it changes.
+    """Raises NotCausalError if what comes after a token, or how much, changes what the model computes for it.
     """
     whole = _own(model, row)
     ends = range(1, len(row), 1 if len(row) <= 12 else 37)

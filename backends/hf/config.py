@@ -78,11 +78,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_same_config(skeleton: Any, folder: str | Path) -> None:
-    """Raises an error unless the config in ``folder`` describes the same model as a skeleton's.
-
-    Raises:
-        ModelError: it describes another, or there is none.
-    """
+    """Raises ModelError unless the config in ``folder`` describes the same model as a skeleton's."""
     own, other = (_meaningful(config.to_dict()) for config in (skeleton.config, read_config(folder)))
     if differing := sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key)):
         raise ModelError(

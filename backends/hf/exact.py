@@ -51,11 +51,7 @@ class ExactError(ModelError):
 
 
 def check(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, folder: object) -> None:
-    """Checks that a model has kernels of this module for all that it computes.
-
-    Raises:
-        ExactError: it has not.
-    """
+    """Raises ExactError for a model without kernels of this module for all that it computes."""
     reason = misfit(skeleton.config)
     if reason is None and device.type == "cpu" and dtype != torch.float32:
         reason = (

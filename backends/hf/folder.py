@@ -304,11 +304,7 @@ def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: st
 
 
 def _check_count(described: int, folder: str | Path) -> None:
-    """Checks that a folder's weights, if it has any, may hold the parameters that its config describes.
-
-    Raises:
-        ModelError: the config describes more.
-    """
+    """Raises ModelError if a config describes more parameters than the folder's weights, if it has any, may hold."""
     holder = chain_of(folder)[-1]
     files = [path for pattern in ("*.safetensors", "*.bin") for path in holder.glob(pattern)]
     held = sum(path.stat().st_size for path in files)

@@ -385,10 +385,7 @@ def with_served_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Raises an error for sizes that do not fit together.
-
-    Raises:
-        ModelError: they do not.
+    """Raises ModelError for sizes that do not fit together.
 
     Example:
         >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})

@@ -289,11 +289,7 @@ class Skeleton(nn.Module):
         return Buffers({name: b.detach().to(device, copy=True) for name, b in self.constants.items()})
 
     def check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Raises an error for buffers that are not this model's.
-
-        Raises:
-            ValueError: their names or shapes are others.
-        """
+        """Raises ValueError for buffers that are not this model's."""
         wanted = {name: tuple(b.shape) for name, b in self.constants.items()}
         given = {name: tuple(b.shape) for name, b in buffers.items()}
         if differing := sorted(wanted.items() ^ given.items()):

@@ -216,10 +216,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Checks that a chat template renders the same messages to the same text each time.
-
-    Raises:
-        ModelError: it draws random text.
+    """Raises ModelError unless a chat template renders the same messages to the same text each time.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer

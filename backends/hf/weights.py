@@ -31,16 +31,13 @@ THREADS = 4  # that read
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
-    """Checks that float32 holds the squares of weights, since norms and moments are made of squares.
+    """Raises ModelError unless float32 holds the squares of weights, since norms and moments are made of squares.
 
     A bias may have -inf, by which an output layer excludes tokens.
 
     Args:
         weight: some or all of its rows.
         place: the folder or file that they come from, for the error.
-
-    Raises:
-        ModelError: a weight is not finite, or too large.
 
     Example:
         >>> check_numbers("norm.weight", torch.tensor([1.0, 1e38]), "model")

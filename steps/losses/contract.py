@@ -344,11 +344,7 @@ def _weightless(loss: Loss, batch: Batch, *, rows: bool) -> Tensor:
 
 
 def check_shape(values: Tensor, batch: Batch, term: Term) -> None:
-    """Raises an error unless there is one value for each token, or row, as the level of the term says.
-
-    Raises:
-        LossError: there is not.
-    """
+    """Raises LossError unless there is one value for each token, or row, as the level of the term says."""
     count, unit = (batch.num_tokens, "token") if term.level == "token" else (len(batch), "row")
     if values.shape != (count,):
         raise LossError(

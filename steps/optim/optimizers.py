@@ -158,11 +158,7 @@ class ByName:
         return self._listed[name]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises an error for a trained parameter that the mapping lacks.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Raises ValueError for a trained parameter that the mapping lacks."""
         for name in names:
             if name not in self._listed:
                 raise ValueError(

@@ -359,11 +359,7 @@ def check_slots(slots: Slots, names: list[str], params: Params) -> None:
 
 
 def check_device(what: str, tensors: list[Tensor], params: list[Tensor]) -> None:
-    """Checks the device of the first tensor only, since whole trees are placed.
-
-    Raises:
-        ValueError: the parameters are on another device.
-    """
+    """Raises ValueError if the first tensor lies on another device; whole trees are placed."""
     if tensors and tensors[0].device != params[0].device:
         raise ValueError(f"{what} on {tensors[0].device}, and the parameters on {params[0].device}")
 

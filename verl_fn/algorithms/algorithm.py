@@ -87,11 +87,7 @@ class Algorithm(Generic[S]):
         return functools.partial(draw, score=self.outline.needs_reward)
 
     def __attrs_post_init__(self) -> None:
-        """Checks the parameters of the functions.
-
-        Raises:
-            AlgorithmError: one cannot be called as it would be.
-        """
+        """Raises AlgorithmError for a function that cannot be called as it would be."""
         for name, arguments in CALLS.items():
             function = getattr(self.outline if name == "updates" else self, name)
             if function is not None and not takes(function, arguments):

@@ -186,13 +186,10 @@ def _texts(value: Any) -> list[list[str]]:
 
 
 def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
-    """Checks the value of a column that is not used.
+    """Raises DataError for a value of a column that is not used, if something else would be learned without it.
 
     Args:
         shown: what the model sees of the row.
-
-    Raises:
-        DataError: without it something else would be learned.
     """
     remove = "or remove the column (a function of data.convert can)"
     if is_media(name):

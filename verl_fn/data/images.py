@@ -190,10 +190,7 @@ def _part(place: str, part: Any) -> str:
 
 
 def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any]], images: int) -> None:
-    """Checks that a prompt has one mark for each image, and none in a turn of the assistant.
-
-    Raises:
-        DataError: it has not.
+    """Raises DataError unless a prompt has one mark for each image, and none in a turn of the assistant.
 
     Example:
         >>> check_marks("a.jsonl, line 1", "prompt", "<image>?", 2)

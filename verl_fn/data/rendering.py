@@ -233,11 +233,7 @@ def _check_seen(
     tokenizer: Any,
     problem: Problem,
 ) -> None:
-    """Checks that a prompt shows its tools and what ``check_shown`` looks at.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Raises DataError unless a prompt shows its tools and what ``check_shown`` looks at."""
     said = _json(messages)
     for place, tool in enumerate(tools):
         # A tool's name may also be a word of the conversation, or a part of another tool's.
@@ -275,11 +271,7 @@ def check_shown(messages: Sequence[Message], text: str, render: Render, start: i
 
 
 def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Render) -> None:
-    """Checks that a turn to learn says all that its message has: content, reasoning and tool calls.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Raises DataError unless a turn to learn says all that its message has: content, reasoning and tool calls."""
     message, until = messages[number], messages[: number + 1]
     content = message.get("content") or ""
     if not _has(said, content):
@@ -337,11 +329,7 @@ def _check_changes(
     *,
     prompt: bool = False,
 ) -> None:
-    """Checks that a field has an effect on the text.
-
-    Raises:
-        DataError: with another value, the text is the same.
-    """
+    """Raises DataError if a field has no effect on the text."""
     changed = [*messages[:number], {**messages[number], **fields}, *messages[number + 1 :]]
     try:
         same = render([(changed, prompt)])[0] == text

@@ -382,11 +382,7 @@ def _empty_reply(one: Conversation, end: int) -> Sample:
 
 
 def _check_json(one: Conversation) -> None:
-    """Checks that a problem can be sent to a process.
-
-    Raises:
-        EnvError: it cannot be JSON.
-    """
+    """Raises EnvError for a problem that cannot be JSON, and so not be sent to a process."""
     try:
         json.dumps(dict(one.problem))
     except (TypeError, ValueError, RecursionError) as error:

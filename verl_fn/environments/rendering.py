@@ -305,10 +305,7 @@ def with_image_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_no_marks(messages: Sequence[Message], label: str) -> None:
-    """Checks that an environment's answer shows no image.
-
-    Raises:
-        EnvError: it does.
+    """Raises EnvError if an environment's answer shows an image.
 
     Example:
         >>> check_no_marks([{"role": "tool", "content": "<image>"}], "problem 3 of 'mine'")

@@ -46,24 +46,17 @@ class LawViolation(AssertionError):
 
 
 def require(holds: bool, law: str, observation: str, cause: str) -> None:
-    """Raises an error unless ``holds``.
-
-    Raises:
-        LawViolation: ``holds`` is false.
-    """
+    """Raises LawViolation unless ``holds``."""
     if not holds:
         raise LawViolation(law, observation, cause)
 
 
 def require_equal(law: str, what: str, expected: Any, actual: Any, cause: str) -> None:
-    """Requires that two values are bitwise equal. Sharded values are read by ``BackendCase.read`` first.
+    """Raises LawViolation unless two values are bitwise equal. ``BackendCase.read`` reads sharded values first.
 
     Args:
         expected: the value to compare with.
         cause: what usually causes a difference.
-
-    Raises:
-        LawViolation: the values differ.
 
     Example:
         >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
@@ -248,10 +241,7 @@ class _LowPrecision(TorchDispatchMode):
 
 
 def require_full_precision(what: str, fn: Callable[[], object]) -> None:
-    """Requires that no operation in a call has a result in bfloat16 or float16.
-
-    Raises:
-        LawViolation: an operation has.
+    """Raises LawViolation if an operation in a call has a result in bfloat16 or float16.
 
     Example:
         >>> require_full_precision("the sum", lambda: torch.ones(2).bfloat16().sum())
