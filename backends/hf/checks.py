@@ -297,8 +297,7 @@ def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
 
 
 def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:
-    """Raises NotCausalError if what comes after a token, or how much, changes what the model computes for it.
-    """
+    """Raises NotCausalError if what comes after a token, or how much, changes what the model computes for it."""
     whole = _own(model, row)
     ends = range(1, len(row), 1 if len(row) <= 12 else 37)
     others = [[*row[:-2], *((token + 1) % vocab for token in row[-2:])], *(row[:end] for end in ends)]

@@ -316,13 +316,10 @@ def _bits(t: Tensor) -> int:
 
 
 def _check_moved(sums: Mapping[str, tuple[int, int]]) -> None:
-    """Checks that mappings only moved elements; all ranks call it together.
+    """Raises ModelError unless mappings only moved elements; all ranks call it together.
 
     Args:
         sums: for each leaf of this rank, the sums of bits of the hub's tensors and of the elements that it owns.
-
-    Raises:
-        ModelError: a mapping changed them.
     """
     whole: dict[str, int] = {}
     owned: dict[str, int] = {}

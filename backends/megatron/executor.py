@@ -145,11 +145,7 @@ class Executor:
         return None if self.built.sight is None or skeleton.family is None else (skeleton.family, skeleton.config)
 
     def check(self, *values: Mapping[str, Tensor]) -> None:
-        """Raises an error on all ranks for values of another layout: on some, they may look like this one's.
-
-        Raises:
-            LayoutError: one is.
-        """
+        """Raises LayoutError on all ranks for values of another layout: on some, they may look like this one's."""
         every = self.pieces.keys()
         expected = [every, every - self.zeros.keys(), [n for n in every if self.pieces[n].trained]]
         with agreed():
@@ -277,11 +273,7 @@ def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:
 
 
 def check_cuda() -> None:
-    """Checks that megatron-core can compute here.
-
-    Raises:
-        ModelError: there is no CUDA device.
-    """
+    """Raises ModelError unless there is a CUDA device for megatron-core."""
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:

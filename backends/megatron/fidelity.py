@@ -109,11 +109,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
 
 
 def check_head(skeleton: Skeleton, folder: str | Path) -> None:
-    """Refuses a model of images, and one whose logits are more than the output layer's, with a factor and a bound.
-
-    Raises:
-        ModelError: the model is such.
-    """
+    """Raises ModelError for images, and for logits with a factor and a bound beside the output layer."""
     if skeleton.family is not None and skeleton.config.model_type not in SEEING:
         raise ModelError(
             f"{folder} is a {type(skeleton.model).__name__}, and of models with images only Qwen2.5-VL and Qwen3-VL "
@@ -257,13 +253,10 @@ def _ordered(cosines: Float[Tensor, "t dim"]) -> Float[Tensor, "t dim"]:
 
 
 def check_fields_of_sight(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> None:
-    """Refuses fields of a provider of a model with images that its tower and its positions of three axes forbid.
+    """Raises ModelError for fields of a provider that the tower of images and its positions of three axes forbid.
 
     Args:
         overrides: what a user sets of it.
-
-    Raises:
-        ModelError: there is such a field.
     """
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 

@@ -213,10 +213,7 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
 
 
 def check_slots(optimizer: Any) -> None:
-    """Raises an error for an optimizer's state that has tensors outside of ``Slots``: they belong to no parameter.
-
-    Raises:
-        LayoutError: the state has such tensors.
+    """Raises LayoutError for an optimizer's tensors outside of ``Slots``: they belong to no parameter.
 
     Example:
         >>> check_slots({"momentum": torch.zeros(8)})

@@ -72,11 +72,7 @@ class Routers:
         return recorded_dtype(self.experts)
 
     def check(self, batch: Batch) -> None:
-        """Checks the recording of a batch, if it has one.
-
-        Raises:
-            ValueError: it is not one of this model.
-        """
+        """Raises ValueError for a batch whose recording is not one of this model."""
         if ROUTED not in batch.per_token:
             return
         routed, expected = batch[ROUTED], [batch.num_tokens, self.layers, self.topk]

@@ -357,13 +357,10 @@ def _nothing() -> None:
 def check_leaves(
     leaves: Mapping[str, Tensor], pieces: Mapping[str, Piece], expected: Sequence[Collection[str]]
 ) -> None:
-    """Raises an error for a value of another model, layout or backend.
+    """Raises LayoutError for a value of another model, layout or backend.
 
     Args:
         expected: the sets of leaves that a value can have.
-
-    Raises:
-        LayoutError: names or sizes differ from this rank's pieces.
     """
     if not any(leaves.keys() == set(names) for names in expected):
         differing = sorted(leaves.keys() ^ set(expected[0]))
@@ -381,10 +378,7 @@ def check_leaves(
 
 
 def check_fully_sharded(sizes: Sizes, *, adapters: bool, updates_by: str) -> None:
-    """Raises an error for what does not go together with Megatron-FSDP, or was not tried with it.
-
-    Raises:
-        LayoutError: it is asked for.
+    """Raises LayoutError for what does not go together with Megatron-FSDP, or was not tried with it.
 
     Example:
         >>> check_fully_sharded(Sizes(tp=2), adapters=False, updates_by="verl_fn")

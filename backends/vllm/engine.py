@@ -392,11 +392,7 @@ class Vllm(Growing):
         self._drawn = []
 
     def _require(self, what: str, call: str) -> None:
-        """Raises an error for a call that needs what sleeps.
-
-        Raises:
-            AsleepError: it sleeps.
-        """
+        """Raises AsleepError for a call that needs what sleeps."""
         if what not in self._awake:
             state = "asleep" if not self._awake else f"awake only with its {' and '.join(sorted(self._awake))}"
             tag = "cache" if what == CACHE else what

@@ -156,8 +156,7 @@ class RewardFunctions:
 
 
 def _check_kinds(function: str, judged: Sequence[Scored], answers: Sequence[Answer]) -> None:
-    """Raises RewardError if what a function returned under a key is a number for some answers and not for others.
-    """
+    """Raises RewardError if what a function returned under a key is a number for some answers and not for others."""
     first: dict[str, tuple[bool, str, Answer]] = {}
     for answer, (_, _, _, metrics) in zip(answers, judged, strict=True):
         for key, value in metrics.items():
