@@ -33,7 +33,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import Cut, Weights, apart_of, in_dtype, kept_of
+from .publication import apart_of, in_dtype, kept_of
 
 TRIES = 3  # to connect to an engine
 # An engine that refuses the weights, or has ended, raises the reason in its own call.
@@ -100,7 +100,7 @@ class Outlet(End):
         Returns:
             What the engine asks for; None if it refuses the weights.
         """
-        offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
+        offers = {kind: (source.specs, getattr(source, "cut", None)) for kind, source in sources.items()}
         reused = self._connection is not None
         reply = self._answered("specs", version, offers)
         if reply is None and reused:
@@ -321,7 +321,3 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     if kinds & {MERGED, CHANGED} and kinds & {WHOLE, ADAPTERS}:
         raise ValueError("some engines of one publication take only adapters, and others take them merged")
     return sources[next(kind for kind in (MERGED, WHOLE, CHANGED, ADAPTERS) if kind in kinds)]
-
-
-def _cut_of(source: WeightSource) -> Cut | None:
-    return source.cut if isinstance(source, Weights) else None

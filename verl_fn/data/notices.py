@@ -273,7 +273,8 @@ def notices(
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
             many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
-            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
+            lacks = describe_unknown("ground truth", lacking[0].answer, tokenizer)
+            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {lacks}"
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
 
@@ -307,10 +308,6 @@ def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
         return []
     ids = token_ids([one.answer for one in problems], tokenizer)
     return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
-
-
-def _lacks(problem: Problem, tokenizer: Any) -> str:
-    return describe_unknown("ground truth", problem.answer, tokenizer)
 
 
 class _Read(dict[str, Any]):
