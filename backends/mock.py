@@ -345,12 +345,7 @@ class MockRollout:
         self._lock = threading.RLock()
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
-        """Copies these weights.
-
-        Raises:
-            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
-                until a publication succeeds.
-        """
+        """Copies these weights; see ``RolloutBackend``."""
         source = here(weights)
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 

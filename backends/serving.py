@@ -51,16 +51,13 @@ class NotFiniteError(ModelError, FloatingPointError):
 
 
 class Serving(ABC):
-    """A rollout engine without the engine; see ``RolloutBackend``.
+    """A rollout engine without the engine; see ``RolloutBackend`` and, for other arguments, ``Sampler``.
 
     Args:
         max_length: the most tokens of a row.
-        verify: ``first`` compares checksums at the first publication, ``always`` at each.
-        in_flight: whether publications arrive during calls; calls go on with the new weights.
-        routed_experts: whether the engine records the experts of each token.
 
     Raises:
-        ValueError: both, since new weights compute all tokens anew and may send them to other experts.
+        ValueError: both ``in_flight`` and ``routed_experts``: new weights may send tokens to other experts.
 
     Attributes:
         version: the version of the weights; None where there are none.

@@ -134,13 +134,7 @@ class Sampler(Serving):
         self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
-        """Copies these weights, tied ones once; the first publication is also compared by checksums.
-
-        Raises:
-            ValueError: the names or shapes are not the model's; the engine keeps its weights.
-            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
-                until a publication succeeds.
-        """
+        """Copies these weights, tied ones once, and compares the first ones by checksums; see ``RolloutBackend``."""
         given = here(weights)
         with self._publication(), isolated(), torch.inference_mode():
             if not self.decoder.intact:
