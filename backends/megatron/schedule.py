@@ -169,19 +169,13 @@ def shared_logprobs_and_entropy(
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
     The results are the same on all ranks of ``group``. The gradient of ``hidden`` is this rank's part, whose sum over
-    the ranks is the gradient.
+    the ranks is the gradient. Other arguments are as for ``logprobs_and_entropy``.
 
     Args:
         hidden: a hidden state for each target, the same on all ranks.
         weight: this rank's rows of the output layer.
-        targets: token ids.
-        temperature: one for each target; None stands for 1.
         first: the token id of the first of these rows.
         group: the ranks that have the other rows.
-        entropy: also compute entropies; otherwise they are None.
-        chunk: how many tokens the forward pass computes at a time; the backward pass has as many logits at a time.
-        grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
-        softcap: the bound c of logits c * tanh(logits / c), if they have one.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
@@ -205,15 +199,8 @@ def shared_sum_pi_squared(
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
-    With s_r = log sum exp(2 x) over this rank's logits x, it is exp(log sum_r exp(s_r) - 2 z).
-
-    Args:
-        hidden: hidden states, the same on all ranks.
-        weight: this rank's rows of the output layer.
-        temperature: one for each hidden state; None stands for 1.
-        group: the ranks that have the other rows.
-        chunk: how many tokens are computed at a time.
-        softcap: as for ``shared_logprobs_and_entropy``.
+    With s_r = log sum exp(2 x) over this rank's logits x, it is exp(log sum_r exp(s_r) - 2 z). Arguments are as for
+    ``shared_logprobs_and_entropy``.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
