@@ -59,9 +59,6 @@ def alone(value: Any) -> list[Any]:
 def agreed(gather: Gather = gathered) -> Iterator[None]:
     """Raises an error of any rank on all ranks, so that none waits for a rank that failed.
 
-    Args:
-        gather: returns the values of all ranks, by rank.
-
     Raises:
         Exception: this rank's own error, or else the error of the first rank that failed.
 
@@ -330,9 +327,6 @@ def share_out(
     All are copied to the device before the first is computed on, since a copy to a GPU waits for its computations.
 
     Args:
-        layout: how ranks share rows.
-        batch: all rows.
-        max_tokens: the most tokens of a micro-batch.
         stage: puts the rows of a micro-batch on the device of this rank.
         together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
         padded: the budget counts rows as long as the longest of their micro-batch.
@@ -368,12 +362,8 @@ def brought_together(
     """Returns the outputs of all rows, in the order of the batch, on every rank, on the CPU.
 
     Args:
-        layout: how ranks share rows.
-        batch: all rows.
-        share: which rank computed which rows.
         outputs: the outputs of each of this rank's micro-batches that has rows.
         names: the names of the outputs, per token and per row.
-        device: the device of this rank.
     """
     dealt = [torch.tensor([row for part in parts for row in part], dtype=torch.int64) for parts in share.rows]
     whole: dict[str, Tensor] = {}

@@ -108,9 +108,7 @@ class Base(abc.ABC):
     ``restore``. One that shards its values replaces the other hooks too.
 
     Args:
-        optimizer: from ``verl_fn.steps``.
         folder: a Hugging Face model folder, if the backend has one.
-        head: ``lm`` for a policy, ``value`` for a critic.
         deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
         lora: adapters that are trained, if there are any.
         several_ranks: ranks make every call together. While another thread computes, a call then raises an error
@@ -168,7 +166,6 @@ class Base(abc.ABC):
         """Writes the state into ``folder``; the folder is then also a Hugging Face model folder, or one of PEFT.
 
         Args:
-            state: the state.
             folder: is made if it does not exist. Every backend writes the same files.
             later: return when the state is copied, and let a thread write; ``saved`` makes the folder whole.
 
@@ -390,16 +387,11 @@ class SkeletonBackend(Base):
     replaces the hooks at the end.
 
     Args:
-        folder: a Hugging Face model folder.
-        optimizer: from ``verl_fn.steps``.
-        device: computes.
         dtype: of the computation, by name or as torch's.
-        max_tokens: the most tokens of a micro-batch.
         checkpointing: recompute each layer in the backward pass.
         row_layout: of a micro-batch.
         freeze_vision_tower: do not train the module that sees images.
         exact: compute with the kernels of ``hf.exact``.
-        options: of ``Base``.
     """
 
     def __init__(
@@ -521,7 +513,6 @@ def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device
     """Returns the gradients on the device of the parameters: on the CPU, if the state was placed there.
 
     Args:
-        state: the state to update.
         grads: its gradients, on any device.
         move: copies one gradient to a device.
 

@@ -66,7 +66,6 @@ def check_dtypes(state: TrainState, made: Any = ()) -> None:
     """Raises an error for a state that could be written and not restored.
 
     Args:
-        state: the state.
         made: a tree as the optimizer makes it, whose dtypes ``restore`` expects; float32 for what it lacks.
 
     Raises:
@@ -159,7 +158,6 @@ def begin_save(
         scalars: the parts of the state that are not tensors.
         describe: writes the files that belong beside the weights into a folder, on the first rank.
         file: ``model.safetensors``, or PEFT's file.
-        gather: returns the values of all ranks, by rank.
         rank: the number of this process.
         later: write in a thread, from copies of the parts.
 
@@ -204,13 +202,10 @@ def read_state(
     Parameters that are not trained get the dtype that the backend holds them in, if they were saved in another one.
 
     Args:
-        folder: where ``save`` wrote a state.
         model: the tensors that ``file`` must hold, on the meta device.
         rest: the structure of the rest, with whole tensors on the meta device.
         file: ``model.safetensors``, or PEFT's file.
         rows: returns the rows of a tensor that this rank reads, given the number of all rows.
-        device: where the tensors go.
-        gather: returns the values of all ranks, by rank.
         frozen: names of parameters that are not trained.
 
     Raises:
@@ -260,11 +255,6 @@ def open_state(
     """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
 
     Args:
-        folder: where ``save`` wrote a state.
-        model: the tensors that ``file`` must hold, on the meta device.
-        rest: the structure of the rest, with whole tensors on the meta device.
-        file: ``model.safetensors``, or PEFT's file.
-        gather: returns the values of all ranks, by rank.
         frozen: names of parameters that are not trained; they may be read in another dtype than ``model`` has.
 
     Raises:
@@ -285,11 +275,7 @@ def read_buffers(folder: str | Path, like: Buffers) -> Buffers:
 
 
 def check_finished(folder: str | Path) -> None:
-    """Raises an error unless a save of a training state into ``folder`` was finished.
-
-    Raises:
-        CheckpointError: no save was finished there.
-    """
+    """Raises CheckpointError unless a save of a training state into ``folder`` was finished."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     if not (Path(folder) / SCALARS).is_file():
@@ -311,9 +297,6 @@ def describe_model(
     """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings.
 
     Args:
-        folder: where to write.
-        skeleton: the model.
-        made_from: the model's own folder.
         dtype: what the model computes in. A run that begins from the folder computes in it too, though the weights
             are fp32: small updates can be lost in bf16, and then the model answers otherwise in fp32.
         base: the weights that the folder refers to; None if it holds all of them.
@@ -408,11 +391,7 @@ def dtype_of_weights(folder: Path) -> torch.dtype | None:
 
 
 def _compare(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
-    """Raises an error unless the written tensors are the given ones, bit for bit.
-
-    Raises:
-        ModelError: some are missing, added, or differ.
-    """
+    """Raises ModelError unless the written tensors are the given ones, bit for bit."""
     differing = [
         *(name for name in expected if name not in written),
         *(name for name in written if name not in expected),

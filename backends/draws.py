@@ -207,7 +207,6 @@ class Answers:
         """Returns the sample of a row.
 
         Args:
-            row: its number.
             finished: whether it ended by itself.
             length: how many of its draws count; by default all.
             before: if experts are recorded, the experts of the prompt's tokens but the last.

@@ -107,7 +107,6 @@ def fits(
     """Replaces torch's error for a lack of memory by one that names the micro-batch.
 
     Args:
-        batch: the micro-batch.
         number: its number, from 0.
         count: how many micro-batches the call has.
         max_tokens: the token budget that they were cut by.

@@ -206,10 +206,8 @@ class _Lookup:
     """The entries of the tables for a micro-batch.
 
     Attributes:
-        tokens: all tokens of the micro-batch.
         targets: the indices of the tokens with ``response_mask``.
         before: the token before each target.
-        temperature: the temperature of each target.
         log_probs: at each target, the log-probability of every token of the vocabulary.
         values: the value of the token before each target.
         last: the last token of each row.
@@ -284,10 +282,8 @@ class Turn:
     """A sample that a script has to answer.
 
     Attributes:
-        prompt: token ids.
         sample: the number of the sample, from 0 to ``sampling.n - 1``.
         sampling: how the sample is to be drawn.
-        key: a key of only this sample.
         weights: the weights that were published last.
     """
 
@@ -349,12 +345,7 @@ class MockRollout:
         self._lock = threading.RLock()
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
-        """Copies these weights.
-
-        Raises:
-            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
-                until a publication succeeds.
-        """
+        """Copies these weights; see ``RolloutBackend``."""
         source = here(weights)
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 

@@ -137,7 +137,6 @@ class Chunk:
     """Consecutive rows of one tensor.
 
     Attributes:
-        name: the tensor's name.
         start: the number of the first of these rows; a scalar has one row.
         values: the rows.
         checksum: a hash of ``values``, in the receiver's dtype, where the receiver asked for it.

@@ -51,23 +51,16 @@ class NotFiniteError(ModelError, FloatingPointError):
 
 
 class Serving(ABC):
-    """A rollout engine without the engine; see ``RolloutBackend``.
+    """A rollout engine without the engine; see ``RolloutBackend`` and, for other arguments, ``Sampler``.
 
     Args:
-        folder: the model folder.
         max_length: the most tokens of a row.
-        vocab: the size of the vocabulary.
-        verify: ``first`` compares checksums at the first publication, ``always`` at each.
-        in_flight: whether publications arrive during calls; calls go on with the new weights.
-        routed_experts: whether the engine records the experts of each token.
 
     Raises:
-        ValueError: both, since new weights compute all tokens anew and may send them to other experts.
+        ValueError: both ``in_flight`` and ``routed_experts``: new weights may send tokens to other experts.
 
     Attributes:
-        capabilities: what the engine promises.
         version: the version of the weights; None where there are none.
-        end_tokens: the tokens that end a response.
         reads_images: whether prompts may have images.
     """
 
@@ -186,7 +179,6 @@ class Serving(ABC):
         """Returns what the engine needs of a source, and what identifies the frozen weights; None if it keeps none.
 
         Args:
-            source: the weights.
             apart: the same weights, with the frozen ones apart.
             shapes: the shapes of the model's weights by name.
 
@@ -318,9 +310,7 @@ def model_of(
     Buffers are published in parts; see ``weight_sync.in_parts``.
 
     Args:
-        folder: the model folder.
         lora: adapters that are published beside the model, not merged into it.
-        device: on which the model computes.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.

@@ -163,10 +163,8 @@ def read(
     """Reads some rows of every tensor; a tensor without dimensions is read whole.
 
     Args:
-        file: a safetensors file.
         like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype.
         rows: returns the first row to read and the one after the last, given the number of all rows.
-        device: where the tensors go.
         cast: names of tensors that the file may hold in any dtype of floating point.
 
     Raises:
@@ -217,7 +215,6 @@ def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
     """Returns a 64-bit hash of a tensor's bytes; it also changes if rows or elements are swapped.
 
     Args:
-        values: the tensor.
         dtype: hash the tensor as if it were converted; None for its own dtype.
 
     Example:

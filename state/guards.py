@@ -36,10 +36,6 @@ class SharedSetting(Generic[T]):
     """A setting of the whole process that calls in several threads change together.
 
     The first call to begin saves the caller's value, and the last one to end restores it.
-
-    Args:
-        read: returns the current value.
-        write: sets the value.
     """
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
@@ -127,7 +123,6 @@ def refuse_derivatives(function: str, *values: Any) -> None:
 
     Args:
         function: the name of the function that has no derivative.
-        values: its arguments.
 
     Raises:
         NotDifferentiable: ``torch.func`` or forward-mode differentiation tracks one of their tensors.
@@ -204,15 +199,7 @@ def _stamp(t: Tensor, read: bool) -> tuple[int, int]:
 
 
 def expect(function: str, kind: type, value: object) -> None:
-    """Raises an error for an argument of another kind.
-
-    Args:
-        function: the name of the function that was called.
-        kind: the class that it takes.
-        value: what it was given.
-
-    Raises:
-        ArgumentError: ``value`` is not a ``kind``.
+    """Raises ArgumentError for an argument of another kind.
 
     Example:
         >>> expect("forward", Batch, [[1, 2]])
@@ -228,10 +215,7 @@ def expect(function: str, kind: type, value: object) -> None:
 
 
 def expect_tokens(batch: Batch, vocab: int) -> None:
-    """Checks that a model knows the tokens of a batch; a GPU would report it much later.
-
-    Raises:
-        ValueError: it does not.
+    """Raises ValueError for tokens that a model does not know; a GPU would report it much later.
 
     Example:
         >>> expect_tokens(Batch.from_rows([[1], [2, 9]]), vocab=8)

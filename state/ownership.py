@@ -42,7 +42,6 @@ def donate(value: N, to: str) -> tuple[N, int]:
     """Moves ``value`` into a new node; using the old one raises ``DonatedError`` from then on.
 
     Args:
-        value: the value to donate.
         to: the name of the function that takes the value, for the error message.
 
     Returns:
@@ -68,7 +67,6 @@ def taken(value: N, to: str) -> N:
     """Moves the fields of ``value`` into a new node and copies nothing, even if other references to leaves exist.
 
     Args:
-        value: the value to donate.
         to: the name of the function that takes the value, for the error message.
 
     Raises:
@@ -146,7 +144,6 @@ def divided(box: list[N], groups: Iterable[list[str]]) -> Iterator[list[N]]:
 
     Args:
         box: a list with the value as its only item; it is emptied.
-        groups: the names of each part.
 
     Returns:
         An iterator over lists with one part each, to pass to ``owned``.
@@ -183,7 +180,6 @@ def owned_parts(box: list[M], groups: Iterable[list[str]]) -> Iterator[tuple[M, 
 
     Args:
         box: a list with the mapping as its only item; it is emptied. The list has the only reference to it.
-        groups: the names of each part.
 
     Returns:
         An iterator over parts and the number of leaves that were copied for each.

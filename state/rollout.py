@@ -50,7 +50,6 @@ def with_images(batch: Batch, images: Sequence[RowImages | None]) -> Batch:
     Text after a prompt has one position behind the largest of the prompt on every axis, and so on.
 
     Args:
-        batch: the rows.
         images: of each row; None for a row without.
 
     Raises:
@@ -90,7 +89,6 @@ def images_of_rows(batch: Batch, prompts: Sequence[int]) -> list[RowImages | Non
     """Returns the images of each row, as ``with_images`` was given them.
 
     Args:
-        batch: the rows.
         prompts: the number of tokens of each prompt.
     """
     if not batch.ragged:
@@ -195,8 +193,6 @@ def requests_for(
     """Makes one request for each prompt, with a key derived from the prompt's id.
 
     Args:
-        prompts: the token ids of each prompt.
-        sampling: how responses are drawn.
         key: the requests' keys are derived from it.
         ids: identify the prompts; by default 0, 1, 2 and so on.
         images: of each prompt; by default no prompt has any.
@@ -225,10 +221,7 @@ def requests_for(
 
 
 def check_ids(ids: Sequence[int]) -> None:
-    """Checks that no two requests have the same id, since their samples would be taken for one group.
-
-    Raises:
-        ValueError: two of them have.
+    """Raises ValueError for requests of the same id, since their samples would be taken for one group.
 
     Example:
         >>> check_ids([3, 3])

@@ -23,7 +23,6 @@ class Split:
     """The parts of a batch; it also joins results of the parts in the order of the batch.
 
     Attributes:
-        batch: the whole batch.
         rows: for each part, the indices of its rows in the batch.
     """
 
@@ -84,7 +83,6 @@ def split_by_tokens(
     """Splits a batch into few parts of at most ``max_tokens`` tokens, with about as many tokens in each.
 
     Args:
-        batch: the batch to split.
         max_tokens: the budget of each part. Rows are never cut.
         together: a per-row field of integers; rows with the same value stay in one part. Pass ``loss.together``.
         padded: count each row of a part as long as the part's longest; rows of about the same length then share a
@@ -126,7 +124,6 @@ def deal(
     compute the same one without communication.
 
     Args:
-        batch: the batch to distribute.
         shares: the number of ranks.
         max_tokens: the budget of each micro-batch. Rows are never cut.
         together: a per-row field of integers; rows with the same value go to one micro-batch of one rank.
@@ -153,7 +150,6 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
     """Splits a batch into consecutive parts of at most ``max_rows`` rows.
 
     Args:
-        batch: the batch to split.
         max_rows: the number of rows that a part may have.
         together: a per-row field of integers; rows with the same value stay in one part, the part of the first one.
 
@@ -182,7 +178,6 @@ def groups_of(batch: Batch, together: str | None) -> list[list[int]]:
     """Returns the indices of each group's rows, with the groups in the order of their first rows.
 
     Args:
-        batch: the batch whose rows are grouped.
         together: the per-row field that names the groups; None puts each row into a group of its own.
 
     Raises:

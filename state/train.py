@@ -111,7 +111,6 @@ class TrainState(Node):
     """The complete state of training. ``apply_update`` returns the next one; ``attrs.evolve`` replaces fields.
 
     Attributes:
-        params: the parameters.
         optimizer: the optimizer's state, a tree that its ``init`` made.
         scheduler: the number of updates applied so far: the position in the learning-rate schedule.
         rng: the key of all randomness in training; the key of a step is ``rng.fold_in(step)``.

@@ -170,7 +170,6 @@ def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable
 
     Args:
         step: ``(carry, x) -> (carry, output)``.
-        carry: the initial carry.
         xs: the inputs, one for each call of ``step``.
 
     Returns:
@@ -193,11 +192,9 @@ def minibatches(
     """Yields the update batches of several passes over a batch.
 
     Args:
-        batch: the batch to split.
         rows: the number of rows of an update batch; the last one of a pass has the rest. With a fraction, the number
             differs by at most one, as for an update of 4 of 6 prompts that have 10 rows together:
             ``Fraction(10 * 4, 6)``.
-        epochs: the number of passes.
         shuffle: a key that orders the rows differently in every pass; None keeps their order.
         together: a per-row field of integers; rows with the same value stay in one update batch, and ``rows`` is an
             upper limit. Pass ``loss.together``.

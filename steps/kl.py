@@ -36,7 +36,6 @@ def kl_penalty(
     With a trailing ``+``, as in ``k3+``, the value is the same but the gradient is the unbiased one of ``k2``.
 
     Args:
-        logprobs: the policy's log-probabilities of the tokens.
         ref_logprobs: the reference's log-probabilities of the same tokens.
         kind: an estimator of the table.
 

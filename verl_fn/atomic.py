@@ -136,11 +136,7 @@ def existing(path: Path) -> Path:
 
 
 def check_empty(folder: Path) -> None:
-    """Raises an error unless ``folder`` is empty, does not exist, or was left unfinished by ``replaced_folder``.
-
-    Raises:
-        UsageError: it is a file, or a folder that is not empty.
-    """
+    """Raises UsageError unless ``folder`` is empty, does not exist, or was left unfinished by ``replaced_folder``."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; choose a folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / _ASIDE).exists():

@@ -90,7 +90,6 @@ def set_up_process(driver: DriverConfig, ranks: int, *, by_user: bool = False) -
     """Sets the number of threads of this process, and the environment variables that libraries read.
 
     Args:
-        driver: the config's ``[driver]`` table.
         ranks: the number of training processes that share the cores.
         by_user: the user has started this process, and so OMP_NUM_THREADS is the user's; Ray and torchrun set it to 1
             by themselves.
@@ -134,13 +133,7 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
 
 
 def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
-    """Makes the training backend of a role; ``fsdp`` and ``megatron`` need a process group.
-
-    Args:
-        role: the role's plan.
-        driver: the config's ``[driver]`` table.
-        device: ``cpu`` or ``cuda``.
-    """
+    """Makes the training backend of a role; ``fsdp`` and ``megatron`` need a process group."""
     from verl_fn.backends.hf.config import compute_dtype
     from verl_fn.backends.hf.folder import OFFLOAD, pads_rows
     from verl_fn.backends.hf.lora import Lora
@@ -325,9 +318,6 @@ def conversing(
     """Makes the rollout engine, and in front of it the environment if ``env.name`` names one.
 
     Args:
-        plan: the engine's plan.
-        device: ``cpu`` or ``cuda``.
-        env: the config's ``[env]`` table.
         folder: the folder that the environment's module or file is looked up from, by default the current one.
         engine: makes the engine, after the environment; by default ``rollout``.
 
@@ -390,8 +380,6 @@ def reward(
     """Makes the reward by ``reward.functions``, by a judge, or by the rules of the problems' data sources.
 
     Args:
-        table: the config's ``[reward]`` table.
-        model: the folder with the tokenizer.
         folder: the folder that the functions' modules and files are looked up from, by default the current one.
         env: the name of the environment, whose reward takes the place of the rules; empty without one.
         replies: the folder that keeps the judge's replies, if it exists; by default they are not kept.

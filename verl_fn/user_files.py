@@ -101,7 +101,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _claim(file: Path) -> None:
     """Refuses a second neighbour of one name: ``import helper`` gives all files the one that was imported first."""
-    for name in _imported(file):
+    for name in sorted(_imported(file, relative=False)):
         for beside in (file.with_name(f"{name}.py"), file.with_name(name)):
             if beside.exists() and (other := _claimed.setdefault(name, beside)) != beside:
                 raise ImportError(
@@ -110,16 +110,17 @@ def _claim(file: Path) -> None:
                 )
 
 
-def _imported(file: Path) -> Iterator[str]:
+def _imported(file: Path, *, relative: bool) -> set[str]:
+    """Returns the first parts of the names that a file imports; none for one that cannot be read or imported."""
     try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return  # the import itself says what is wrong
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module.partition(".")[0]
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return set()
+    names = {alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names}
+    for one in nodes:
+        if isinstance(one, ast.ImportFrom) and (relative or not one.level):
+            names |= {one.module} if one.module else {alias.name for alias in one.names}
+    return {name.partition(".")[0] for name in names}
 
 
 def _digest(file: Path) -> str:
@@ -152,24 +153,11 @@ def with_imports(file: Path) -> list[Path]:
     """Returns a file, and the files of modules and packages in its folder that it imports, directly or not."""
     found = [file]
     for one in found:
-        for name in _all_imported(one):
+        for name in _imported(one, relative=True):
             package = file.parent / name
             files = [package.with_suffix(".py"), *sorted(package.rglob("*.py"))]
             found += [path for path in files if path.is_file() and path not in found]
     return found
-
-
-def _all_imported(file: Path) -> set[str]:
-    """Returns the first parts of the names that a file imports; none for one that cannot be read."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return set()
-    names = {alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names}
-    for one in nodes:
-        if isinstance(one, ast.ImportFrom):
-            names |= {one.module} if one.module else {alias.name for alias in one.names}
-    return {name.partition(".")[0] for name in names}
 
 
 def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[str]:
@@ -178,7 +166,6 @@ def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[st
     The message of another process's error has the traceback there as text; it is shortened as well.
 
     Args:
-        error: the error.
         frames_only: leave out the messages, too.
     """
     ours = (str(Path(__file__).parent) + os.sep, *LIBRARIES, "<")

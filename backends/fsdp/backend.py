@@ -81,21 +81,13 @@ class Fsdp(SkeletonBackend):
     """Trains a Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
 
     Parameters, gradients and moments are DTensors under canonical names; the optimizer is the one of ``steps`` on
-    the local shards.
+    the local shards. Arguments that are not explained are as for ``Local``.
 
     Args:
         folder: a Hugging Face model folder that every rank can read.
-        optimizer: from ``verl_fn.steps``.
         replicate: whole copies of the parameters; their gradients are summed.
         sp: neighbouring ranks that share each row (Ulysses).
-        head: ``lm`` for a policy, ``value`` for a critic.
-        dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
-            and reductions.
         max_tokens: the most tokens of a micro-batch; with ``sp``, of the ranks that share it together.
-        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
-        lora: adapters to train; everything else but a value head is then frozen.
-        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
-        freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
         compile: compile each layer with ``torch.compile``; it takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
             micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
@@ -103,7 +95,6 @@ class Fsdp(SkeletonBackend):
         reduce_dtype: in which gradients are summed over ranks, by name or as torch's; in ``bfloat16`` ranks exchange
             half as many bytes. What an update gets is fp32.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
-        deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
         exact: on one rank, log-probs equal those of a ``Sampler`` with ``exact`` in every bit; see ``Local``.
 
     Raises:

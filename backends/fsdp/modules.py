@@ -24,13 +24,8 @@ class ShardedModules:
     Args:
         skeleton: on the meta device.
         shapes: every parameter by canonical name, on the meta device.
-        layout: how ranks share the parameters.
-        device: the device of this rank.
-        dtype: compute dtype.
         reduce_dtype: in which gradients are summed over ranks.
         reshard: drop a layer's gathered parameters after each use; otherwise they stay for the whole call.
-        compile: compile each layer.
-        folder: where the model comes from, for errors.
 
     Raises:
         ModelError: the model has no list of layers to shard by.
@@ -73,7 +68,6 @@ class ShardedModules:
 
         Args:
             leaves: the shards of every parameter, by canonical name.
-            trained: names of the parameters that get gradients.
 
         Raises:
             ValueError: this model has other names or shapes, or freezes a parameter of ``trained``.

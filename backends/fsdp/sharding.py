@@ -61,7 +61,6 @@ class Layout:
         """Returns the layout of all ranks of the default process group, and makes its groups the first time.
 
         Args:
-            device: ``cpu`` or ``cuda``.
             replicate: how many copies of the parameters there are.
             sp: how many neighbouring ranks share each row.
 
@@ -149,11 +148,7 @@ class Layout:
         return local[len(local) * copy // copies : len(local) * (copy + 1) // copies]
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an error for values of another layout.
-
-        Raises:
-            LayoutError: the tensors are not shards over this mesh.
-        """
+        """Raises LayoutError for tensors that are not shards over this mesh."""
         for name, t in tensors.items():
             mesh = spec_of(t).mesh if isinstance(t, DTensor) else None
             if mesh is not self.mesh and mesh != self.mesh:
@@ -304,11 +299,8 @@ def read_shards(
     """Returns this rank's shards of the weights in ``folder``; all ranks call it together.
 
     Args:
-        folder: a model folder.
         make: loads the whole model.
         model: the model without its weights.
-        layout: how ranks share the parameters.
-        device: where shards go.
 
     Raises:
         ModelError: the folder does not hold the weights of this model.

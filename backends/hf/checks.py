@@ -66,9 +66,6 @@ def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = 
 
     Args:
         auto: transformers' class that makes the model.
-        config: of the whole model.
-        head: ``lm`` or ``value``.
-        folder: where the config comes from, for errors.
         layout: ``packed`` or ``padded`` for this layout only; ``auto`` for the first one that is right.
 
     Raises:
@@ -300,11 +297,7 @@ def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
 
 
 def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:
-    """Raises an error if what comes after a token, or how much comes, changes what the model computes for it.
-
-    Raises:
-        NotCausalError: it changes.
-    """
+    """Raises NotCausalError if what comes after a token, or how much, changes what the model computes for it."""
     whole = _own(model, row)
     ends = range(1, len(row), 1 if len(row) <= 12 else 37)
     others = [[*row[:-2], *((token + 1) % vocab for token in row[-2:])], *(row[:end] for end in ends)]

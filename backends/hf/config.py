@@ -78,11 +78,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_same_config(skeleton: Any, folder: str | Path) -> None:
-    """Raises an error unless the config in ``folder`` describes the same model as a skeleton's.
-
-    Raises:
-        ModelError: it describes another, or there is none.
-    """
+    """Raises ModelError unless the config in ``folder`` describes the same model as a skeleton's."""
     own, other = (_meaningful(config.to_dict()) for config in (skeleton.config, read_config(folder)))
     if differing := sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key)):
         raise ModelError(
@@ -135,7 +131,6 @@ def _parsed(folder: str | Path, content: str) -> Any:
     A run asks for the configs of a few folders some thirty times, and transformers takes milliseconds for each.
 
     Args:
-        folder: a Hugging Face model folder.
         content: of its config.json, so that a file that has changed is read again.
     """
     import transformers
@@ -161,8 +156,6 @@ def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
     Args:
         asked: the dtype that the config asks for; None for the default: float32 on a CPU, and on a GPU the dtype
             that the folder's weights were made for: bfloat16 for every dtype of 16 bits.
-        folder: a Hugging Face model folder.
-        device: ``cpu`` or ``cuda``.
 
     Example:
         >>> compute_dtype("bfloat16", "any", "cpu"), compute_dtype(None, "any", "cpu")

@@ -51,17 +51,7 @@ class ExactError(ModelError):
 
 
 def check(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, folder: object) -> None:
-    """Checks that a model has kernels of this module for all that it computes.
-
-    Args:
-        skeleton: the model.
-        dtype: of its computations.
-        device: that computes.
-        folder: where the model comes from, for errors.
-
-    Raises:
-        ExactError: it has not.
-    """
+    """Raises ExactError for a model without kernels of this module for all that it computes."""
     reason = misfit(skeleton.config)
     if reason is None and device.type == "cpu" and dtype != torch.float32:
         reason = (
@@ -424,7 +414,6 @@ def adopt(skeleton: Skeleton, attend: str = NAME) -> None:
     """Makes a model compute with these kernels, with adapters merged into the weights at each use.
 
     Args:
-        skeleton: the model, with its adapters.
         attend: the registered name of its attention.
     """
     model: Any = skeleton.model

@@ -38,7 +38,6 @@ class Recorder:
 
     Args:
         model: whose layers call a module with the picked experts.
-        folder: its folder, for errors.
 
     Raises:
         ModelError: the model has no experts, or does not say which ones it picks.

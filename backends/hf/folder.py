@@ -103,7 +103,6 @@ def build(
     Trained parameters are fp32.
 
     Args:
-        folder: a Hugging Face model folder.
         head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
         pretrained: read the weights; otherwise draw them from ``key``.
         key: what random weights and adapters are drawn from.
@@ -111,7 +110,6 @@ def build(
         lora: adapters to put in.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         frozen: the dtype of parameters that are not trained.
-        device: on which the model computes.
         trained: whether a model without adapters is trained.
         freeze_tower: do not train the module that sees images.
 
@@ -195,7 +193,6 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Sk
     """Checks that a folder holds the weights of its model, from the names and shapes in its files.
 
     Args:
-        folder: a Hugging Face model folder.
         head: ``lm``, or ``value`` for a scalar head; the folder may lack it.
         row_layout: of a micro-batch; see ``build``.
 
@@ -218,8 +215,6 @@ def pads_rows(folder: str | Path, head: str, row_layout: str = "auto") -> bool:
     """Returns whether rows of a folder's model are padded to the longest of their micro-batch.
 
     Args:
-        folder: a Hugging Face model folder.
-        head: ``lm`` or ``value``.
         row_layout: as asked for; see ``build``.
 
     Raises:
@@ -309,11 +304,7 @@ def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: st
 
 
 def _check_count(described: int, folder: str | Path) -> None:
-    """Checks that a folder's weights, if it has any, may hold the parameters that its config describes.
-
-    Raises:
-        ModelError: the config describes more.
-    """
+    """Raises ModelError if a config describes more parameters than the folder's weights, if it has any, may hold."""
     holder = chain_of(folder)[-1]
     files = [path for pattern in ("*.safetensors", "*.bin") for path in holder.glob(pattern)]
     held = sum(path.stat().st_size for path in files)
@@ -421,10 +412,8 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
     transformers would draw missing weights at random.
 
     Args:
-        skeleton: the model.
         loaded: transformers' report on the weights that it loaded.
         new_head: the output layer is new, so the folder need not have it.
-        folder: where the weights come from.
     """
     own = skeleton.output_name
 
@@ -451,9 +440,7 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
     """Raises an error unless two skeletons compute the same with the same parameters.
 
     Args:
-        skeleton: the backend's own.
         other: the config of ``folder``.
-        folder: a model folder.
 
     Raises:
         ModelError: their configs differ, or buffers that no state holds, such as rotary frequencies.
@@ -519,7 +506,6 @@ def carried(folder: str | Path, model: Any) -> dict[str, bytes]:
     """Returns the contents of the files, by path in the folder.
 
     Args:
-        folder: the model folder.
         model: transformers' model that was made from it.
 
     Raises:
@@ -550,7 +536,6 @@ def saved_config(model: Any, read: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what ``config.json`` says of a model.
 
     Args:
-        model: transformers' model.
         read: the content of the ``config.json`` that it was made from.
     """
     config = json.loads(model.config.to_json_string()) | {

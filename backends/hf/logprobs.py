@@ -93,15 +93,7 @@ def sum_pi_squared(
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
-    It is the chance that two draws are the same token.
-
-    Args:
-        hidden: hidden states.
-        weight: of the output layer.
-        bias: of the output layer, if it has one.
-        temperature: one for each hidden state; None stands for 1.
-        chunk: how many are computed at a time, as for ``logprobs_and_entropy``.
-        softcap: as for ``logprobs_and_entropy``.
+    It is the chance that two draws are the same token. Arguments are as for ``logprobs_and_entropy``.
 
     Example:
         >>> sum_pi_squared(torch.zeros(1, 2), torch.zeros(4, 2), None).tolist()
@@ -336,19 +328,13 @@ def gradients(
     """Returns the gradients of hidden states, weight and bias, from the gradients of log-probabilities and entropies.
 
     Args:
-        hidden: a hidden state for each target.
         weight: of the output layer, or rows of it.
-        bias: of the output layer, if it has one.
         targets: rows of ``weight``; -1 is none of them.
-        temperature: one for each target; None stands for 1.
         log_z: the log-normalisers, over the whole vocabulary.
-        d_logprobs: the gradient of the log-probabilities.
         entropies: over the whole vocabulary; None where they were not computed.
-        d_entropies: the gradient of the entropies.
         needed: which of the three gradients are computed; the others are None.
         size: the most logits at a time.
         grad_buffer: in fp32; the gradient of ``weight`` is added to it, and None is returned for it.
-        softcap: the bound of soft-capped logits, if they have one.
 
     Raises:
         NotDifferentiable: later, if a derivative of these gradients is taken.
@@ -481,15 +467,9 @@ def candidate_logprobs(
     ``logprobs_and_entropy``. The rows of ``weight`` for all candidates, ``[N, K, H]``, are held for the gradient.
 
     Args:
-        hidden: a hidden state for each target.
-        weight: of the output layer.
-        bias: of the output layer, if it has one.
-        targets: token ids.
         logprobs: of the targets, with their gradient.
         candidates: token ids; one past the end of the vocabulary, as a model with a larger one gives it, has the
             log-probability -inf.
-        temperature: one for each target; None stands for 1.
-        softcap: the bound of soft-capped logits, if they have one.
 
     Example:
         >>> ids, log_half = torch.tensor([[0, 1]]), torch.tensor([0.5]).log()
@@ -521,16 +501,7 @@ def top_logprobs(
 ) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
     """Returns the log-probabilities of the likeliest tokens, from the likeliest on, and their ids.
 
-    They are constants for autograd.
-
-    Args:
-        hidden: hidden states.
-        weight: of the output layer.
-        bias: of the output layer, if it has one.
-        count: how many tokens.
-        temperature: one for each hidden state; None stands for 1.
-        chunk: how many hidden states are computed at a time, as for ``logprobs_and_entropy``.
-        softcap: the bound of soft-capped logits, if they have one.
+    They are constants for autograd. Other arguments are as for ``logprobs_and_entropy``.
 
     Raises:
         ValueError: the vocabulary has fewer tokens.

@@ -137,7 +137,6 @@ class Adapters:
         """Yields every parameter of the model without adapters, with the adapters added to it in fp32.
 
         Args:
-            params: the model's parameters.
             rows: returns the rows of a leaf to compute: of a weight, and of B with the same rows.
             whole: returns a whole leaf.
         """
@@ -191,13 +190,7 @@ class Adapters:
         return attrs.evolve(like, leaves={n: unmerged[n] if n in unmerged else merged[n] for n in like})
 
     def write(self, folder: Path, base: Path, more: Mapping[str, Any] = FrozenDict()) -> None:
-        """Writes into ``folder`` which adapters its training state has, and the model ``base`` that they adapt.
-
-        Args:
-            folder: where to write.
-            base: the model's folder.
-            more: what else to write.
-        """
+        """Writes into ``folder`` which adapters its training state has, and the model ``base`` that they adapt."""
         if self.lora is not None:
             about = attrs.asdict(self.lora) | {"layers": self.layers, "transposed": sorted(self.transposed)}
             (folder / ABOUT).write_text(json.dumps({"base_model": str(base), **about, **more}, indent=1))
@@ -248,11 +241,7 @@ def inject(
     """Adds adapters to a transformers model; A is drawn from ``key``, and B is zero.
 
     Args:
-        model: is changed.
-        lora: the settings of the adapters.
         output: the model's output layer: it is used without being called, so it cannot have adapters.
-        key: the source of randomness.
-        folder: where the model comes from, for errors.
         without: a module of the model that stays as it is.
 
     Raises:
@@ -349,9 +338,7 @@ def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, 
 
     Args:
         tensors: the adapters and the head, by name.
-        adapters: their layers and settings.
         base: the model that they adapt.
-        out: the folder.
         head: the name of a value head among ``tensors``; empty for a language model.
     """
     from safetensors.torch import save_file
@@ -493,11 +480,6 @@ def load_base(auto: Any, folder: str | Path, options: Mapping[str, Any]) -> tupl
 
     If the folder is a checkpoint that refers to frozen weights, its adapters are merged into these in fp32, and the
     sum is cast to the dtype that the options name.
-
-    Args:
-        auto: transformers' class.
-        folder: the model folder.
-        options: arguments of ``from_pretrained``.
 
     Raises:
         LoraError: the folder's description of its adapters, or their file, is damaged.

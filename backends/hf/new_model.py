@@ -320,10 +320,6 @@ def _random_model(
     """Returns the model.
 
     Args:
-        arch: its model type.
-        fields: of its config.
-        tokenizer: its tokenizer.
-        seed: of its weights.
         seen: the tokens of images and their size, of a model with images.
         named: the fields that the architecture must have.
     """
@@ -389,10 +385,7 @@ def with_served_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Raises an error for sizes that do not fit together.
-
-    Raises:
-        ModelError: they do not.
+    """Raises ModelError for sizes that do not fit together.
 
     Example:
         >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})

@@ -39,8 +39,6 @@ class Staged:
     """A micro-batch on the device, with what the forward pass needs.
 
     Attributes:
-        batch: the micro-batch.
-        packing: its layout.
         targets: the indices of the tokens with ``response_mask``.
         temperature: one for each target, or None where all are 1.
     """
@@ -53,11 +51,6 @@ class Staged:
     @classmethod
     def of(cls, batch: Batch, device: torch.device, group: Any = None) -> Staged:
         """Copies a batch from the CPU to a device.
-
-        Args:
-            batch: the micro-batch.
-            device: the device to compute on.
-            group: the ranks that share the sequence, if any do.
 
         Raises:
             ValueError: as ``check_targets``, or ``candidates`` are not token ids.
@@ -283,8 +276,6 @@ def check_needs(
     """Returns the needs as a set after checking them.
 
     Args:
-        head: the model's head.
-        needs: the names of outputs.
         forward: whether outputs without a gradient may be among them.
         recorded: outputs without a gradient that the backend gives with any head.
         candidates: whether the backend gives outputs of several tokens at each place.

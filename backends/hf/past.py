@@ -34,11 +34,7 @@ Content = dict[tuple[int, str], Tensor]
 
 
 class Past:
-    """What rows have read, by slot. ``read`` and ``step`` are called inside of ``skeleton.run``, without gradients.
-
-    Args:
-        skeleton: the model.
-    """
+    """What rows have read, by slot. ``read`` and ``step`` are called in ``skeleton.run``, without gradients."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._config = skeleton.config
@@ -79,7 +75,6 @@ class Past:
         """Appends a token to each of the first n slots, forgets the other slots, and returns the new hidden states.
 
         Args:
-            skeleton: the model.
             tokens: one for each slot.
             positions: how many tokens each of these slots has.
             longest: no slot has more tokens.

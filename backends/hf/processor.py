@@ -62,9 +62,7 @@ class Processor:
     """What turns prompts with images into tokens and pixels.
 
     Attributes:
-        tokenizer: of the folder.
         image_processor: transformers', in its version for PIL.
-        config: of the model.
         folder: where they come from, for errors.
     """
 
@@ -102,10 +100,6 @@ class Processor:
 
 def read_processor(folder: str | Path, tokenizer: Any = None) -> Processor:
     """Reads what turns prompts with images into tokens and pixels.
-
-    Args:
-        folder: of a model with images.
-        tokenizer: the folder's, if it was read already.
 
     Raises:
         ModelError: the model reads no images, or the folder's image processor cannot be used.
@@ -155,8 +149,6 @@ def encode_text(text: str, images: Sequence[Any], processor: Processor) -> tuple
 
     Args:
         text: has the family's mark once for each image.
-        images: as PIL images.
-        processor: of the model's folder.
 
     Raises:
         ModelError: there are more or fewer marks than images, or as ``shown`` and ``images_of``.

@@ -92,7 +92,6 @@ class Fit:
 
         Args:
             temperature: one for each hidden state; None stands for 1.
-            hidden: the hidden states.
 
         Example:
             >>> Fit(scale=0.5, softcap=4.0).heat(None, torch.zeros(1, 8))
@@ -111,13 +110,10 @@ class Skeleton(nn.Module):
     with the same parameters.
 
     Attributes:
-        model: the transformers model.
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
-        adapters: the model's adapters, if it has any.
         trained: whether a model without adapters is trained.
         frozen_tower: whether the module that sees images is not trained.
         longest: the most tokens of a row.
-        fit: how the model is run.
         files: the contents of the other files of the model's folder; a checkpoint holds them too.
         head_kernels: the kernels of log-probs; None for the default ones.
         transformed: whether this is inside of ``transformable``.
@@ -293,11 +289,7 @@ class Skeleton(nn.Module):
         return Buffers({name: b.detach().to(device, copy=True) for name, b in self.constants.items()})
 
     def check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Raises an error for buffers that are not this model's.
-
-        Raises:
-            ValueError: their names or shapes are others.
-        """
+        """Raises ValueError for buffers that are not this model's."""
         wanted = {name: tuple(b.shape) for name, b in self.constants.items()}
         given = {name: tuple(b.shape) for name, b in buffers.items()}
         if differing := sorted(wanted.items() ^ given.items()):
@@ -423,7 +415,6 @@ class Skeleton(nn.Module):
         Args:
             tokens: of all rows.
             positions: of families with one axis, ``[1, T]``.
-            seen: the images.
             given: arguments of the language model.
         """
         places = positions if seen.positions is None else seen.positions.T[:, None]

@@ -36,7 +36,6 @@ def read_tokenizer(
     """Reads the tokenizer of a model's folder.
 
     Args:
-        folder: the folder.
         chat_template_kwargs: arguments of its chat template in every rendering.
         date: the day, as YYYY-MM-DD, that the template prints if it asks for the date; None for the clock's.
 
@@ -79,10 +78,6 @@ def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     tokenizer's own is the first where it is one of several. It is none of them where the files contradict each
     other; ``contradiction`` reports it.
 
-    Args:
-        folder: a model folder.
-        tokenizer: the folder's, if it was read already.
-
     Returns:
         The tokens; none where neither the files nor a tokenizer names any.
 
@@ -122,9 +117,7 @@ def ended(ids: list[int], tokenizer: Any, ends: Sequence[int]) -> list[int]:
     White space after an end token, as templates write it, is left out, and so are further end tokens.
 
     Args:
-        ids: of the answer.
         tokenizer: knows which tokens are white space.
-        ends: the model's ``end_tokens``.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -197,7 +190,6 @@ def with_chat_arguments(tokenizer: Any, chat_template_kwargs: Mapping[str, Any],
     """Gives a tokenizer the arguments with which ``chat_tokens`` and ``chat_texts`` render its chat template.
 
     Args:
-        tokenizer: is changed.
         chat_template_kwargs: variables of the template.
         date: the day, as YYYY-MM-DD, that the template prints if it asks for the date; None for the clock's.
 
@@ -224,10 +216,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Checks that a chat template renders the same messages to the same text each time.
-
-    Raises:
-        ModelError: it draws random text.
+    """Raises ModelError unless a chat template renders the same messages to the same text each time.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -290,8 +279,6 @@ def chat_tokens(
     """Returns the token ids of chat messages, up to the start of the assistant's answer.
 
     Args:
-        tokenizer: has a chat template.
-        messages: the messages so far.
         tools: JSON schemas of the functions that the assistant can call.
         generation_prompt: begin the assistant's answer; otherwise end with the last message.
         chat_template_kwargs: arguments of the template; they replace arguments of ``with_chat_arguments``.
@@ -321,10 +308,7 @@ def chat_texts(
     """Returns what ``chat_tokens`` makes tokens of, for several conversations.
 
     Args:
-        tokenizer: has a chat template.
         conversations: the messages of each, and whether the assistant's answer is begun.
-        tools: as ``chat_tokens``.
-        chat_template_kwargs: as ``chat_tokens``.
 
     Raises:
         ModelError: as ``chat_tokens``.

@@ -208,7 +208,6 @@ def check_images(family: Family | None, config: Any, batch: Batch, *, padded: bo
 
     Args:
         family: of the model; None for a model of text.
-        config: of the model.
         batch: on the CPU.
         padded: whether the model's rows are padded.
 
@@ -282,7 +281,6 @@ class Seen:
     """The images of a micro-batch on the model's device.
 
     Attributes:
-        family: of the model.
         fields: the entries of all rows, or of a blank image if the micro-batch has none.
         blank: whether it is so. Its features count zero times: ranks that share a tower run it together.
         images: which tokens stand for features.
@@ -312,7 +310,6 @@ class Seen:
 
         Args:
             body: has transformers' ``get_image_features``.
-            dtype: of the features.
         """
         outputs = body.get_image_features(**self.family.arguments(self.fields), return_dict=True)
         deep = getattr(outputs, "deepstack_features", None) or ()

@@ -31,17 +31,13 @@ THREADS = 4  # that read
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
-    """Checks that float32 holds the squares of weights, since norms and moments are made of squares.
+    """Raises ModelError unless float32 holds the squares of weights, since norms and moments are made of squares.
 
     A bias may have -inf, by which an output layer excludes tokens.
 
     Args:
-        name: of the parameter.
         weight: some or all of its rows.
         place: the folder or file that they come from, for the error.
-
-    Raises:
-        ModelError: a weight is not finite, or too large.
 
     Example:
         >>> check_numbers("norm.weight", torch.tensor([1.0, 1e38]), "model")
@@ -99,9 +95,6 @@ class FolderWeights:
         """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
 
         Args:
-            name: of the parameter.
-            start: the first row.
-            end: the one after the last row.
             into: has room for these rows.
             opened: the files that earlier calls opened; this call adds to it.
 

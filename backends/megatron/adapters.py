@@ -30,7 +30,6 @@ def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
     Args:
         model: Megatron's model, before it is in DDP.
         tasks: Bridge's conversion tasks of the model.
-        adapters: of transformers' model.
         tp: the ranks of tensor parallelism.
 
     Raises:

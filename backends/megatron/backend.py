@@ -72,29 +72,24 @@ class Megatron(Base):
 
     Parameters, gradients and moments are the elements that a rank owns of each of Megatron's parameters; ``named``
     gives whole tensors under canonical names. The optimizer is the one of ``steps`` on these elements by default.
+    Arguments that are not explained are as for ``Local``.
 
     Args:
         folder: a Hugging Face model folder that every rank can read, of a family that Megatron-Bridge knows.
-        optimizer: from ``verl_fn.steps``.
         tp: ranks that share the matrices of each layer.
         pp: ranks that share the layers.
         cp: ranks that share the tokens of each row.
         ep: ranks that share the experts.
         sp: whether ranks that share matrices share the tokens between them too.
-        head: ``lm`` for a policy, ``value`` for a critic.
-        dtype: of the computation, by name or as torch's: ``float32``, or ``bfloat16`` with fp32 masters, gradients
-            and reductions.
         max_tokens: the most tokens of a micro-batch; with ``cp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Megatron-Bridge's provider.
-        lora: adapters to train; everything else but a value head is then frozen.
         router_replay: record the experts of each token where ``forward`` is asked for ``routed_experts``, and let
             tokens of batches with this field go to the experts that it names; ``forward_backward`` then needs it.
         updates_by: ``verl_fn``, or ``megatron``, whose distributed optimizer then computes what ``optimizer`` says.
         fsdp: Megatron-FSDP takes the place of Megatron's DDP, so that ranks divide the parameters that compute, too.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
         deterministic: use bitwise repeatable kernels on CUDA, torch's attention too; kernels of the CPU are.
-        freeze_vision_tower: do not train the module that sees images; adapters leave it as it is.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.

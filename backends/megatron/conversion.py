@@ -68,7 +68,6 @@ def bridge_of(bridge: Any, config: Any) -> Any:
 
     Args:
         bridge: Megatron-Bridge's ``AutoBridge``; it returns a new object for each access.
-        config: the config of the Hugging Face model.
     """
     own = bridge._model_bridge
     if config.model_type in SEEING:
@@ -102,11 +101,7 @@ def tasks_of(
     All ranks call it together.
 
     Args:
-        bridge: Megatron-Bridge's ``AutoBridge``.
-        config: the config of the Hugging Face model.
         model: Megatron's model, without wrappers.
-        head: ``lm`` or ``value``.
-        canonical: the canonical names.
         adapters: the adapters of transformers' model.
 
     Raises:
@@ -202,7 +197,6 @@ def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
     """Returns the numbers of the tasks whose parameters a value has on any rank; all ranks call it together.
 
     Args:
-        tasks: of all parameters.
         leaves: the value on this rank: gradients are only of adapters, and a reference has none.
     """
     by_rank = gathered([task.param is not None and task.leaf in leaves for task in tasks])
@@ -210,13 +204,7 @@ def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
 
 
 def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> Parts:
-    """Returns the parts of all parameters on all ranks; all ranks call it together.
-
-    Args:
-        layout: how ranks share the model.
-        tasks: of all parameters.
-        pieces: the pieces of this rank by leaf.
-    """
+    """Returns the parts of all parameters on all ranks; all ranks call it together."""
     own = [None if task.param is None else pieces[task.leaf] for task in tasks]
     return Parts.of(layout, own, [tuple(names_of(task.hub)) for task in tasks])
 
@@ -229,9 +217,7 @@ def named(
     No rank has more than one bucket of ``nbytes`` beside its own elements and the tensor that it yields.
 
     Args:
-        tasks: of all parameters.
         parts: of all parameters.
-        canonical: the canonical names.
         leaves: the elements that this rank owns, by leaf.
         nbytes: of the tensors that ranks exchange together.
     """
@@ -266,7 +252,6 @@ def divided(
 
     Args:
         tasks: of the parameters to divide.
-        pieces: the pieces of this rank by leaf.
         read: returns a whole tensor by hub's name, on the CPU.
         canonical: the canonical names; it has the dtypes of the results.
         together: whether all ranks have to read the same tensors in the same order.
@@ -331,13 +316,10 @@ def _bits(t: Tensor) -> int:
 
 
 def _check_moved(sums: Mapping[str, tuple[int, int]]) -> None:
-    """Checks that mappings only moved elements; all ranks call it together.
+    """Raises ModelError unless mappings only moved elements; all ranks call it together.
 
     Args:
         sums: for each leaf of this rank, the sums of bits of the hub's tensors and of the elements that it owns.
-
-    Raises:
-        ModelError: a mapping changed them.
     """
     whole: dict[str, int] = {}
     owned: dict[str, int] = {}
@@ -375,7 +357,6 @@ def sent(canonical: Canonical, whole: Mapping[str, Tensor]) -> Callable[[str], T
     """Returns a function by which all ranks together read tensors that the first rank has, by hub's name.
 
     Args:
-        canonical: the canonical names.
         whole: the tensors by canonical name, on the first rank; any mapping on others.
     """
 
@@ -394,7 +375,6 @@ def in_rows(canonical: Canonical, rows: Callable[[str, int, int], Tensor]) -> Ca
     """Returns a function by which a rank reads tensors by itself, by hub's name.
 
     Args:
-        canonical: the canonical names.
         rows: returns rows of a tensor by canonical name, from the first to the one before the last.
     """
 

@@ -123,7 +123,6 @@ class Distributed(Optimizer):
         Args:
             optimizer: for this rank's leaves.
             resident: the model's buffers and this rank's pieces of them.
-            dtype: compute dtype.
         """
         from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
         from megatron.core.optimizer.optimizer_config import ParamPredicate
@@ -222,7 +221,6 @@ def _shards(parts: Iterable[Any], pieces: Mapping[str, Piece]) -> Iterator[tuple
 
     Args:
         parts: Megatron's distributed optimizers, for parameters outside and inside of experts.
-        pieces: this rank's, by leaf.
     """
     leaves = {piece.param: name for name, piece in pieces.items() if piece.stop > piece.start}
     for part in parts:

@@ -37,14 +37,9 @@ class Executor:
     """Megatron's model of a folder on this rank, and what a backend needs to use it.
 
     Attributes:
-        layout: how ranks share the model.
         hollow: transformers' model without weights, for names, shapes and the files of a checkpoint.
-        built: Megatron's model.
-        canonical: the canonical names.
-        tasks: of all parameters.
         of_buffers: the tasks of all buffers.
         parts: of all parameters, on all ranks.
-        pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
         zeros: what a value without adapters has in their place, by leaf.
@@ -150,11 +145,7 @@ class Executor:
         return None if self.built.sight is None or skeleton.family is None else (skeleton.family, skeleton.config)
 
     def check(self, *values: Mapping[str, Tensor]) -> None:
-        """Raises an error on all ranks for values of another layout: on some, they may look like this one's.
-
-        Raises:
-            LayoutError: one is.
-        """
+        """Raises LayoutError on all ranks for values of another layout: on some, they may look like this one's."""
         every = self.pieces.keys()
         expected = [every, every - self.zeros.keys(), [n for n in every if self.pieces[n].trained]]
         with agreed():
@@ -220,7 +211,6 @@ class Executor:
 
         Args:
             read: returns a whole tensor by hub's name, on the CPU.
-            names: the canonical names.
             together: whether all ranks have to read the same tensors in the same order.
 
         Raises:
@@ -283,11 +273,7 @@ def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:
 
 
 def check_cuda() -> None:
-    """Checks that megatron-core can compute here.
-
-    Raises:
-        ModelError: there is no CUDA device.
-    """
+    """Raises ModelError unless there is a CUDA device for megatron-core."""
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:

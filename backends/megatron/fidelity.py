@@ -73,11 +73,6 @@ OF_ATTENTION = frozenset({
 def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
     """Checks the windows, activation, norms and rotary embedding of Megatron's model, since no weight shows them.
 
-    Args:
-        model: Megatron's.
-        transformers_model: of the same folder, without weights.
-        folder: for errors.
-
     Raises:
         ModelError: they differ from transformers' model.
     """
@@ -114,15 +109,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
 
 
 def check_head(skeleton: Skeleton, folder: str | Path) -> None:
-    """Refuses a model of images, and one whose logits are more than the output layer's, with a factor and a bound.
-
-    Args:
-        skeleton: transformers' model of the folder.
-        folder: for errors.
-
-    Raises:
-        ModelError: the model is such.
-    """
+    """Raises ModelError for images, and for logits with a factor and a bound beside the output layer."""
     if skeleton.family is not None and skeleton.config.model_type not in SEEING:
         raise ModelError(
             f"{folder} is a {type(skeleton.model).__name__}, and of models with images only Qwen2.5-VL and Qwen3-VL "
@@ -141,9 +128,7 @@ def check_sight(skeleton: Skeleton, sizes: Sizes, folder: str | Path, *, fsdp: b
     """Refuses what a model with images cannot do on Megatron; a model of text can do it.
 
     Args:
-        skeleton: transformers' model of the folder.
         sizes: how ranks share the model.
-        folder: for errors.
         fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
 
     Raises:
@@ -177,12 +162,6 @@ def take_epsilons(
     tasks: Sequence[Task], canonical: Canonical, transformers_model: nn.Module, folder: str | Path
 ) -> None:
     """Gives each norm of Megatron's model the epsilon of transformers' norm, since Bridge has one for all norms.
-
-    Args:
-        tasks: of all parameters.
-        canonical: the canonical names.
-        transformers_model: of the same folder, without weights.
-        folder: for errors.
 
     Raises:
         ModelError: an epsilon differs, and Megatron's norm has no place for another one.
@@ -274,15 +253,10 @@ def _ordered(cosines: Float[Tensor, "t dim"]) -> Float[Tensor, "t dim"]:
 
 
 def check_fields_of_sight(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> None:
-    """Refuses fields of a provider of a model with images that its tower and its positions of three axes forbid.
+    """Raises ModelError for fields of a provider that the tower of images and its positions of three axes forbid.
 
     Args:
-        provider: Bridge's.
         overrides: what a user sets of it.
-        folder: for errors.
-
-    Raises:
-        ModelError: there is such a field.
     """
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 

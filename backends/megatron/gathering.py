@@ -53,7 +53,6 @@ class Parts:
     """The parts of each parameter on all ranks.
 
     Attributes:
-        layout: how ranks share the model.
         pieces: this rank's piece of each, None where another stage has the parameter.
         own: this rank's part of each.
         every: the parts of each, of the first stage that has it.
@@ -69,7 +68,6 @@ class Parts:
         """Compares the parts of all ranks; all ranks call it together.
 
         Args:
-            layout: how ranks share the model.
             pieces: this rank's piece of each parameter, None where another stage has it.
             names: the hub's names of its tensors on this rank.
         """
@@ -135,7 +133,6 @@ def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) 
     """Yields the tensors of a parameter by hub's name, as a mapping makes them of all parts.
 
     Args:
-        mapping: Megatron-Bridge's.
         module: Megatron's module that has the parameter, None where it is on another stage.
         parts: the parts of all ranks.
         tp: the number of ranks of tensor parallelism.

@@ -61,9 +61,6 @@ class Sizes:
     def check_model(self, config: Any) -> None:
         """Raises an error for a model that these ranks cannot share.
 
-        Args:
-            config: the config of a Hugging Face model.
-
         Raises:
             LayoutError: they do not divide its heads, layers or experts, or leave a rank without a part of its
                 vocabulary.
@@ -105,7 +102,6 @@ class Layout:
     of a backend puts its own groups there; see ``active``.
 
     Attributes:
-        sizes: how the model is shared.
         rank: the number of this process.
         size: how many processes there are.
         dp: how many ranks have rows of their own.

@@ -47,8 +47,6 @@ class Built:
     """A model of Megatron on this rank.
 
     Attributes:
-        bridge: Megatron-Bridge's ``AutoBridge``.
-        config: the config of the Hugging Face model.
         ddp: Megatron's ``DistributedDataParallel``, or its ``FullyShardedDataParallel``.
         model: the model inside, a ``GPTModel``.
         tied: on the first and last of several stages, the weight that both have; otherwise None.
@@ -150,7 +148,6 @@ class Sight:
     is transformers', too.
 
     Args:
-        skeleton: transformers' model.
         how: how the model is made.
 
     Attributes:
@@ -251,12 +248,8 @@ class How:
     """How a model is made.
 
     Attributes:
-        head: ``lm``, or ``value`` for a scalar head.
-        dtype: compute dtype.
-        device: the device of this rank.
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Bridge's provider.
-        lora: adapters to train, or None.
         router_replay: whether routers can record and replay the experts of each token.
         updates_by: who computes updates, ``verl_fn`` or ``megatron``.
         fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
@@ -284,10 +277,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     """Makes the model of a folder, whose weights are not read; all ranks call it together.
 
     Args:
-        folder: a Hugging Face model folder.
-        layout: how ranks share the model.
         how: how it is made.
-        skeleton: transformers' model, with its adapters.
 
     Raises:
         ModelError: Megatron-Bridge does not know this family, has no such adapters, or a field does not exist.

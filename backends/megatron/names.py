@@ -31,7 +31,6 @@ class Place:
     """Where the tensor of a hub's name lies among the canonical ones.
 
     Attributes:
-        name: the canonical name.
         expert: the number of the expert, or None for a whole tensor.
         start: the first of the expert's rows.
         end: the one after its last row.
@@ -181,7 +180,6 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
     Args:
         optimizer: from ``verl_fn.steps``; its masks take canonical names and whole tensors.
         leaves: the names of this rank's leaves.
-        canonical: the canonical names.
 
     Raises:
         LayoutError: a mask treats two tensors of one leaf differently.
@@ -215,10 +213,7 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
 
 
 def check_slots(optimizer: Any) -> None:
-    """Raises an error for an optimizer's state that has tensors outside of ``Slots``: they belong to no parameter.
-
-    Raises:
-        LayoutError: the state has such tensors.
+    """Raises LayoutError for an optimizer's tensors outside of ``Slots``: they belong to no parameter.
 
     Example:
         >>> check_slots({"momentum": torch.zeros(8)})

@@ -72,11 +72,7 @@ class Routers:
         return recorded_dtype(self.experts)
 
     def check(self, batch: Batch) -> None:
-        """Checks the recording of a batch, if it has one.
-
-        Raises:
-            ValueError: it is not one of this model.
-        """
+        """Raises ValueError for a batch whose recording is not one of this model."""
         if ROUTED not in batch.per_token:
             return
         routed, expected = batch[ROUTED], [batch.num_tokens, self.layers, self.topk]
@@ -151,10 +147,6 @@ class Routing:
         """Returns the recording of a whole batch, on every rank and on the CPU; all ranks call it together.
 
         Each number was recorded by one rank, so adding up the bytes of all ranks puts them together.
-
-        Args:
-            share: which rank computed which rows.
-            batch: all rows.
         """
         routers, device = self.routers, share.staged[0].tokens.device
         whole = torch.zeros(batch.num_tokens, routers.layers, routers.topk, dtype=routers.dtype, device=device)

@@ -80,9 +80,6 @@ class MicroBatch:
         """Cuts a batch on the CPU for this rank, and copies it to a device.
 
         Args:
-            batch: the micro-batch.
-            layout: how ranks share rows.
-            device: the device to compute on.
             length: how many tokens all ranks have together, padding included; by default as few as fit.
             experts: how many a layer has, if its router can record and replay; None if it cannot.
             table: how many rows and columns of a table there are; None for rows end to end.

@@ -41,11 +41,6 @@ def save(
     Whole tensors are gathered one after the other, and each is kept and written by one rank, in turn.
 
     Args:
-        state: the state.
-        folder: where to save.
-        model: Megatron's model.
-        made_from: the model's own folder.
-        dtype: what the model computes in.
         base: the frozen weights, if the checkpoint refers to them.
         later: see ``begin_save``.
     """
@@ -96,8 +91,6 @@ def restore(
     """Returns the state that ``save`` of any backend wrote; all ranks call it together.
 
     Args:
-        folder: where it was saved.
-        model: Megatron's model.
         optimizer: for canonical names.
         on_base: adds the frozen weights that a checkpoint refers to to the trained ones.
 

@@ -48,10 +48,7 @@ def run(
     """Runs the forward passes of all micro-batches, and their backward passes unless ``forward_only``.
 
     Args:
-        built: the model.
-        layout: how ranks share it.
         micro_batches: of this rank; with several pipeline stages, all have as many rows and tokens.
-        wanted: the names of the outputs.
         finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
             differentiate and what to report; it is called on the last stage.
         forward_only: compute no gradients.
@@ -106,11 +103,7 @@ def outputs_of(
     """Returns the outputs for all targets of a micro-batch, or for its rows, on every rank of the last stage.
 
     Args:
-        built: the model.
-        layout: how ranks share it.
-        micro_batch: the rows.
         hidden: the last hidden states of this rank's tokens, ``[t, b, H]``.
-        wanted: the names of the outputs.
     """
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
@@ -176,19 +169,13 @@ def shared_logprobs_and_entropy(
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
     The results are the same on all ranks of ``group``. The gradient of ``hidden`` is this rank's part, whose sum over
-    the ranks is the gradient.
+    the ranks is the gradient. Other arguments are as for ``logprobs_and_entropy``.
 
     Args:
         hidden: a hidden state for each target, the same on all ranks.
         weight: this rank's rows of the output layer.
-        targets: token ids.
-        temperature: one for each target; None stands for 1.
         first: the token id of the first of these rows.
         group: the ranks that have the other rows.
-        entropy: also compute entropies; otherwise they are None.
-        chunk: how many tokens the forward pass computes at a time; the backward pass has as many logits at a time.
-        grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
-        softcap: the bound c of logits c * tanh(logits / c), if they have one.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
@@ -212,15 +199,8 @@ def shared_sum_pi_squared(
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
-    With s_r = log sum exp(2 x) over this rank's logits x, it is exp(log sum_r exp(s_r) - 2 z).
-
-    Args:
-        hidden: hidden states, the same on all ranks.
-        weight: this rank's rows of the output layer.
-        temperature: one for each hidden state; None stands for 1.
-        group: the ranks that have the other rows.
-        chunk: how many tokens are computed at a time.
-        softcap: as for ``shared_logprobs_and_entropy``.
+    With s_r = log sum exp(2 x) over this rank's logits x, it is exp(log sum_r exp(s_r) - 2 z). Arguments are as for
+    ``shared_logprobs_and_entropy``.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)

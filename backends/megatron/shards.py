@@ -185,12 +185,7 @@ class Piece:
 
 
 def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
-    """Returns the pieces of this rank: empty for parameters of which it owns nothing.
-
-    Args:
-        ddp: Megatron's ``DistributedDataParallel``.
-        layout: how ranks share the model.
-    """
+    """Returns the pieces of this rank: empty for parameters of which it owns nothing."""
     pieces = {}
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
@@ -225,9 +220,6 @@ class Resident:
     """Remembers which tensors the buffer of parameters was made from, and makes it from others.
 
     Args:
-        ddp: Megatron's ``DistributedDataParallel``.
-        pieces: the pieces of this rank by leaf.
-        layout: how ranks share the model.
         tied: the parameter of the output layer that is a copy of the embedding of another stage, if there is one.
 
     Attributes:
@@ -365,15 +357,10 @@ def _nothing() -> None:
 def check_leaves(
     leaves: Mapping[str, Tensor], pieces: Mapping[str, Piece], expected: Sequence[Collection[str]]
 ) -> None:
-    """Raises an error for a value of another model, layout or backend.
+    """Raises LayoutError for a value of another model, layout or backend.
 
     Args:
-        leaves: the value.
-        pieces: of this rank.
         expected: the sets of leaves that a value can have.
-
-    Raises:
-        LayoutError: names or sizes differ from this rank's pieces.
     """
     if not any(leaves.keys() == set(names) for names in expected):
         differing = sorted(leaves.keys() ^ set(expected[0]))
@@ -391,10 +378,7 @@ def check_leaves(
 
 
 def check_fully_sharded(sizes: Sizes, *, adapters: bool, updates_by: str) -> None:
-    """Raises an error for what does not go together with Megatron-FSDP, or was not tried with it.
-
-    Raises:
-        LayoutError: it is asked for.
+    """Raises LayoutError for what does not go together with Megatron-FSDP, or was not tried with it.
 
     Example:
         >>> check_fully_sharded(Sizes(tp=2), adapters=False, updates_by="verl_fn")
@@ -415,11 +399,7 @@ def check_fully_sharded(sizes: Sizes, *, adapters: bool, updates_by: str) -> Non
 
 
 def unwrapped(ddp: Any) -> Any:
-    """Returns the model inside, with the parameters that compute in place of Megatron-FSDP's DTensors.
-
-    Args:
-        ddp: Megatron's ``FullyShardedDataParallel``.
-    """
+    """Returns the model inside, with the parameters that compute in place of Megatron-FSDP's DTensors."""
     for _, param in ddp.param_and_grad_buffer.optimizer_named_parameters:
         # Megatron-FSDP gives them gradients in fp32, and expects masters in fp32 where it has none here.
         param.grad_dtype = None
@@ -451,12 +431,7 @@ class _Sharded(Piece):
 
 
 def sharded_pieces(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
-    """Returns the pieces of this rank: empty for parameters of which it owns nothing.
-
-    Args:
-        ddp: Megatron's ``FullyShardedDataParallel``.
-        layout: how ranks share the model.
-    """
+    """Returns the pieces of this rank: empty for parameters of which it owns nothing."""
     pieces: dict[nn.Parameter, Piece] = {}
     for group in ddp.param_and_grad_buffer.parameter_groups:
         ranks = layout.groups.expt_dp if group.is_expert_param else layout.groups.dp_cp

@@ -44,7 +44,6 @@ class Decoder(Protocol):
 
     Attributes:
         shapes: the shapes of the weights by name, tied ones once.
-        vocab: the size of the vocabulary.
         model: transformers' model of the same folder.
         keeps_prompts: whether ``copy`` copies a prompt even after more tokens were appended to it.
     """
@@ -114,7 +113,6 @@ class Where:
     """The places of a call's tokens in the cache: whole rows, or one token for each of the first slots.
 
     Args:
-        slots: the slot of each token.
         positions: the place of each token within its slot.
         packing: the layout of whole rows; None for a step.
         longest: how many places of each slot are read.
@@ -424,11 +422,8 @@ class Run:
     """The decoding of requests whose sampling differs only in ``max_tokens``.
 
     Args:
-        requests: are checked.
         draws: draws their tokens.
         slots: the most rows that are decoded at a time.
-        end_tokens: end a row.
-        device: that computes.
     """
 
     def __init__(

@@ -44,9 +44,6 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
     """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
 
     Args:
-        folder: the model folder.
-        device: that computes.
-        dtype: of weights and cache.
         exact: the decoder's log-probs must equal an exact trainer's in every bit.
 
     Raises:
@@ -137,13 +134,7 @@ class Sampler(Serving):
         self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
-        """Copies these weights, tied ones once; the first publication is also compared by checksums.
-
-        Raises:
-            ValueError: the names or shapes are not the model's; the engine keeps its weights.
-            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
-                until a publication succeeds.
-        """
+        """Copies these weights, tied ones once, and compares the first ones by checksums; see ``RolloutBackend``."""
         given = here(weights)
         with self._publication(), isolated(), torch.inference_mode():
             if not self.decoder.intact:

@@ -154,9 +154,7 @@ def rotate_and_store(
     """Applies head norms and the rotary embedding in place, and writes keys and values into the cache.
 
     Args:
-        qkv: queries, keys and values.
         cache: of keys and values.
-        slots: the slot of each token.
         places: the place of each token.
         turns: cosines and sines of each place.
         norms: the weights of the norms of queries and keys.

@@ -24,7 +24,6 @@ def adapter_arguments(adapters: Adapters, *, sees: bool = False) -> dict[str, An
     """Returns the arguments of vLLM's ``EngineArgs`` for a model with adapters.
 
     Args:
-        adapters: of the model.
         sees: whether it is a model with images.
 
     Raises:
@@ -75,7 +74,6 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
     """Replaces the adapters that vLLM computes with.
 
     Args:
-        runner: vLLM's model runner.
         lora: rank and scale of the adapters.
         tensors: the halves of all adapters, under canonical names.
 

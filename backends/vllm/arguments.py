@@ -106,11 +106,7 @@ class UntestedVersion(UserError, ImportError):
 
 
 def check_version() -> None:
-    """Raises an error unless a vLLM that this adapter was tested with is installed.
-
-    Raises:
-        UntestedVersion: another version is installed.
-    """
+    """Raises UntestedVersion unless a vLLM that this adapter was tested with is installed."""
     versions = []
     for name in DISTRIBUTIONS:
         try:
@@ -297,11 +293,7 @@ def _known_arguments() -> frozenset[str]:
 
 
 def check_heads(folder: Path, device: str) -> None:
-    """Raises an error for a model whose heads vLLM does not compute on a CPU; on GPUs it has kernels for all.
-
-    Raises:
-        ModelError: vLLM does not know their width.
-    """
+    """Raises ModelError for heads that vLLM does not compute on a CPU; on GPUs it has kernels for all."""
     text = read_config(folder).get_text_config()
     if device != "cpu" or getattr(text, "kv_lora_rank", None):
         return
@@ -395,7 +387,6 @@ def prompt_with_images(request: Request, config: Any) -> Any:
 
     Args:
         request: its prompt has a token for each feature of its images.
-        config: of the model.
     """
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input

@@ -116,7 +116,6 @@ def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:
     Args:
         arguments: of vLLM's ``EngineArgs``.
         model: the name of transformers' class of the model.
-        process: the process for the engine's core.
 
     Raises:
         ModelError: vLLM does not know the model.

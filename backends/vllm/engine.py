@@ -68,25 +68,18 @@ class Vllm(Growing):
     more for each GPU. They end with this process.
 
     Draws follow the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,
-    unless the rounding of logits decides a draw; ``near_ties`` counts such draws.
+    unless the rounding of logits decides a draw; ``near_ties`` counts such draws. Arguments that are not explained
+    are as for ``Sampler``.
 
     Args:
-        folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
         device: ``cpu`` or ``cuda``.
-        dtype: of weights and cache, by name or as torch's: ``float32`` or ``bfloat16``. Log-probs are fp32 in both
-            cases.
-        slots: the most rows that are decoded at a time.
         max_length: the most tokens of a row; by default the model's.
         tensor_parallel_size: GPUs among which the model is split.
         gpu_memory_utilization: the share of the GPU's memory for weights, cache and computation.
         enforce_eager: run without CUDA graphs and without the compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
-        verify: ``first`` compares checksums at the first publication, ``always`` at each.
         lora: adapters that are published by themselves, after a first one with the model; by default they are merged
             into published weights.
-        in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
-            weights, and these compute the cache of their tokens again.
-        routed_experts: record the experts of each token.
 
     Raises:
         UntestedVersion: no vLLM is installed that this adapter was tested with.
@@ -150,13 +143,10 @@ class Vllm(Growing):
             self._routes = Routes.of(folder, self._engine.call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
-        """Loads these weights; the first publication is also compared by checksums.
+        """Loads these weights, and compares the first ones by checksums; see ``RolloutBackend``.
 
         Raises:
-            ValueError: the names or shapes are not the model's; the engine keeps its weights.
             AsleepError: the engine's weights sleep.
-            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
-                until a publication succeeds.
         """
         with self._publication():
             # Not before, since another thread may replace or drop the weights that the engine keeps.
@@ -392,11 +382,7 @@ class Vllm(Growing):
         self._drawn = []
 
     def _require(self, what: str, call: str) -> None:
-        """Raises an error for a call that needs what sleeps.
-
-        Raises:
-            AsleepError: it sleeps.
-        """
+        """Raises AsleepError for a call that needs what sleeps."""
         if what not in self._awake:
             state = "asleep" if not self._awake else f"awake only with its {' and '.join(sorted(self._awake))}"
             tag = "cache" if what == CACHE else what

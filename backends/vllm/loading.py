@@ -49,10 +49,7 @@ def load(
     """Replaces all weights of vLLM's model; if the source has none of the tower that sees images, all others.
 
     Args:
-        model: the model.
-        config: vLLM's model config.
         source: weights under Hugging Face names.
-        checked: compare checksums.
         buffers: the names of the tensors that are published in parts.
         conversions: transformers' conversions of names in files, by which vLLM knows tensors.
         adapters: receives the tensors of adapters, since these are no weights of the model; None without adapters.
@@ -223,8 +220,6 @@ def whole(
     A tensor that comes in several chunks is put together in its place, if there is one, or in memory of its own.
 
     Args:
-        source: the weights.
-        checked: compare checksums.
         between: is called before a bucket is overwritten.
         places: parameters that vLLM copies tensors of the same names into; they may have more rows.
 
@@ -270,9 +265,7 @@ def in_files(name: str, tensor: Tensor, conversions: Sequence[Any], config: Any)
 
     Args:
         name: in transformers' model, whose experts are stacked.
-        tensor: its values.
         conversions: transformers' conversions of names in files.
-        config: of the model.
 
     Example:
         >>> from transformers import MixtralConfig

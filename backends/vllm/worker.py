@@ -84,7 +84,6 @@ class Extension:
         """Replaces vLLM's sampler, and lets the worker sleep on a GPU that it shares.
 
         Args:
-            vocab: the size of the vocabulary.
             lora: the adapters that are published apart from the model; None for a model without them.
             buffers: the names of the tensors that are published in parts.
             conversions: transformers' conversions of names in files, by which vLLM knows tensors.
@@ -179,8 +178,6 @@ class DrawingSampler(Sampler):
     """vLLM's sampler; from the first ``begin`` on it draws as ``Draws`` does.
 
     Args:
-        runner: vLLM's model runner.
-        vocab: the size of the vocabulary.
         noise: how much two computations of a logit may differ.
     """
 

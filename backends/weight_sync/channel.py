@@ -179,8 +179,6 @@ def offered(
     Args:
         kind: one of ``kinds``.
         nbytes: the size of each slot.
-        device: the sender's device.
-        connection: the connection to the receiver.
 
     Returns:
         The description for the receiver, and a function that makes the sender's side once the description was sent.
@@ -294,8 +292,6 @@ def connected(address: tuple[str, int], secret: bytes, seconds: int = 0) -> Conn
     """Connects to an inlet.
 
     Args:
-        address: of the inlet.
-        secret: its key.
         seconds: how long to wait for each of its answers; 0 waits for as long as it takes.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,9 +33,11 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import Cut, Weights, apart_of, in_dtype, kept_of
+from .publication import apart_of, in_dtype, kept_of
 
 TRIES = 3  # to connect to an engine
+# An engine that refuses the weights, or has ended, raises the reason in its own call.
+REFUSABLE = contextlib.suppress(SenderFailed)
 
 
 def part_bytes(max_bytes: int) -> int:
@@ -53,10 +55,8 @@ class Wish:
     """What an engine asks a sender for.
 
     Attributes:
-        kind: the name of the source.
         max_bytes: the most bytes of a bucket.
         checked: whether it compares checksums.
-        dtype: of its weights.
     """
 
     kind: str
@@ -70,8 +70,6 @@ class Outlet(End):
 
     Args:
         address: the address of the engine's inlet.
-        secret: the key of the inlet.
-        device: the device of the weights.
         allowed: the kinds of staging to choose from; by default all.
 
     Attributes:
@@ -96,14 +94,13 @@ class Outlet(End):
         """Announces weights to the engine.
 
         Args:
-            version: of the weights.
             sources: by name, what the engine can choose from.
             identify: for each source that lacks frozen weights, identifies these.
 
         Returns:
             What the engine asks for; None if it refuses the weights.
         """
-        offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
+        offers = {kind: (source.specs, getattr(source, "cut", None)) for kind, source in sources.items()}
         reused = self._connection is not None
         reply = self._answered("specs", version, offers)
         if reply is None and reused:
@@ -112,7 +109,7 @@ class Outlet(End):
         if reply is None:
             # The engine has ended (whoever waits for its call notices), or this publication has failed before.
             return None
-        with self._refusable():
+        with REFUSABLE:
             kind, *rest = reply
             if kind == "identify":
                 send_message(self.open, ("base", identify[rest[0]]()))
@@ -135,7 +132,7 @@ class Outlet(End):
     def _answered(self, *message: Any) -> tuple[Any, ...] | None:
         """Returns the engine's answer to the first message; None if it has ended or closed the connection."""
         self._connection = self._connection or self._connected()
-        with self._refusable():
+        with REFUSABLE:
             if self._connection is not None:
                 send_message(self._connection, message)
                 self.announced = True
@@ -164,7 +161,7 @@ class Outlet(End):
         """Sends a bucket, and returns whether the engine accepts it."""
         if self._connection is None or self._staging is None:
             return False
-        with self._refusable():
+        with REFUSABLE:
             free = [i for i in range(SLOTS) if i not in self._busy]
             number = free[0] if free else self._taken()
             if number is not None:
@@ -175,7 +172,7 @@ class Outlet(End):
 
     def end(self) -> None:
         """Ends the publication, and waits until the engine has all weights."""
-        with self._refusable():
+        with REFUSABLE:
             send_message(self.open, ("end",))
             while self._taken() is not None:
                 pass
@@ -208,12 +205,6 @@ class Outlet(End):
             transfer(self._staging, number, nbytes)
             send_message(self.open, message)
         self._busy.append(number)
-
-    @contextlib.contextmanager
-    def _refusable(self) -> Iterator[None]:
-        """Ignores that an engine refused the weights or ended, since its own call raises the reason."""
-        with contextlib.suppress(SenderFailed):
-            yield
 
     def fail(self, version: int, error: BaseException) -> None:
         """Tells the engine that a publication failed, also if it waits for the announcement."""
@@ -330,7 +321,3 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     if kinds & {MERGED, CHANGED} and kinds & {WHOLE, ADAPTERS}:
         raise ValueError("some engines of one publication take only adapters, and others take them merged")
     return sources[next(kind for kind in (MERGED, WHOLE, CHANGED, ADAPTERS) if kind in kinds)]
-
-
-def _cut_of(source: WeightSource) -> Cut | None:
-    return source.cut if isinstance(source, Weights) else None

@@ -184,7 +184,6 @@ def keeping(
 
     Args:
         source: returns the source of some parameters.
-        params: all parameters.
         frozen: the names of the frozen ones; without any, engines take all weights each time.
         local: returns what this process holds of a tensor, to identify it.
 
@@ -299,7 +298,6 @@ def receive(
     """Passes every chunk of a source to ``write``, and checks that every row of every tensor arrives exactly once.
 
     Args:
-        source: the weights.
         write: copies a chunk.
         max_bytes: the most bytes of a bucket.
         checked: compare checksums too, for which both sides read all weights once more.
@@ -355,7 +353,6 @@ def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, rows: int) -> None:
     """Raises an error for a chunk that is not the next of its tensor.
 
     Args:
-        chunk: the chunk.
         spec: announces its tensor.
         done: how many rows of the tensor have arrived.
         rows: how many rows the chunk has.
@@ -404,7 +401,6 @@ def check_cuts(specs: Iterable[TensorSpec], cuts: Sequence[Cut]) -> None:
     """Raises an error unless the senders of a publication together send each row of each tensor once.
 
     Args:
-        specs: the tensors.
         cuts: what each sender sends.
 
     Raises:

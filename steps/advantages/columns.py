@@ -25,7 +25,6 @@ def whiten_masked(values: Float[Tensor, " T"], mask: Tensor) -> Float[Tensor, " 
     batch, so whiten before the batch is split.
 
     Args:
-        values: one value per token.
         mask: which values to whiten. If it is set for fewer than two, the result is 0 everywhere.
 
     Raises:
@@ -67,7 +66,6 @@ def check_inputs(function: str, batch: Batch, *fields: str) -> None:
 
     Args:
         function: the estimator's name, for the error.
-        batch: the batch.
         fields: per-token or per-row fields besides ``token_level_rewards``.
 
     Raises:

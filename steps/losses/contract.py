@@ -104,9 +104,6 @@ class Term:
 class Loss:
     """A sum of terms. ``loss`` makes one from a function.
 
-    Attributes:
-        terms: the terms.
-
     Raises:
         ValueError: two terms keep rows together by different fields.
     """
@@ -210,8 +207,6 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     Tokens and rows with weight zero are ignored, even if their values or the derivatives of these are not finite.
 
     Args:
-        loss: the loss.
-        outputs: the model's outputs that the loss needs.
         batch: has the weights, ``loss_weight`` or ``row_weight``.
 
     Raises:
@@ -349,11 +344,7 @@ def _weightless(loss: Loss, batch: Batch, *, rows: bool) -> Tensor:
 
 
 def check_shape(values: Tensor, batch: Batch, term: Term) -> None:
-    """Raises an error unless there is one value for each token, or row, as the level of the term says.
-
-    Raises:
-        LossError: there is not.
-    """
+    """Raises LossError unless there is one value for each token, or row, as the level of the term says."""
     count, unit = (batch.num_tokens, "token") if term.level == "token" else (len(batch), "row")
     if values.shape != (count,):
         raise LossError(

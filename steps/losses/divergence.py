@@ -19,7 +19,7 @@ from verl_fn.state import Batch, Metrics, TokenOutputs
 from verl_fn.steps.kl import kl_penalty
 
 from .contract import Loss, loss, token_mean, weighted_sum
-from .policy import bounds, log_ratio
+from .policy import bounds, log_ratio, policy_metrics
 
 _TINY = 1e-8
 
@@ -112,12 +112,8 @@ def _masked(outputs: TokenOutputs, batch: Batch, valid: Tensor, clip_ratio_c: fl
     gap = log_ratio(outputs, batch)
     ratio = gap.detach().exp()
     per_token = torch.where(valid, -batch["advantages"] * ratio.clamp(max=clip_ratio_c) * outputs.logprobs, 0.0)
-    return per_token, {
-        "actor/pg_loss": weighted_sum(batch, per_token),
-        "actor/pg_clipfrac": token_mean(batch, ~valid),
-        "actor/pg_clipfrac_lower": token_mean(batch, (ratio > clip_ratio_c) & valid),
-        "actor/ppo_kl": token_mean(batch, -gap),
-    }
+    lower = {"actor/pg_clipfrac_lower": token_mean(batch, (ratio > clip_ratio_c) & valid)}
+    return per_token, policy_metrics(batch, per_token, gap, ~valid) | lower
 
 
 def distill(kl: str = "reverse") -> Loss:

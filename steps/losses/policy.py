@@ -71,12 +71,8 @@ def ppo_clip(
         upper = torch.maximum(unclipped, clipped)
         cap = -advantages * clip_ratio_c
         per_token = torch.where(advantages < 0, torch.minimum(upper, cap), upper)
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/pg_clipfrac": token_mean(batch, clipped > unclipped),
-            "actor/pg_clipfrac_lower": token_mean(batch, (upper > cap) & (advantages < 0)),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        lower = {"actor/pg_clipfrac_lower": token_mean(batch, (upper > cap) & (advantages < 0))}
+        return per_token, policy_metrics(batch, per_token, gap, clipped > unclipped) | lower
 
     return ppo_clip
 
@@ -99,10 +95,7 @@ def reinforce() -> Loss:
     @loss(needs=["logprobs"])
     def reinforce(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         per_token = -batch["advantages"] * outputs.logprobs
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/ppo_kl": token_mean(batch, -log_ratio(outputs, batch)),
-        }
+        return per_token, policy_metrics(batch, per_token, log_ratio(outputs, batch))
 
     return reinforce
 
@@ -201,6 +194,12 @@ def log_ratio(outputs: TokenOutputs, batch: Batch) -> Float[Tensor, " T"]:
     return (outputs.logprobs - batch["old_log_probs"]).clamp(-LARGEST, LARGEST)
 
 
+def policy_metrics(batch: Batch, per_token: Tensor, gap: Tensor, clipped: Tensor | None = None) -> Metrics:
+    """Returns the metrics of a policy loss: the loss, minus the mean log-ratio, and the share of clipped tokens."""
+    share = {} if clipped is None else {"actor/pg_clipfrac": token_mean(batch, clipped)}
+    return {"actor/pg_loss": weighted_sum(batch, per_token), **share, "actor/ppo_kl": token_mean(batch, -gap)}
+
+
 def bounds(both: float, low: float | None, high: float | None) -> tuple[float, float]:
     """Returns the distances to the lower and the upper bound; None stands for the common one.
 
@@ -245,11 +244,7 @@ def gspo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_rati
         ratio = (logprobs - logprobs.detach() + batch.spread(mean)).clamp(max=MOST).exp()
         unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
         per_token = torch.maximum(unclipped, clipped)
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/pg_clipfrac": token_mean(batch, clipped > unclipped),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        return per_token, policy_metrics(batch, per_token, gap, clipped > unclipped)
 
     return gspo
 
@@ -332,10 +327,7 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
         tau = torch.where(advantages > 0, tau_pos, tau_neg).to(gap.dtype)
         gate = torch.sigmoid(tau * (gap.exp() - 1.0)) * (4.0 / tau)
         per_token = -advantages * gate
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        return per_token, policy_metrics(batch, per_token, gap)
 
     return sapo
 
@@ -369,11 +361,7 @@ def cispo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_rat
         ratio = gap.exp().detach()
         weight = ratio.clamp(1.0 - low, 1.0 + high)
         per_token = -weight * batch["advantages"] * outputs.logprobs
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/pg_clipfrac": token_mean(batch, ratio != weight),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        return per_token, policy_metrics(batch, per_token, gap, ratio != weight)
 
     return cispo
 
@@ -405,10 +393,7 @@ def dro(dro_beta: float) -> Loss:
     def dro(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         gap = outputs.logprobs - batch["old_log_probs"]
         per_token = 0.5 * dro_beta * gap.square() - batch["advantages"] * outputs.logprobs
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        return per_token, policy_metrics(batch, per_token, gap)
 
     return dro
 
@@ -443,11 +428,7 @@ def clip_cov(
         ratio = gap.exp()
         surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
         per_token = torch.where(selected, 0.0, surrogate)
-        return per_token, {
-            "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/pg_clipfrac": token_mean(batch, selected),
-            "actor/ppo_kl": token_mean(batch, -gap),
-        }
+        return per_token, policy_metrics(batch, per_token, gap, selected)
 
     return clip_cov
 

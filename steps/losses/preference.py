@@ -169,10 +169,6 @@ def reward_metrics(name: str, batch: Batch, pairs: Pairs, values: Tensor, reward
     it is 0 while the policy equals the reference.
 
     Args:
-        name: the loss's name.
-        batch: the batch.
-        pairs: its pairs.
-        values: the loss of each row.
         rewards: the implicit reward of each row.
     """
     rewards = rewards.detach()
@@ -187,11 +183,7 @@ def reward_metrics(name: str, batch: Batch, pairs: Pairs, values: Tensor, reward
 
 
 def check_beta(beta: float) -> None:
-    """Checks the scale of implicit rewards.
-
-    Raises:
-        ValueError: it is not positive.
-    """
+    """Raises ValueError unless the scale of implicit rewards is positive."""
     if not beta > 0.0:
         raise ValueError(f"beta is {beta}; it must be positive")
 

@@ -28,7 +28,6 @@ class Constant:
     """A constant learning rate after a warm-up. A plain number is the same schedule without a warm-up.
 
     Attributes:
-        lr: the learning rate.
         warmup_steps: the number of updates in which the learning rate grows linearly from 0.
 
     Example:
@@ -159,11 +158,7 @@ class ByName:
         return self._listed[name]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises an error for a trained parameter that the mapping lacks.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Raises ValueError for a trained parameter that the mapping lacks."""
         for name in names:
             if name not in self._listed:
                 raise ValueError(

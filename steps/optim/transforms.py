@@ -346,11 +346,6 @@ def laid_out_as(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
 def check_slots(slots: Slots, names: list[str], params: Params) -> None:
     """Checks that an optimizer's tensors belong to the trained parameters; the kernels do not.
 
-    Args:
-        slots: the tensors.
-        names: the names of the trained parameters.
-        params: the parameters.
-
     Raises:
         ValueError: they have other names, or lie on another device.
     """
@@ -364,22 +359,13 @@ def check_slots(slots: Slots, names: list[str], params: Params) -> None:
 
 
 def check_device(what: str, tensors: list[Tensor], params: list[Tensor]) -> None:
-    """Checks the device of the first tensor only, since whole trees are placed.
-
-    Raises:
-        ValueError: the parameters are on another device.
-    """
+    """Raises ValueError if the first tensor lies on another device; whole trees are placed."""
     if tensors and tensors[0].device != params[0].device:
         raise ValueError(f"{what} on {tensors[0].device}, and the parameters on {params[0].device}")
 
 
 def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
     """Checks all that an update would refuse, before anything is donated; the kernels check nothing.
-
-    Args:
-        optimizer: the optimizer that will be applied.
-        state: the training state.
-        grads: the gradients.
 
     Raises:
         ArgumentError: the arguments are not a ``TrainState`` and ``Grads``.
@@ -441,8 +427,6 @@ def apply_update(
 
     Args:
         optimizer: the optimizer; its ``init`` made ``state.optimizer``.
-        state: the training state.
-        grads: the gradients of the trained parameters.
         donate_inputs: whether state and gradients are donated, so that the result reuses their buffers.
         reduce: adds a scalar over the processes that hold the other shards of the same tensors.
         total: adds a scalar over the processes that hold any other part of the model; by default ``reduce``.
@@ -510,11 +494,8 @@ def _updated(
     """Runs the optimizer on each group of leaves, or on all leaves together if there are no groups.
 
     Args:
-        optimizer: the optimizer.
         boxes: a list with the state and a list with the gradients; they have the only references to both. Both
             lists are emptied.
-        update: describes the update.
-        groups: the names of each group.
         donate: whether the values were donated, so that leaves with other references have to be copied.
 
     Returns:

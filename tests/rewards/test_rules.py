@@ -3,7 +3,7 @@
 import pytest
 
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import SOURCES, Answer, RewardError, by_rules, rule_for
+from verl_fn.rewards.reward import RULES, Answer, RewardError, by_rules, rule_for
 
 
 def gsm8k(text, truth="1234", finished=True, source="openai/gsm8k"):
@@ -64,7 +64,7 @@ def test_an_unknown_source_is_named_with_the_known_ones_and_the_way_out():
         match=r"'my/data' has no rule .*count, reverse, countdown, .*guess_number, openai/gsm8k.* reward\.f",
     ):
         rule_for("my/data")
-    assert all(map(rule_for, SOURCES))
+    assert all(map(rule_for, RULES))
 
 
 def test_a_rule_that_does_not_fit_the_problem_names_it():

@@ -33,8 +33,6 @@ class ActorState(Node):
 
     Attributes:
         actor: the training state, or a handle to it.
-        key: the run's key.
-        step: the number of steps done.
     """
 
     actor: Any
@@ -89,11 +87,7 @@ class Algorithm(Generic[S]):
         return functools.partial(draw, score=self.outline.needs_reward)
 
     def __attrs_post_init__(self) -> None:
-        """Checks the parameters of the functions.
-
-        Raises:
-            AlgorithmError: one cannot be called as it would be.
-        """
+        """Raises AlgorithmError for a function that cannot be called as it would be."""
         for name, arguments in CALLS.items():
             function = getattr(self.outline if name == "updates" else self, name)
             if function is not None and not takes(function, arguments):

@@ -364,7 +364,6 @@ def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
     Args:
         state: the reward model's training state.
         w: the workers, with a trainer of the role ``reward_model``.
-        clock: measures the time of ``reward``.
     """
     outputs = clock.run("reward", w.trainers["reward_model"].forward, state.params, batch, ("row_values",))
     return with_model_score(batch, outputs)
@@ -374,7 +373,6 @@ def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
     """Writes ``score`` and, on the last token of each response, ``token_level_scores`` and ``token_level_rewards``.
 
     Args:
-        batch: rows with ``response_mask``.
         outputs: the reward model's ``row_values``.
 
     Example:

@@ -141,9 +141,6 @@ class DistillState(Node):
 
     Attributes:
         actor: the student's training state.
-        teacher: the teacher's.
-        key: the run's key.
-        step: the number of steps done.
     """
 
     actor: Any

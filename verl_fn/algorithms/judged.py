@@ -126,8 +126,6 @@ class DPOState(Node):
         actor: the policy's training state.
         reference: the policy's training state at the start; None for losses without a reference, and with LoRA: the
             actor's frozen base is the reference then.
-        key: the run's key.
-        step: the number of steps done.
     """
 
     actor: Any

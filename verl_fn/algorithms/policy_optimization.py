@@ -46,15 +46,14 @@ from .workers import Clock, Experience, Report, Workers
 
 
 @node
-class PPOState(Node):
-    """The state of a PPO run; saving it saves everything that a resumed run needs.
+class PolicyState(Node):
+    """The state of a run of PPO or a relative; saving it saves everything that a resumed run needs.
 
     Attributes:
-        actor, critic, reference: training states, or handles to them. ``reference`` is None without a KL term, and
-            with LoRA, where the actor's frozen base is the reference.
+        actor, critic, reference: training states, or handles to them. Only PPO has a critic. ``reference`` is None
+            without a KL term, and with LoRA, where the actor's frozen base is the reference.
         kl: the controller of the KL penalty in the reward.
         key: the run's key; each step derives a key of its own from it and ``step``.
-        step: the number of steps done.
         reward_model: the training state of a reward model, or a handle to it; None where others give the reward.
     """
 
@@ -67,7 +66,7 @@ class PPOState(Node):
     reward_model: Any = None
 
 
-def ppo(options: PPO) -> Algorithm[PPOState]:
+def ppo(options: PPO) -> Algorithm[PolicyState]:
     """Makes PPO: a step samples, estimates advantages, and updates critic and actor.
 
     Example:
@@ -82,19 +81,7 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
     )
 
 
-@node
-class GRPOState(Node):
-    """The state of a GRPO run; it has the fields of ``PPOState`` except the critic."""
-
-    actor: Any
-    reference: Any
-    kl: FixedKL | AdaptiveKL
-    key: Key
-    step: int
-    reward_model: Any = None
-
-
-def grpo(options: GRPO) -> Algorithm[GRPOState]:
+def grpo(options: GRPO) -> Algorithm[PolicyState]:
     """Makes GRPO: a step samples groups of responses, compares rewards within each group, and updates the actor.
 
     Example:
@@ -107,7 +94,7 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
     return policy_optimization(options, estimator(options), outputs=actor_outputs(options))
 
 
-def rloo(options: RLOO) -> Algorithm[GRPOState]:
+def rloo(options: RLOO) -> Algorithm[PolicyState]:
     """Makes RLOO: GRPO in which the baseline of a response is the mean reward of the others in its group.
 
     Example:
@@ -129,7 +116,7 @@ def policy_optimization(
     shape: Callable[[Batch, int], Batch] | None = None,
     critic_loss: Loss | None = None,
     warmup: int = 0,
-) -> Algorithm[Any]:
+) -> Algorithm[PolicyState]:
     """Makes an algorithm that updates the actor, and a critic if there is a loss for it.
 
     Args:
@@ -141,13 +128,11 @@ def policy_optimization(
     """
     loss, outline = policy_loss(options), options.outline
 
-    def init(states: Mapping[str, Any], key: Key) -> Any:
-        reference, kl, judge = states.get("reference"), kl_controller(options), states.get("reward_model")
-        if critic_loss is None:
-            return GRPOState(states["actor"], reference, kl, key, 0, judge)
-        return PPOState(states["actor"], states["critic"], reference, kl, key, 0, judge)
+    def init(states: Mapping[str, Any], key: Key) -> PolicyState:
+        actor, critic, reference = states["actor"], states.get("critic"), states.get("reference")
+        return PolicyState(actor, critic, reference, kl_controller(options), key, 0, states.get("reward_model"))
 
-    def learn(state: Any, experience: Experience, w: Workers) -> tuple[Any, Report]:
+    def learn(state: PolicyState, experience: Experience, w: Workers) -> tuple[PolicyState, Report]:
         clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
         batch, warm = experience.batch, state.step >= warmup
         if state.reward_model is not None:
@@ -180,7 +165,7 @@ def policy_optimization(
     return Algorithm(init=init, sample=sample, learn=learn, outline=outline)
 
 
-def remax(options: ReMax) -> Algorithm[GRPOState]:
+def remax(options: ReMax) -> Algorithm[PolicyState]:
     """Makes ReMax: a step samples responses, and for each prompt the greedy one, whose reward is the baseline.
 
     The greedy responses are not learned from; they count as dropped for the reason ``baseline``.
@@ -195,7 +180,7 @@ def remax(options: ReMax) -> Algorithm[GRPOState]:
     return policy_optimization(options, corrected(steps.remax, options), sample_with_baseline)
 
 
-def sample_with_baseline(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
+def sample_with_baseline(state: PolicyState, problems: Sequence[Problem], w: Workers) -> Experience:
     """Draws responses to ``problems`` and, with a second request at temperature 0, the greedy one to each."""
     clock, key = Clock(w.get), state.key.fold_in(state.step)
     version = clock.run("update_weights", publish, w, state.actor, state.step)
@@ -241,7 +226,7 @@ class NoSignal(UserError, RuntimeError):
     """Raised for a step in which no group of responses has different rewards, so that there is nothing to learn."""
 
 
-def dapo(options: DAPO) -> Algorithm[GRPOState]:
+def dapo(options: DAPO) -> Algorithm[PolicyState]:
     """Makes DAPO: GRPO with a wider upper clip range, dynamic sampling, and a penalty on overlong responses.
 
     In dynamic sampling, a group whose responses all have the same reward is dropped, for the reason
@@ -263,7 +248,7 @@ def dapo(options: DAPO) -> Algorithm[GRPOState]:
 
 
 def sample_with_signal(
-    state: GRPOState, problems: Sequence[Problem], w: Workers, *, options: FilterGroups
+    state: PolicyState, problems: Sequence[Problem], w: Workers, *, options: FilterGroups
 ) -> Experience:
     """Draws as many groups with different rewards as there are problems, or as many as the limit of calls allows.
 

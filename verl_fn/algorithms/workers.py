@@ -80,15 +80,11 @@ class Workers:
 
     Attributes:
         trainers: the training backends by role.
-        rollout: the engine that samples.
         reward: ``(batch, problems) -> batch``; adds scores to a batch.
         more: returns so many further training problems; no other step gets them. Where sampling runs ahead of
             learning, an algorithm should not need it, since it could only ask after waiting for samples.
-        tokenizer: the model's tokenizer.
-        sampling: the sampling settings of training rollouts.
         version: the step of the weights that the engine draws with, where sampling runs ahead of learning; None where
             the algorithm's step is the version.
-        max_prompt_length: the longest prompt allowed, in tokens.
         truncation: how longer prompts are cut; ``error`` if they are not.
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
         end_tokens: the tokens that end a response; supervised answers end with the first. By default the
@@ -207,7 +203,6 @@ class Experience:
     """The result of ``sample``, from which ``learn`` learns. It can be saved between the two.
 
     Attributes:
-        batch: the rows.
         problems: the number of problems that the rows answer.
         seconds: the duration of each phase so far.
         report: the metrics so far.

@@ -22,7 +22,7 @@ from verl_fn.config import (
     options_lines,
     origins,
 )
-from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, POLICY_LOSSES
+from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, LOSS_TYPES, POLICY_LOSSES
 from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
@@ -239,11 +239,11 @@ def show_choices(args: argparse.Namespace) -> int:
         say(_algorithm_page(args.algorithm))
         return 0
     from verl_fn.data.tasks import TASKS
-    from verl_fn.rewards.reward import SOURCES
+    from verl_fn.rewards.reward import RULES
 
     losses = (
         *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
-        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill", "distill_top_k"),
+        *("bradley_terry", *LOSS_TYPES, "distill", "distill_top_k"),
     )
     for kind, names in (
         ("tasks", (*TASKS, "reasoning_gym:SET", "verifiers:NAME")),
@@ -255,7 +255,7 @@ def show_choices(args: argparse.Namespace) -> int:
         ("training backends", (*STRATEGIES, "mock")),
         ("rollout engines", (*ROLLOUT_ENGINES, "mock")),
         ("drivers", ("local", "ray")),
-        ("rewards by data source", SOURCES),
+        ("rewards by data source", RULES),
         ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),
     ):
         say(f"{kind:<24}{', '.join(names)}")

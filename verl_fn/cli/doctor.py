@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+from packaging.requirements import Requirement
 
 from verl_fn.atomic import existing
 from verl_fn.errors import install
@@ -48,7 +49,6 @@ class Finding:
     """One thing that was looked for.
 
     Attributes:
-        name: the thing.
         found: what there is; empty if it is missing.
         mend: what to do if it is missing or unsuitable; empty if all is well.
         needed: whether runs fail without it.
@@ -97,12 +97,11 @@ def _required() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("verl_fn", "used from its folder", f"its dependencies are not known: {install('-e .')}", False)
         return
-    for requirement in requirements:
-        if ";" not in requirement:
-            name = re.split(r"[<>=!~\[ ]", requirement)[0]
-            version = version_of(name)
-            fits = bool(version) and in_range(version, requirement.removeprefix(name))
-            yield Finding(name, version, "" if fits else install(f"'{requirement}'"))
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is None:
+            version = version_of(requirement.name)
+            fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
+            yield Finding(requirement.name, version, "" if fits else install(f"'{requirement}'"))
 
 
 def _gpus() -> list[tuple[str, str, int]]:
@@ -214,26 +213,3 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def in_range(version: str, bounds: str) -> bool:
-    """Returns whether a version lies within bounds such as ``<2.12,>=2.11.0``; only its numbers count.
-
-    Example:
-        >>> in_range("2.11.0+cu130", "<2.12,>=2.11.0"), in_range("2.12.0", "<2.12,>=2.11.0"), in_range("3", "==3.0")
-        (True, False, True)
-    """
-    own = _numbers(version)
-    for sign, bound in re.findall(r"(<=|>=|==|!=|~=|<|>)\s*([\w.+]+)", bounds):
-        other = _numbers(bound)
-        width = max(len(own), len(other))
-        a, b = (numbers + (0,) * (width - len(numbers)) for numbers in (own, other))
-        holds = {"<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b, "~=": a >= b, "==": a == b, "!=": a != b}
-        if not holds[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -56,10 +56,8 @@ class RolePlan(TrainedConfig):
     """One model of a run: the settings of its table, with its source and what the run makes of it.
 
     Attributes:
-        name: the role.
         table: the table of the config that the settings come from: ``actor`` or ``critic``.
         head: ``lm`` or ``value``.
-        folder: the model folder.
         trained: whether the model has an optimizer.
         total_updates: updates in the whole run, over which the learning rate decays.
         lora: rank, alpha and target layers of the adapters, or None.
@@ -122,7 +120,6 @@ class RolloutPlan(RolloutConfig):
     Attributes:
         slots: rows decoded at once, by default ``SLOTS``; a run on GPUs may choose another number.
         gpu_memory_utilization: of vLLM, by default ``SHARE``; a run may choose another one.
-        folder: the actor's model folder.
         lora: rank, alpha and target layers of adapters that are published without the model, or None.
         routed_experts: whether samples have the experts of their tokens.
         data: the table with the limits in tokens, the arguments of the chat template and the date.
@@ -156,13 +153,10 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        algorithm: the algorithm's name.
-        options: an instance of the algorithm's options class.
         learns_from: what the algorithm learns from: ``samples``, or ``answers``, ``pairs`` or ``labels`` of the data.
         needs_reward: whether the reward scores training responses.
         roles: the models by name, in the algorithm's order.
         copies: roles without a model of their own, each with the role whose frozen base is used in its place.
-        rollout: the engine that samples.
         model: the folder of the policy's model and its tokenizer.
         new_model: sizes of the random model to make in ``model`` first; None for an existing model.
         trainer, data, env, reward, driver, ray: the tables of the config.
@@ -595,9 +589,6 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
 
 def absolute_task(task: str, folder: Path) -> str:
     """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
-
-    Args:
-        folder: relative paths are seen from it.
 
     Example:
         >>> absolute_task("verifiers:envs/my-env", Path("/a")), absolute_task("verifiers:my-env", Path("/a"))

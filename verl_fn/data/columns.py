@@ -40,9 +40,6 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
-        place: the file and row, for error messages.
-        value: what the column holds.
-        column: its name.
         images: how many images the row has, of which the prompt shows each.
 
     Raises:
@@ -136,7 +133,6 @@ def learned_turns(messages: Sequence[Mapping[str, Any]], start: int = 0) -> list
     """Returns the numbers of the messages to learn from: turns of the assistant that no mark excludes.
 
     Args:
-        messages: a conversation.
         start: messages before this one are not learned from.
 
     Example:

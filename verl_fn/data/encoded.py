@@ -62,7 +62,6 @@ class Encoded:
     """Problems of files with the lengths of their tokens.
 
     Attributes:
-        problems: the problems, perhaps on disk.
         prompts: tokens of each prompt, of shape (problems,).
         rows: for each problem, tokens of its longest row, of its rows together, of the longest prompt of a row, and
             of the longest response, of shape (problems, 4); 0 unless its rows are learned from.
@@ -123,8 +122,6 @@ class Encoder:
 
     Attributes:
         kinds: the kind of rows of each file.
-        convert: the functions of ``data.convert``.
-        tokenizer: the model's tokenizer.
         end_tokens: as for ``encode_rows``, if rows are learned from.
         judged_only: whether only rows of judged responses are learned from.
         limit: rows of longer prompts are not encoded.
@@ -193,7 +190,6 @@ def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) 
     """Returns all parts as one.
 
     Args:
-        parts: the parts, in order.
         problems: the problems of all parts, if the parts do not have them.
     """
     parts = list(parts)
@@ -222,8 +218,6 @@ def short_enough(
 
     Args:
         key: the config key that names the problems, for errors.
-        found: the problems.
-        table: the config's ``[data]`` table.
         say: prints a line; it reports how many prompts were left out or are cut.
         each: report each file by itself.
 

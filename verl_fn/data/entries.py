@@ -66,10 +66,6 @@ class Kind:
     def blocks(self, entry: Entry, convert: Sequence[Convert] = ()) -> Iterator[Block]:
         """Yields the rows of an entry, some at a time; ``problems`` makes problems of them.
 
-        Args:
-            entry: what is read.
-            convert: as for ``problems``.
-
         Raises:
             DataError: the entry cannot be read, has no rows, or lacks a column.
         """
@@ -83,7 +79,6 @@ class Kind:
         """Yields the problem of each row of a block.
 
         Args:
-            block: the rows.
             first: the number of the first one.
             convert: each row becomes what the first of these functions makes of it that does not return None.
             unused: gets, for each other column or field of ``reward_model``, the number of rows with a value.
@@ -191,16 +186,10 @@ def _texts(value: Any) -> list[list[str]]:
 
 
 def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
-    """Checks the value of a column that is not used.
+    """Raises DataError for a value of a column that is not used, if something else would be learned without it.
 
     Args:
-        place: the file and row, for error messages.
-        name: of the column.
-        value: what the row has there.
         shown: what the model sees of the row.
-
-    Raises:
-        DataError: without it something else would be learned.
     """
     remove = "or remove the column (a function of data.convert can)"
     if is_media(name):

@@ -58,9 +58,6 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
     Messages after the last turn that is learned are left out, and their rows are counted.
 
     A row is refused if it has no turn of the assistant, begins with one, has one without content, or another prompt.
-
-    Args:
-        prompt_key: the column of prompts.
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
@@ -100,9 +97,6 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
 
     Turns of the assistant in a prompt are not learned. Optional are the columns of ``conversation_rows`` other than
     ``reward_model``.
-
-    Args:
-        prompt_key: the column of prompts.
     """
     required = (prompt_key, COMPLETION)
 
@@ -139,7 +133,6 @@ def _check_completion(place: str, completion: str | Messages, messages: Messages
     """Checks that the messages end with the completion, or with its words; space and an end token are no difference.
 
     Args:
-        place: of the row.
         completion: as the row has it.
         messages: all of the row.
         last: the number of the last one that is learned.
@@ -217,8 +210,6 @@ def encode_rows(
     where the chat template renders earlier messages otherwise once more follow.
 
     Args:
-        problems: what is learned from.
-        tokenizer: the model's tokenizer.
         end_tokens: the model's ``end_tokens``, or the first of them; it ends answers that no template writes.
         images: gets what each row holds of its images, or None.
 
@@ -290,8 +281,6 @@ def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int |
 
     Args:
         problems: their answers are what is learned.
-        tokenizer: the model's tokenizer.
-        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``.
@@ -306,8 +295,6 @@ def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Seq
 
     Args:
         problems: each has one chosen and one rejected response.
-        tokenizer: the model's tokenizer.
-        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``.
@@ -334,8 +321,6 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | 
 
     Args:
         problems: have responses each.
-        tokenizer: the model's tokenizer.
-        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``, or there is only one problem.

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
-from verl_fn.data.entries import Convert, Entry, Kind
+from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.rendering import prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
@@ -33,7 +33,6 @@ class FileData:
 
     Attributes:
         training: the problems of all files, perhaps on disk; empty for a run that only evaluates.
-        validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
         sizes: the number of training problems of each file; without ``weights`` it may be left out.
         weights: one for each file: each has epochs of its own. Without them, all files are one.
@@ -86,35 +85,6 @@ class FileData:
         return [self.training[place] for place in places]
 
 
-def read_problems(
-    files: Sequence[Entry],
-    kinds: Sequence[Kind] | None = None,
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Problem, ...]:
-    """Reads the problems of files and data sets, and numbers them from 0 over all files.
-
-    Args:
-        files: the files, in order.
-        kinds: the kind of rows of each file; by default verl's columns, as ``problem_rows`` reads them.
-        prompt_key: the column of prompts, without ``kinds``.
-        convert: functions that make rows of other columns into these.
-        unused: gets, for each column that is not used, the number of rows with a value in it.
-
-    Raises:
-        DataError: a file cannot be read, is empty or lacks a column, or a row cannot be used.
-    """
-    if kinds is None:
-        kinds = [problem_rows(prompt_key)] * len(files)
-    problems: list[Problem] = []
-    for file, kind in zip(files, kinds, strict=True):
-        for block in kind.blocks(file, convert):
-            problems += kind.problems(block, len(problems), convert, unused)
-    return tuple(problems)
-
-
 def encode_prompts(
     problems: Sequence[Problem],
     tokenizer: Any,
@@ -128,9 +98,6 @@ def encode_prompts(
     it. Chat messages go through the tokenizer's chat template, up to the start of the assistant's answer.
 
     Args:
-        problems: the problems whose prompts are encoded.
-        tokenizer: the model's tokenizer.
-        max_length: the longest prompt allowed, in tokens.
         truncation: what becomes of longer ones; see ``truncated``. Prompts with images are not cut.
         images: gets what each prompt holds of its images, or None.
 
@@ -199,8 +166,6 @@ def truncated(ids: list[int], max_length: int, side: str) -> list[int]:
     """Cuts the ids of a prompt to a length.
 
     Args:
-        ids: the prompt's token ids.
-        max_length: the most that are kept.
         side: where it is cut: ``left`` keeps the end, ``right`` the start, and ``middle`` half of both.
 
     Example:
@@ -249,9 +214,7 @@ def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
     """Returns an error message that names the first characters of a text that the tokenizer does not know.
 
     Args:
-        what: the kind of text, such as ``prompt``.
         text: a string, or chat messages.
-        tokenizer: the tokenizer.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -294,7 +257,6 @@ def problem_rows(prompt_key: str = "prompt", others: str = "") -> Kind:
     ``image``, of which the prompt shows each by a mark ``<image>`` or a part of the type image.
 
     Args:
-        prompt_key: the column of prompts.
         others: which other columns the rows might have, for the error about a missing one.
     """
 
@@ -323,9 +285,6 @@ def turns(key: Key, start: int, count: int, weights: Sequence[float]) -> list[tu
     source are numbered without a gap, wherever it is entered.
 
     Args:
-        key: names the stream.
-        start: the first problem.
-        count: how many.
         weights: of the sources, above 0.
 
     Example:
@@ -361,8 +320,6 @@ def permuted(key: Key, size: int, place: int) -> int:
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 4 (cycle walking).
 
     Args:
-        key: names the permutation.
-        size: of the range.
         place: below ``size``.
 
     Example:

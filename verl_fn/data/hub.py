@@ -42,7 +42,6 @@ class HubName:
 
     Attributes:
         name: ``OWNER/NAME``.
-        dataset: whether it is a data set.
         revision: a branch, a tag or a commit.
     """
 

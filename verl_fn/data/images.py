@@ -40,7 +40,6 @@ def images_in(place: str, row: Row) -> tuple[bytes, ...]:
 
     Args:
         place: the file and row, for errors; paths are relative to the file's folder.
-        row: its columns.
 
     Raises:
         DataError: one of them is no image, is missing, or is too large.
@@ -93,10 +92,6 @@ def _file(name: str, path: str, place: str) -> bytes:
 
 def opened(name: str, content: bytes) -> Any:
     """Returns an image, whose pixels are read when they are needed.
-
-    Args:
-        name: of the image, for errors.
-        content: of an image file.
 
     Raises:
         DataError: it is no image, too large or several, or its samples have more than 8 bits.
@@ -195,10 +190,7 @@ def _part(place: str, part: Any) -> str:
 
 
 def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any]], images: int) -> None:
-    """Checks that a prompt has one mark for each image, and none in a turn of the assistant.
-
-    Raises:
-        DataError: it has not.
+    """Raises DataError unless a prompt has one mark for each image, and none in a turn of the assistant.
 
     Example:
         >>> check_marks("a.jsonl, line 1", "prompt", "<image>?", 2)

@@ -60,9 +60,6 @@ class Judged(Problem):
 class TaskPairs:
     """Pairs made of a generated task: the right answer, and one with one to four mistakes that scores less.
 
-    Attributes:
-        task: the task.
-
     Example:
         >>> from verl_fn.data.tasks import TASKS
         >>> pair = TaskPairs(TASKS["reverse"]).train(Key.from_seed(0), 0, 1)[0]
@@ -110,11 +107,6 @@ def edited(text: str, alphabet: str, dice: random.Random) -> str:
     Most often a letter is replaced, by one of the alphabet or of the text. Otherwise two neighbours are swapped, a
     letter is added or removed, or the end is cut off.
 
-    Args:
-        text: the text.
-        alphabet: the letters that may be put in.
-        dice: decides.
-
     Example:
         >>> edited("abc", "abc", random.Random(1))
         'bac'
@@ -147,9 +139,6 @@ def pair_rows(prompt_key: str = "prompt") -> Kind:
 
     A row is refused if it is no pair: a response is missing or empty, both are equal, or the two conversations do not
     begin alike.
-
-    Args:
-        prompt_key: the column of prompts.
     """
     return _kind(PAIR_COLUMNS, prompt_key, _pair)
 
@@ -159,9 +148,6 @@ def labelled_rows(prompt_key: str = "prompt") -> Kind:
 
     Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
     are the ones of ``pair_rows``.
-
-    Args:
-        prompt_key: the column of prompts.
     """
     return _kind(LABEL_COLUMNS, prompt_key, _labelled)
 

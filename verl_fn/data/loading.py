@@ -25,12 +25,12 @@ from verl_fn.data.columns import truth
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
 from verl_fn.data.examples import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows, encode_rows
-from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows, read_problems
+from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import SUFFIXES, DataError
-from verl_fn.data.tasks import HELD_OUT, MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, is_held_out
+from verl_fn.data.tasks import MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, different, is_held_out
 from verl_fn.scores import SOURCE, reasoning_question
 from verl_fn.state import Key
 
@@ -60,11 +60,6 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
 
 def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Source:
     """Returns the task that ``data.task`` names, as a source of what an algorithm learns from.
-
-    Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
-        learns_from: what the algorithm learns from.
 
     Raises:
         DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
@@ -97,9 +92,6 @@ def kinds_of(
 
     Args:
         files: the files, in order; the columns of the first one say what all of them hold.
-        learns_from: what the algorithm learns from.
-        prompt_key: the column of prompts.
-        held_out: whether they are for evaluation.
         convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
 
     Raises:
@@ -135,18 +127,17 @@ def read_files(
     """Reads the problems of files and data sets, and numbers them from 0 over all files.
 
     Args:
-        files: the files, in order.
-        learns_from: what the algorithm learns from.
-        prompt_key: the column of prompts.
-        held_out: whether they are for evaluation.
-        convert: as for ``kinds_of``.
         unused: gets, for each column that is not used, the number of rows with a value in it.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
     kinds = kinds_of(files, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
-    return read_problems(files, kinds, convert=convert, unused=unused)
+    problems: list[Problem] = []
+    for file, kind in zip(files, kinds, strict=True):
+        for block in kind.blocks(file, convert):
+            problems += kind.problems(block, len(problems), convert, unused)
+    return tuple(problems)
 
 
 def converters(table: DataConfig) -> tuple[Convert, ...]:
@@ -191,10 +182,7 @@ def file_data(
     rows are read and checked here.
 
     Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         say: prints a line; it reports how many prompts were left out.
-        learns_from: what the algorithm learns from.
         end_tokens: the model's, or the first of them, if the run trains on the data's own answers. The tokenizer
             must then be able to encode it.
 
@@ -266,7 +254,6 @@ class ReasoningSets:
     options. One question in eight is held out, by its text.
 
     Attributes:
-        names: of the sets.
         weights: the share of each set among problems, up to a common factor.
         options: of each set by its name; sets without options have the package's defaults.
         max_prompt: tokens that no prompt may exceed.
@@ -293,16 +280,8 @@ class ReasoningSets:
         Raises:
             DataError: a set makes no question that can be used.
         """
-        count = HELD_OUT if count is None else count
-        problems: dict[str, Problem] = {}
-        key, draws, last_new = Key.from_seed(0).fold_in("held-out"), 0, 0
-        while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
-            problem = self._draw(key.fold_in(draws), len(problems), True)
-            draws += 1
-            question = problem.extra_info["question"]
-            if question not in problems:
-                problems[question], last_new = problem, draws
-        return tuple(problems.values())
+        draw, key = functools.partial(self._draw, held_out=True), Key.from_seed(0).fold_in("held-out")
+        return different(count, key, draw, lambda problem: problem.extra_info["question"])
 
     def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
@@ -332,10 +311,6 @@ class ReasoningSets:
 
 def reasoning_data(table: DataConfig, tokenizer: Any) -> ReasoningSets:
     """Returns the sets that ``data.task`` names as a source, after making a question of each.
-
-    Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
 
     Raises:
         DataError: the package is not installed, has no such set or refuses its options, or the tokenizer has no chat
@@ -368,7 +343,6 @@ class StreamedData(FileData):
     """A source of problems whose rows stay on disk until a step needs them; ``training`` has the first ones.
 
     Attributes:
-        tables: the data sets.
         read: makes problems of rows.
         fits: whether each of several problems is short enough; in place of one that is not, another is drawn.
     """
@@ -415,11 +389,7 @@ def streamed(
     """Opens the data sets of ``data.train_files``, and checks the first rows of each.
 
     Args:
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         read: makes problems of rows.
-        validation: the held-out problems.
-        learns_from: what the algorithm learns from.
         end_tokens: the model's if the run trains on the data's own answers.
 
     Raises:
@@ -460,7 +430,6 @@ class Fits:
         max_prompt: tokens that no prompt may exceed.
         max_row: tokens that no training row may exceed.
         leave_out: whether longer ones are left out.
-        tokenizer: the model's tokenizer.
         end_tokens: the model's if the run trains on the data's own answers; otherwise only prompts count.
         truncation: how longer prompts are cut, if they are not left out.
     """

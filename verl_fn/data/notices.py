@@ -116,7 +116,6 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     """Returns the traits of problems: the sequence's own ``traits``, or else new ones.
 
     Args:
-        problems: the problems.
         tokenizer: has the special tokens.
     """
     if isinstance(made := getattr(problems, "traits", None), Traits):
@@ -243,10 +242,6 @@ def notices(
     """Yields a line for each unusual property of the problems.
 
     Args:
-        training: the training problems.
-        validation: the held-out problems.
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
         answers: whether the run trains on the answers.
         sizes: the number of training problems of each file, if each has a weight.
     """
@@ -278,7 +273,8 @@ def notices(
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
             many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
-            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {_lacks(lacking[0], tokenizer)}"
+            lacks = describe_unknown("ground truth", lacking[0].answer, tokenizer)
+            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {lacks}"
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
 
@@ -312,10 +308,6 @@ def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
         return []
     ids = token_ids([one.answer for one in problems], tokenizer)
     return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
-
-
-def _lacks(problem: Problem, tokenizer: Any) -> str:
-    return describe_unknown("ground truth", problem.answer, tokenizer)
 
 
 class _Read(dict[str, Any]):
@@ -388,7 +380,6 @@ def of_template(known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer
 
     Args:
         known: problems for training, and others; their rows may have arguments of their own.
-        table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer, with the run's arguments.
     """
     if prints_date(tokenizer):

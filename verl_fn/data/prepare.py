@@ -61,7 +61,6 @@ def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
     Args:
         source: a folder that holds, at any depth, ``train.jsonl`` and ``test.jsonl`` of OpenAI's repository or the
             parquet files of the Hugging Face data set. Its socratic variant is ignored.
-        out: the folder to write to.
 
     Returns:
         The number of rows in each split.
@@ -134,7 +133,6 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> dict[str, int]:
     ``worked.parquet`` has the training questions with their computation as an answer, for ``sft``.
 
     Args:
-        out: the folder to write to.
         seed: other seeds give other questions.
 
     Returns:
@@ -241,7 +239,6 @@ def prepare_squares(out: str | Path, seed: int = 0, rows: Mapping[str, int] = DR
     A third ask how many squares there are, a third of which colour they are, and a third which digit is drawn.
 
     Args:
-        out: the folder to write to.
         seed: other seeds give other pictures.
         rows: how many each split has.
 

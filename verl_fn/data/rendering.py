@@ -85,10 +85,6 @@ def turn_parts(
     answer begins with the reasoning that closes it: the message's, or none.
 
     Args:
-        tokenizer: has a chat template.
-        problem: has the tools and arguments of the template.
-        messages: the conversation.
-        ends: the tokens that end an answer.
         start: turns before this message are not learned from.
 
     Raises:
@@ -237,11 +233,7 @@ def _check_seen(
     tokenizer: Any,
     problem: Problem,
 ) -> None:
-    """Checks that a prompt shows its tools and what ``check_shown`` looks at.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Raises DataError unless a prompt shows its tools and what ``check_shown`` looks at."""
     said = _json(messages)
     for place, tool in enumerate(tools):
         # A tool's name may also be a word of the conversation, or a part of another tool's.
@@ -262,7 +254,6 @@ def check_shown(messages: Sequence[Message], text: str, render: Render, start: i
     """Checks that a prompt shows tool calls, and messages other than the assistant's.
 
     Args:
-        messages: the conversation.
         text: what the template makes of it, up to the start of the assistant's answer.
         render: returns the text of each conversation, with whether the assistant's answer is begun.
         start: messages before this one are not looked at.
@@ -280,11 +271,7 @@ def check_shown(messages: Sequence[Message], text: str, render: Render, start: i
 
 
 def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Render) -> None:
-    """Checks that a turn to learn says all that its message has: content, reasoning and tool calls.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Raises DataError unless a turn to learn says all that its message has: content, reasoning and tool calls."""
     message, until = messages[number], messages[: number + 1]
     content = message.get("content") or ""
     if not _has(said, content):
@@ -342,11 +329,7 @@ def _check_changes(
     *,
     prompt: bool = False,
 ) -> None:
-    """Checks that a field has an effect on the text.
-
-    Raises:
-        DataError: with another value, the text is the same.
-    """
+    """Raises DataError if a field has no effect on the text."""
     changed = [*messages[:number], {**messages[number], **fields}, *messages[number + 1 :]]
     try:
         same = render([(changed, prompt)])[0] == text
@@ -367,8 +350,6 @@ def _has(text: str, part: str, said: str = "") -> bool:
     """Returns whether a text has a part; templates may strip the part or write it as JSON.
 
     Args:
-        text: a template's.
-        part: of a message.
         said: JSON of messages; the text must have the part as often as they have it.
     """
     part = part.strip()

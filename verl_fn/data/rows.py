@@ -31,7 +31,6 @@ class Block:
 
     Attributes:
         place: names a row for error messages, with its number behind it.
-        numbers: the numbers of the rows.
         rows: lines of JSON, or an Arrow table.
         damage: the start of the error about a part of a table that cannot be read.
         unread: for each column that was not read, the number of rows with a value in it.
@@ -94,7 +93,6 @@ def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
 
     Args:
         file: a file that ends in ``.parquet``, ``.jsonl`` or ``.json``.
-        columns: what is read.
 
     Raises:
         DataError: the file cannot be read, has no rows, or is a Parquet file that lacks a column.
@@ -125,8 +123,6 @@ def block_rows(block: Block, columns: Columns, unread: Counter[str] | None = Non
     """Yields each row of a block, after the name of its place for error messages.
 
     Args:
-        block: the rows.
-        columns: what is returned.
         unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import re
@@ -125,16 +126,8 @@ class Task:
 
         A task has a limited number of problems, so fewer than ``count`` may be returned.
         """
-        count = HELD_OUT if count is None else count
-        problems: dict[str, Problem] = {}
-        key, draws, last_new = Key.from_seed(0).fold_in("held-out").fold_in(self.name), 0, 0
-        while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
-            problem = self._draw(key.fold_in(draws), len(problems), True)
-            draws += 1
-            prompt = _string_prompt(problem)
-            if prompt not in problems:
-                problems[prompt], last_new = problem, draws
-        return tuple(problems.values())
+        key = Key.from_seed(0).fold_in("held-out").fold_in(self.name)
+        return different(count, key, functools.partial(self._draw, held_out=True), _string_prompt)
 
     def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
@@ -142,6 +135,20 @@ class Task:
             problem = self.make(rng)
             if is_held_out(_string_prompt(problem)) == held_out:
                 return attrs.evolve(problem, id=number, data_source=self.name)
+
+
+def different(
+    count: int | None, key: Key, draw: Callable[[Key, int], Problem], text_of: Callable[[Problem], str]
+) -> tuple[Problem, ...]:
+    """Returns up to ``count`` problems of different texts, by default ``HELD_OUT``, of a key and a number each."""
+    problems: dict[str, Problem] = {}
+    draws = last_new = 0
+    while len(problems) < (HELD_OUT if count is None else count) and draws - last_new < MAX_FAILED_DRAWS:
+        problem = draw(key.fold_in(draws), len(problems))
+        draws += 1
+        if (text := text_of(problem)) not in problems:
+            problems[text], last_new = problem, draws
+    return tuple(problems.values())
 
 
 def _string_prompt(problem: Problem) -> str:

@@ -104,7 +104,6 @@ class Cluster:
 
         Args:
             groups: the placement of each actor, by the name of its group.
-            driver: the config's ``[driver]`` table.
             ranks: how many training processes share the cores of their machine.
             code: references to the user's own objects; every actor must have them.
         """

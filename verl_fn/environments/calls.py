@@ -115,7 +115,6 @@ def calls_of(reply: str, format: str, tools: Sequence[Mapping[str, Any]]) -> tup
     A reply with a call that cannot be read is content as a whole.
 
     Args:
-        reply: of the model, with its special tokens.
         format: ``HERMES`` or a name of ``FORMATS``.
         tools: JSON schemas of the functions that can be called.
 

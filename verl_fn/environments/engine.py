@@ -46,9 +46,6 @@ def environment_data(table: DataConfig, env: EnvConfig, tokenizer: Any, say: Cal
     Each problem keeps its row in ``extra_info``. Prompts are checked without the tools: the rollout adds them.
 
     Args:
-        table: the config's ``[data]`` table.
-        env: the config's ``[env]`` table.
-        tokenizer: the model's tokenizer.
         say: prints a line; it reports prompts that were left out, and that there are no problems for evaluation.
 
     Raises:
@@ -125,7 +122,6 @@ class Conversing(Through):
         renderer: makes tokens of messages.
         tokenizer: makes texts of replies.
         end_tokens: of the model; they are no part of a reply's text.
-        limits: of conversations.
 
     Raises:
         EnvError: in ``generate``: every conversation has failed, or messages cannot be rendered.
@@ -386,11 +382,7 @@ def _empty_reply(one: Conversation, end: int) -> Sample:
 
 
 def _check_json(one: Conversation) -> None:
-    """Checks that a problem can be sent to a process.
-
-    Raises:
-        EnvError: it cannot be JSON.
-    """
+    """Raises EnvError for a problem that cannot be JSON, and so not be sent to a process."""
     try:
         json.dumps(dict(one.problem))
     except (TypeError, ValueError, RecursionError) as error:

@@ -30,9 +30,6 @@ class EnvError(UserError, RuntimeError):
 def check_interpreter(python: str) -> None:
     """Checks that a program is an interpreter that can run environments.
 
-    Args:
-        python: its path.
-
     Raises:
         EnvError: it cannot be run, or it is no Python of a version that is new enough.
 
@@ -69,11 +66,8 @@ class Job:
     """A call of an environment.
 
     Attributes:
-        number: of the conversation.
-        seed: of its random numbers.
         problem: the fields of its problem, as values of JSON.
         replies: all replies of the model so far; without any, the conversation begins.
-        group: the number of its group.
     """
 
     number: int
@@ -93,7 +87,6 @@ class Scoring:
     """A call that scores conversations of a group together.
 
     Attributes:
-        seed: of its random numbers.
         jobs: the last job of each conversation: the one that has ended it.
     """
 

@@ -114,9 +114,7 @@ class Renderer:
 
         Args:
             messages: the conversation so far, with a mark for each image.
-            arguments: what the template gets besides.
             images: of the problem, with the text of each.
-            label: names the problem in errors.
 
         Raises:
             EnvError: as ``opening``; the messages have more or fewer marks than there are images.
@@ -150,7 +148,6 @@ class Renderer:
         Args:
             said: the conversation so far; it ends with the reply.
             messages: the environment's answer to it.
-            arguments: what the template gets besides.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
@@ -202,9 +199,6 @@ class Renderer:
 
         Args:
             said: the conversation before them.
-            messages: the environment's.
-            arguments: what the template gets besides.
-            label: names the problem in errors.
 
         Raises:
             EnvError: it does not.
@@ -311,10 +305,7 @@ def with_image_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_no_marks(messages: Sequence[Message], label: str) -> None:
-    """Checks that an environment's answer shows no image.
-
-    Raises:
-        EnvError: it does.
+    """Raises EnvError if an environment's answer shows an image.
 
     Example:
         >>> check_no_marks([{"role": "tool", "content": "<image>"}], "problem 3 of 'mine'")
@@ -395,10 +386,8 @@ class Conversation:
 
     Attributes:
         place: its place among all conversations of a call.
-        request: asks for it.
         number: its number among the conversations of the request.
         group: the number of the request; its conversations are a group.
-        messages: all so far.
         tools: JSON schemas of the functions that the model can call.
         replies: the texts of the model's replies.
         rows: the rows so far; the last one goes on.

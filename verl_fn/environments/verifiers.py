@@ -116,7 +116,6 @@ class Rollout:
     """A rollout of verifiers as an environment of one conversation.
 
     Args:
-        environment: of verifiers.
         loop: its event loop.
         calls: the format in which the model calls tools; empty if it is not known.
         together: the rollout is scored with its group, after its end.
@@ -267,7 +266,6 @@ def said(reply: str, turn: int, format: str = HERMES, tools: Sequence[Mapping[st
     A reply with a call that cannot be read is content as a whole.
 
     Args:
-        reply: of the model.
         turn: its number; the ids of calls are made of it.
         format: of the calls, as for ``calls_of``.
         tools: JSON schemas of the functions that the model can call.

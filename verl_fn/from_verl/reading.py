@@ -297,7 +297,6 @@ def _file(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a YAML file, and of the files beside it that its ``defaults`` name.
 
     Args:
-        name: of the file.
         chosen: gets the configs of verl's own that it is composed of.
 
     Raises:
@@ -482,12 +481,7 @@ def _commands(
     Commands begin with the byte 4 if the script uses what the program would say, and with 5 if only its exit status.
 
     Args:
-        bash: the shell.
-        path: of the script.
-        text: of the script.
-        arguments: of the script.
         otherwise: a command that succeeds if it else fails, or fails if it else succeeds.
-        seconds: after which the script is ended.
 
     Raises:
         ConfigError: it does not end.

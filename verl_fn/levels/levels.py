@@ -106,13 +106,7 @@ def _ratio(folder: Path) -> Check:
 
 
 def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
-    """Trains all parameters by GRPO on questions about pictures, one update a step.
-
-    Args:
-        request: what is tested.
-        folder: of the run.
-        say: prints a line.
-    """
+    """Trains all parameters by GRPO on questions about pictures, one update a step."""
     from verl_fn.backends.megatron.model import Sight
 
     config, alone = read_config(request.folder), request.alone()
@@ -154,7 +148,6 @@ class Level:
     """A level of coverage.
 
     Attributes:
-        title: its name.
         proves: what passing it shows.
         advice: where to look if it fails.
         parts: the processes that a request makes of it.

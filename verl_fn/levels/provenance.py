@@ -36,7 +36,6 @@ class Repository:
 
     Attributes:
         name: what it holds.
-        folder: where it lies.
         commit: its commit; empty if it is no checkout.
         dirty: the lines of ``git status --short``.
     """
@@ -138,7 +137,6 @@ def misplaced(files: Mapping[str, str], bridge: str) -> str:
     """Returns why imports are not evidence about a checkout; nothing if they come from it.
 
     Args:
-        files: the file of each module.
         bridge: the checkout; empty for what is installed.
 
     Example:

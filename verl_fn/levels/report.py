@@ -38,8 +38,6 @@ class Report:
         result: Pass, Fail or Blocked.
         sentence: what was validated.
         requested: the levels and variants that were asked for.
-        model: that was tested.
-        deliverables: with their verdicts.
         evidence: lines by their subject.
         limitations, follow_ups: sentences.
         curves: folders of runs to draw, by label.

@@ -24,21 +24,16 @@ class Request:
     """What ``verl-fn levels`` is asked for; every process of a level reads it.
 
     Attributes:
-        levels: their numbers.
         model: the folder or the file that the user named.
         folder: the model folder that the levels use.
         dummy: whether its weights are random.
-        device: ``cpu`` or ``cuda``.
         gpus: how many GPUs the levels may use; on CPUs, how many ranks.
-        features: of level 4.
         bridge: the checkout of Megatron-Bridge, or nothing for what is installed.
         engine: ``sampler`` or ``vllm``.
         ray: the address of a Ray cluster, ``local`` for one of the run's own, or nothing for this process.
         data: a folder with ``train.parquet`` and ``test.parquet``, or nothing for questions that the project makes.
         reward_model: a folder, or nothing for a rule.
-        steps: of level 5.
         margin: by how much level 5 must raise the held-out reward.
-        seed: of level 5.
         out: the folder with the logs and the report.
     """
 

@@ -42,7 +42,6 @@ class Check:
     """One criterion of a level.
 
     Attributes:
-        name: what must hold.
         held: whether it does.
         found: what was measured, with the bar.
     """
@@ -90,8 +89,6 @@ class Deliverable:
     """A line of the report.
 
     Attributes:
-        name: of the deliverable.
-        verdict: what became of it.
         reason: why, in one sentence.
         outcomes: of its processes, by the names of their logs.
     """
@@ -160,7 +157,6 @@ class Trap:
     """A known failure of the environment.
 
     Attributes:
-        name: what it is.
         pattern: matches a log or an error.
         advice: what to do.
     """

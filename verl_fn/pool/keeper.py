@@ -94,7 +94,7 @@ def _children() -> Iterator[int]:
                 yield int(name)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
@@ -102,7 +102,7 @@ def _prctl(option: int, value: int) -> None:
 def work(connection: int, module: str) -> None:
     """Becomes a worker that serves the trainer by ``serve`` of a module, and ends the process."""
     os.setpgid(0, 0)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Where memory runs out, the kernel ends this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -118,9 +118,8 @@ def main(connection: int, lifeline: int, module: str) -> None:
     Args:
         connection: file descriptor of the worker's connection to the trainer.
         lifeline: file descriptor of a socket whose other end the trainer closes to end the worker.
-        module: see ``work``.
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():
         os.close(connection)
         os._exit(keep(pid, socket.socket(fileno=lifeline)))

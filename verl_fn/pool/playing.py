@@ -34,7 +34,6 @@ class Server:
     """Answers the jobs of the trainer.
 
     Args:
-        environment: makes an instance.
         send: reports to the trainer: a job's place with None for a call that begins, and with its outcome at its end.
     """
 
@@ -50,15 +49,7 @@ class Server:
             self._close(number)
 
     def answer(self, place: int, number: int, seed: int, problem: Mapping[str, Any], replies: Sequence[str]) -> None:
-        """Reports what the environment answers to the last reply, or to the problem if there is none.
-
-        Args:
-            place: the job's place in its call.
-            number: of the conversation.
-            seed: of the conversation's random numbers.
-            problem: the fields of the problem.
-            replies: all of the model so far.
-        """
+        """Reports what the environment answers to the last reply, or to the problem if there is none."""
         play = partial(self._play, place, len(replies) - 1, number, seed, problem, replies)
         outcome = worker.attempt(play, [problem["answer"]], "problem.answer")
         # A conversation that is scored with its group keeps its instance until then.
@@ -70,8 +61,6 @@ class Server:
         """Reports the scores of conversations of a group, all of which have ended.
 
         Args:
-            place: the job's place in its call.
-            seed: of the random numbers.
             jobs: for each conversation, the arguments of ``answer`` that ended it.
         """
         answers = [problem["answer"] for _, _, problem, _ in jobs]
@@ -95,7 +84,6 @@ class Server:
         """Returns the outcome of the last reply, after the calls that a conversation's instance has not had.
 
         Args:
-            place: the job's place in its call.
             had: how many replies its instance must have had; otherwise the conversation is repeated with a new one.
             number, seed, problem, replies: as for ``answer``.
         """

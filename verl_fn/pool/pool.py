@@ -67,9 +67,6 @@ class Worker:
 
     Args:
         module: the module of this package that serves.
-        folder: the current folder of the process.
-        environment: its environment variables.
-        python: the interpreter that runs it.
 
     Attributes:
         connection: is readable when messages of the process have arrived, or when it has ended.
@@ -286,8 +283,6 @@ class Pool:
         """Sends a message to a process, and yields what it answers.
 
         Args:
-            number: the number of the process.
-            message: what to send.
             doing: what the process does for it, for errors.
             about: the start of an error whose text the process sends.
 
@@ -313,9 +308,6 @@ class Pool:
 
     def run(self, queues: Mapping[int, deque[Work]]) -> None:
         """Has each process do its work, one after the other. A process that fails is replaced.
-
-        Args:
-            queues: the work by the number of the process.
 
         Raises:
             Exception: a function of ``Work`` raised it, the work was cancelled, or the code cannot be imported again.

@@ -40,11 +40,7 @@ class Failed(Exception):
 
 
 class Trainer:
-    """The connection to the trainer: lines of JSON in both directions.
-
-    Args:
-        descriptor: the file descriptor of the connection.
-    """
+    """The connection to the trainer: lines of JSON in both directions."""
 
     def __init__(self, descriptor: int) -> None:
         self._owner = os.getpid()
@@ -136,7 +132,6 @@ def attempt(call: Callable[[], Any], truths: Iterable[Any] = (), name: str = "gr
     """Returns the outcome of a call of the user's code, or a string that says how it failed.
 
     Args:
-        call: makes the call.
         truths: the ground truths that the code had; see ``json_text``.
         name: what the code calls them.
     """

@@ -55,8 +55,6 @@ class RunRecord:
     """The contents of one run's folder.
 
     Attributes:
-        label: the run's name on the page.
-        folder: the run's folder.
         toml: the config file as it was written.
         config: the config's values by dotted key, with the defaults of keys that the file does not have.
         rows: the metrics, one row for each step.

@@ -90,7 +90,6 @@ class Curve:
     """One metric of one run.
 
     Attributes:
-        steps: the steps at which it was logged.
         values: the logged values; nan for values that are not finite.
     """
 
@@ -132,8 +131,6 @@ class Chart:
     """One metric of several runs.
 
     Attributes:
-        title: the chart's title.
-        metric: the metric's name.
         scale: ``linear``, ``share`` or ``log``.
         curves: the curve of each run, by the run's number.
     """

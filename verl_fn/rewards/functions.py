@@ -156,11 +156,7 @@ class RewardFunctions:
 
 
 def _check_kinds(function: str, judged: Sequence[Scored], answers: Sequence[Answer]) -> None:
-    """Checks that what a function returned under a key is a number for all answers for which it has the key, or none.
-
-    Raises:
-        RewardError: it is a number for some answers only.
-    """
+    """Raises RewardError if what a function returned under a key is a number for some answers and not for others."""
     first: dict[str, tuple[bool, str, Answer]] = {}
     for answer, (_, _, _, metrics) in zip(answers, judged, strict=True):
         for key, value in metrics.items():

@@ -36,7 +36,6 @@ class Question:
     """What a judge is asked, and how its reply is read.
 
     Attributes:
-        model: the name of the judge's model.
         prompt: the question; ``{prompt}``, ``{response}`` and ``{ground_truth}`` are replaced.
         pattern: a regular expression whose first group is the score; the last match in a reply counts.
         unreadable_score: the score where there is no match.

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_fn.data.tasks import ARITHMETIC, GSM8K, SQUARES, TASKS, Problem, Task
 from verl_fn.errors import UserError
 from verl_fn.pool.worker import LARGEST, short
-from verl_fn.scores import boxed, equal
+from verl_fn.scores import boxed, equal, verdict
 from verl_fn.state import Batch, conversations
 from verl_fn.steps.aggregate import last_of_rows
 
@@ -31,8 +31,6 @@ Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 GEOMETRY3K = "hiyouga/geometry3k"
-SOURCES = (*TASKS, GSM8K, ARITHMETIC, SQUARES, *MATH, GEOMETRY3K)
-
 GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
 
@@ -45,7 +43,6 @@ class Answer:
     """A response to judge.
 
     Attributes:
-        problem: the problem that was asked.
         text: the response without end tokens and padding; other special tokens are a part of it.
         finished: whether it ended with the end token; False if it was cut off at the length limit.
         tokens: of the whole row, with its prompt and end token; None outside of ``Reward``.
@@ -189,7 +186,6 @@ def odd_answers(problem: Problem, right: str) -> list[Answer]:
     """Returns answers that a model may give to any problem, for trying a reward before a run.
 
     Args:
-        problem: the problem.
         right: an answer; one of the odd answers ends in its middle.
 
     Example:
@@ -322,22 +318,12 @@ def rule_for(data_source: str) -> Rule:
         >>> rule_for("openai/gsm8k")(Problem("What is 6 * 7?", "42"), "6 * 7 is #### 42", True)
         {'score': 1.0, 'acc': 1.0, 'pred': '42'}
     """
-    if data_source in TASKS:
-        return _of_task(TASKS[data_source])
-    if data_source.endswith("gsm8k"):
-        return gsm8k
-    if data_source == ARITHMETIC:
-        return arithmetic
-    if data_source == SQUARES:
-        return one_word
-    if data_source in MATH:
-        return mathematics
-    if data_source == GEOMETRY3K:
-        return geometry
-    raise RewardError(
-        f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions "
-        "or reward.url"
-    )
+    if not has_rule(data_source):
+        raise RewardError(
+            f"the data source {data_source!r} has no rule of its own, only {', '.join(RULES)} do; set "
+            "reward.functions or reward.url"
+        )
+    return RULES.get(data_source, gsm8k)
 
 
 def has_rule(data_source: str) -> bool:
@@ -347,7 +333,7 @@ def has_rule(data_source: str) -> bool:
         >>> has_rule("reverse"), has_rule("mine")
         (True, False)
     """
-    return data_source in SOURCES or data_source.endswith("gsm8k")
+    return data_source in RULES or data_source.endswith("gsm8k")
 
 
 def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -376,8 +362,7 @@ def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
     """
     numbers = re.findall(r"#### (\-?[0-9\.\,]+)", response[-GSM8K_TAIL:])
     pred = numbers[-1].replace(",", "") if numbers else ""
-    score = float(bool(numbers) and pred == problem.answer)
-    return {"score": score, "acc": score, "pred": pred}
+    return verdict(bool(numbers) and pred == problem.answer, pred)
 
 
 def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
@@ -389,8 +374,7 @@ def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any
     """
     numbers = re.findall(r"-?\d+", response)
     pred = numbers[-1] if numbers else ""
-    score = float(pred == problem.answer)
-    return {"score": score, "acc": score, "pred": pred}
+    return verdict(pred == problem.answer, pred)
 
 
 def one_word(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
@@ -401,8 +385,7 @@ def one_word(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
         {'score': 1.0, 'acc': 1.0, 'pred': 'red'}
     """
     pred = response.strip().lower().removesuffix(".")
-    score = float(finished and pred == problem.answer)
-    return {"score": score, "acc": score, "pred": pred}
+    return verdict(finished and pred == problem.answer, pred)
 
 
 def mathematics(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
@@ -413,8 +396,7 @@ def mathematics(problem: Problem, response: str, finished: bool) -> dict[str, An
         1.0
     """
     pred = boxed(response)
-    score = float(pred is not None and equal(pred, problem.answer))
-    return {"score": score, "acc": score, "pred": pred or ""}
+    return verdict(pred is not None and equal(pred, problem.answer), pred or "")
 
 
 def geometry(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
@@ -438,6 +420,16 @@ def _of_task(task: Task) -> Rule:
         return {"score": score, "acc": float(score >= 1.0), "pred": response}
 
     return rule
+
+
+RULES: Mapping[str, Rule] = {
+    **{name: _of_task(task) for name, task in TASKS.items()},
+    GSM8K: gsm8k,
+    ARITHMETIC: arithmetic,
+    SQUARES: one_word,
+    **dict.fromkeys(MATH, mathematics),
+    GEOMETRY3K: geometry,
+}
 
 
 def _scored(answer: Answer) -> dict[str, Any]:

@@ -431,7 +431,6 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
     """Checks loggers, chat template, rollout engine and cluster, none of which is started.
 
     Args:
-        ends: the tokens that end an answer.
         gpus: how many GPUs another machine has, for which packages need not be installed here; None for this one.
 
     Raises:
@@ -518,14 +517,13 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
     }
     for role in plan.roles.values():
         skeleton = skeletons[role.folder, role.head, role.row_layout]
-        checkpointing = role.enable_gradient_checkpointing and role.strategy != "megatron"
         changed = skeleton
-        if role.lora or checkpointing or role.freeze_vision_tower:
+        if role.lora or role.recomputes or role.freeze_vision_tower:
             changed = hollow(
                 role.folder,
                 role.head,
                 key=Key.from_seed(0),
-                checkpointing=checkpointing,
+                checkpointing=role.recomputes,
                 lora=Lora(*role.lora) if role.lora else None,
                 freeze_tower=role.freeze_vision_tower,
             ).skeleton

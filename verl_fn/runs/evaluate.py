@@ -142,7 +142,6 @@ def evaluation_of(
 
     Args:
         batch: scored rows, or conversations of one or several rows, the same number for each problem.
-        tokenizer: decodes the answers.
         end_tokens: of the model; they are no part of an answer's text.
         samples: what the rows were made of, for the messages of conversations.
     """

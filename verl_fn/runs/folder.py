@@ -58,9 +58,6 @@ class Run:
     Args:
         say: prints a line; it reports checkpoints that cannot be removed.
 
-    Attributes:
-        folder: its path.
-
     Raises:
         RunError: the folder or a link in it cannot be written, or the plan's models lie among its checkpoints.
     """

@@ -179,8 +179,6 @@ class Allocation:
     """The bytes of one part of a run on a GPU.
 
     Attributes:
-        name: the part.
-        nbytes: its bytes.
         lower: the setting that makes it smaller; empty if there is none.
         exact: whether the bytes are counted, not estimated.
     """

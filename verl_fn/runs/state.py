@@ -34,7 +34,6 @@ class RunState(Node):
     """A run between two steps.
 
     Attributes:
-        algorithm: the algorithm's own state.
         cursor: the number of training problems that were learned from.
         waiting: the experience of the next steps that was asked for already, in order. It may still be on its way.
     """

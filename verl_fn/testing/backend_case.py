@@ -41,9 +41,6 @@ class BackendCase:
     """A backend under test and the arguments of its calls. States may be handles; ``read`` resolves them.
 
     Attributes:
-        backend: the backend under test.
-        loss: the loss that is differentiated.
-        batch: the batch that is passed to the backend.
         tolerance: the largest relative difference between splits or layouts.
         key: the states and splits are drawn from it.
         get: returns the value behind a reference.
@@ -84,11 +81,7 @@ class BackendCase:
         return self.update(state, self.gradients(state)[0], donate=False)[0]
 
     def trained(self, name: str) -> Handle[TrainState]:
-        """Returns a state after one update: value heads start as zeros, so new states of a critic would not differ.
-
-        Args:
-            name: other names give other states.
-        """
+        """Returns a state after one update: value heads start as zeros, so new states of critics do not differ."""
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
         if tree.equal(self.read(state).params, self.read(fresh).params):

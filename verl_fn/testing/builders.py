@@ -225,7 +225,6 @@ def with_longer_prompts(batch: Batch, key: Key, zeros: Iterable[str] = ()) -> tu
     """Puts one to three tokens before each row, under ``response_mask`` 0; they must not matter.
 
     Args:
-        batch: the batch.
         key: other keys give other numbers of tokens and other values.
         zeros: the fields that are 0 for the new tokens, besides ``response_mask`` and ``loss_weight``.
 

@@ -228,8 +228,6 @@ class FirstStep:
     """What two backends make of one state and one batch: a pair holds the value of each backend.
 
     Attributes:
-        loss: the loss.
-        grad_norm: the norm of all gradients.
         gradients: by parameter, the norm of the difference of both gradients over the norm of the first one.
         scale: the sum of |weight x loss| of the first backend; the error of the loss is relative to it.
         bars: the largest errors that are rounding, by the names of ``errors``. An error without a bar is fine.

@@ -111,9 +111,6 @@ class _Case:
     """A loss under test, with the outputs that it declares.
 
     Attributes:
-        loss: the loss under test.
-        batch: the batch that it gets.
-        outputs: the outputs of a model that it declares.
         result: what ``evaluate`` returns for these.
         tolerance: the largest relative difference of results that should be equal.
         key: other keys give other batches.

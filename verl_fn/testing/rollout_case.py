@@ -137,7 +137,6 @@ class RolloutCase:
 
         Args:
             samples: of one call; of none, nothing is required.
-            weights: the weights by version.
             which: tells the samples from other ones, for the error message.
             sampling: how they were drawn, by default as the case does.
         """

@@ -28,9 +28,6 @@ LOW = (torch.bfloat16, torch.float16)
 class LawViolation(AssertionError):
     """Raised when a law is broken.
 
-    Attributes:
-        law: the name of the law.
-
     Example:
         >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
         Traceback (most recent call last):
@@ -41,7 +38,6 @@ class LawViolation(AssertionError):
         """Makes the message.
 
         Args:
-            law: the name of the law.
             observation: what was compared and how it differs.
             cause: what usually causes the difference.
         """
@@ -50,27 +46,17 @@ class LawViolation(AssertionError):
 
 
 def require(holds: bool, law: str, observation: str, cause: str) -> None:
-    """Raises an error unless ``holds``.
-
-    Raises:
-        LawViolation: ``holds`` is false.
-    """
+    """Raises LawViolation unless ``holds``."""
     if not holds:
         raise LawViolation(law, observation, cause)
 
 
 def require_equal(law: str, what: str, expected: Any, actual: Any, cause: str) -> None:
-    """Requires that two values are bitwise equal. Sharded values are read by ``BackendCase.read`` first.
+    """Raises LawViolation unless two values are bitwise equal. ``BackendCase.read`` reads sharded values first.
 
     Args:
-        law: the name of the law.
-        what: the subject of the error message, such as ``the sum``.
         expected: the value to compare with.
-        actual: the value under test.
         cause: what usually causes a difference.
-
-    Raises:
-        LawViolation: the values differ.
 
     Example:
         >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
@@ -89,10 +75,7 @@ def require_close(
     """Requires that two values agree leaf by leaf, relative to the largest element of each leaf.
 
     Args:
-        law: the name of the law.
-        what: the subject of the error message, such as ``the sum``.
         expected: the value to compare with.
-        actual: the value under test, of the same structure.
         cause: what usually causes a difference.
         tolerance: the largest relative difference.
         floor: leaves whose elements are all smaller are compared relative to this; by default a thousandth of the
@@ -127,9 +110,6 @@ def untouched(law: str, what: str, read: Callable[[Any], Any] = get_here, **valu
     """Requires that the block changes neither these values nor the global random generators.
 
     Args:
-        law: the name of the law.
-        what: the function that the block calls, for the error message.
-        read: returns the value behind a handle.
         **values: the values by name, or handles to them.
 
     Raises:
@@ -154,13 +134,6 @@ def untouched(law: str, what: str, read: Callable[[Any], Any] = get_here, **valu
 
 def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], Any] = get_here, **values: Any) -> T:
     """Requires that two calls return bitwise equal results, under different global seeds, and returns the first one.
-
-    Args:
-        law: the name of the law.
-        what: the name of the function, for the error message.
-        fn: calls the function.
-        read: returns the value behind a handle.
-        **values: the function's arguments; they must not change.
 
     Raises:
         LawViolation: the results differ, or an argument changed.
@@ -215,8 +188,6 @@ def save_once(backend: TrainBackend, state: Handle[TrainState], folder: str | Pa
     If each rank has a backend of one process, only the first rank's saves.
 
     Args:
-        backend: the backend.
-        state: the state.
         folder: of ``shared_folder``, or a part of it.
     """
     ranks = dist.is_available() and dist.is_initialized()
@@ -270,14 +241,7 @@ class _LowPrecision(TorchDispatchMode):
 
 
 def require_full_precision(what: str, fn: Callable[[], object]) -> None:
-    """Requires that no operation in a call has a result in bfloat16 or float16.
-
-    Args:
-        what: the subject of the error message, such as ``the loss``.
-        fn: makes the call.
-
-    Raises:
-        LawViolation: an operation has.
+    """Raises LawViolation if an operation in a call has a result in bfloat16 or float16.
 
     Example:
         >>> require_full_precision("the sum", lambda: torch.ones(2).bfloat16().sum())
