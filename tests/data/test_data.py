@@ -152,6 +152,39 @@ def test_extra_info_is_what_json_has(tmp_path):
         read_files([file], "samples")
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_keys_that_are_no_strings_are_refused_where_json_would_rename_them(tmp_path, deep):
+    map_type = pa.map_(pa.int64(), pa.string())
+    value, kind = ([{"a": [(1, "x")]}], pa.struct([("a", map_type)])) if deep else ([[(1, "x")]], map_type)
+    table = pa.Table.from_pylist([row()]).append_column("extra_info", pa.array(value, kind))
+    pq.write_table(table, tmp_path / "a.parquet")
+    message = r"a\.parquet, row 0: extra_info cannot be JSON \(the key 1 is no string\); write strings"
+    with pytest.raises(DataError, match=message):
+        read_files([tmp_path / "a.parquet"], "samples")
+
+
+def test_class_labels_are_their_names(tmp_path):
+    """As the package datasets writes their numbers and describes them in the file."""
+    label = {"_type": "ClassLabel", "names": ["no", "yes"]}
+    truth = {"style": {"_type": "Value", "dtype": "string"}, "ground_truth": label}
+    features = {
+        "prompt": label, "reward_model": truth, "data_source": {"_type": "Value", "dtype": "string"},
+        "extra_info": {"many": {"_type": "List", "feature": label}, "old": [label], "feature": {"names": label},
+                       "lists": {"_type": "Sequence", "feature": {"one": label}}},
+    }  # fmt: skip
+    extra = {"many": [0, 1, -1], "old": [1], "feature": {"names": 0}, "lists": {"one": [1, None]}}
+    rows = [row(0, {"style": "rule", "ground_truth": 1}, extra_info=extra)]
+    rows[0]["reward_model"] = {"style": "rule", "ground_truth": 1}
+    table = pa.Table.from_pylist(rows)
+    described = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(described), tmp_path / "a.parquet")
+    (problem,) = read_files([tmp_path / "a.parquet"], "samples")
+    assert (problem.prompt, problem.answer) == ("no", "yes")
+    assert problem.extra_info == {
+        "many": ["no", "yes", None], "old": ["yes"], "feature": {"names": "no"}, "lists": {"one": ["yes", None]}
+    }  # fmt: skip
+
+
 def test_ability_does_not_replace_what_extra_info_has(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", row(ability="math", extra_info={"ability": "algebra"}))
     assert read_files([file], "samples")[0].extra_info == {"ability": "algebra"}

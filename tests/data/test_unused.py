@@ -89,6 +89,14 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
 
 
 @pytest.mark.parametrize("write", WRITERS)
+def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_path):
+    both = (("math", "algebra"), ("math", "math"), (None, "math"), ("math", None))
+    rows = [LAYOUTS["samples"] | {"ability": top, "extra_info": {"ability": inner}} for top, inner in both]
+    said = [line for line in notes(write(tmp_path, *rows), "samples") if "ability" in line]
+    assert len(said) == 2 and all("ability, beside another one in extra_info (2 rows)" in line for line in said)
+
+
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
 @pytest.mark.parametrize(
     ("column", "value", "message"),

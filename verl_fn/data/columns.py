@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -235,7 +236,10 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, float | Decimal):
         raise ValueError(f"has {value}; it is not finite or was written with more digits; write a string")
-    raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string")
+    hint = ""
+    if isinstance(value, date):
+        hint = " (of JSON files in a folder, the package datasets makes dates of text; name the files themselves)"
+    raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string{hint}")
 
 
 def extra_info_of(place: str, row: Row) -> dict[str, Any]:
@@ -250,10 +254,26 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
     try:
         if extra:
             json.dumps(extra)  # reward functions get it as JSON
+            _check_keys(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}
     return ability | (extra or {})
+
+
+def _check_keys(value: Any) -> None:
+    """Checks that keys are strings; JSON would make strings of numbers.
+
+    Raises:
+        TypeError: a key is none.
+    """
+    if isinstance(value, dict):
+        if bad := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the key {bad[0]!r} is no string")
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _check_keys(one)
 
 
 def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:

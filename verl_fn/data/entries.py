@@ -38,6 +38,7 @@ OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
 """Columns of objects, or of strings of JSON that hold objects."""
 
 DIGITS = "digits of numbers that a float does not keep (a string keeps them)"
+ABILITY = "ability, beside another one in extra_info"
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
 
@@ -110,6 +111,9 @@ class Kind:
                 for name, value in row["reward_model"].items():
                     if value is not None and name not in ("ground_truth", "style"):
                         unused[f"reward_model.{name}"] += 1
+            ability, extra = row.get("ability"), row.get("extra_info")
+            if ability is not None and isinstance(extra, Mapping) and extra.get("ability", ability) != ability:
+                unused[ABILITY] += 1
             used = {name: row[name] for name in wanted if name in row}
             if has_inexact(used):
                 unused[DIGITS] += 1

@@ -224,7 +224,7 @@ def one_line(error: BaseException) -> str:
 
 
 def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
-    """Returns the rows of a part of an Arrow table.
+    """Returns the rows of a part of an Arrow table; a class label of the package datasets is its name.
 
     Example:
         >>> arrow_rows(pa.table({"a": pa.array([0.1], pa.float32())}))
@@ -232,8 +232,40 @@ def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
     """
     kinds = {field.name: field.type for field in batch.schema}
     narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b", str(kind))}
+    labels = {name: feature for name, feature in _features(batch.schema).items() if name in kinds}
     rows = batch.to_pylist(maps_as_pydicts="strict")
-    return [row | {name: _shortest(row[name], kind) for name, kind in narrow.items()} for row in rows]
+    if narrow:
+        rows = [row | {name: _shortest(row[name], kind) for name, kind in narrow.items()} for row in rows]
+    return [row | {name: _named(row[name], of) for name, of in labels.items()} for row in rows] if labels else rows
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Returns the columns with class labels, as the package datasets describes them in a schema."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return {name: of for name, of in features.items() if '"ClassLabel"' in json.dumps(of)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """Replaces the numbers of class labels by their names; -1 stands for no label.
+
+    Example:
+        >>> _named({"a": [1, -1]}, {"a": {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["x", "y"]}}})
+        {'a': ['y', None]}
+    """
+    if isinstance(feature, dict) and not isinstance(feature.get("_type"), str):
+        return value and {name: _named(one, feature[name]) for name, one in value.items()}
+    inner = feature[0] if isinstance(feature, list) else feature.get("feature")
+    if isinstance(value, list):
+        return [_named(one, inner) for one in value]
+    if isinstance(value, dict):
+        # Older versions describe an object of lists as a list of objects.
+        return {name: _named(one, [inner[name]]) for name, one in value.items()}
+    if value is None or inner is not None or feature["_type"] != "ClassLabel":
+        return value
+    return feature["names"][value] if value >= 0 else None
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
