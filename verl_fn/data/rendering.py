@@ -245,14 +245,14 @@ def _check_seen(
     said = _json(messages)
     for place, tool in enumerate(tools):
         # A tool's name may also be a word of the conversation, or a part of another tool's.
-        name = re.compile(rf"(?<![\w.-]){re.escape(_name(tool))}(?![\w-])")
+        name = re.compile(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])")
         if len(name.findall(text)) > len(name.findall(said)):
             continue
         others = (*tools[:place], *tools[place + 1 :])
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
-                f"the chat template does not show the tools of the row to the model, such as {_name(tool)!r}; take a "
+                f"the chat template does not show the tools of the row to the model, such as {name_of(tool)!r}; take a "
                 "template that renders `tools`, or remove the column tools"
             )
     check_shown(messages, text, render)
@@ -386,7 +386,7 @@ def _shows(text: str, call: Message, said: str) -> bool:
     inner = call.get("function", call)
     arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments or ""]
-    return _has(text, _name(call), said) and all(
+    return _has(text, name_of(call), said) and all(
         _has(text, value if isinstance(value, str) else _json(value), said) for value in values
     )
 
@@ -406,7 +406,7 @@ def _otherwise(call: Message) -> Message:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _name(function: Message) -> str:
+def name_of(function: Message) -> str:
     """Returns the name of a tool or of the function that a call names."""
     inner = function.get("function", function)
     return str(inner.get("name")) if isinstance(inner, Mapping) else ""
