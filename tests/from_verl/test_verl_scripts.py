@@ -4,9 +4,9 @@
 it from the scripts. With VERL_EXAMPLES, verl's folder of examples, the scripts themselves are read again.
 """
 
-import re
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -198,7 +198,9 @@ def test_a_trainer_with_words_that_another_program_adds_is_refused(script, start
         read_settings([script(f"echo a.b=2 e.f=3 | {start} {command}\n")])
 
 
-@pytest.mark.parametrize("start", ["export N=64\n", "N=64 ", "env N=64 ", "N=1; bash -c 'N=64 env ", "x=N; export $x=64\n"])
+@pytest.mark.parametrize(
+    "start", ["export N=64\n", "N=64 ", "env N=64 ", "N=1; bash -c 'N=64 env ", "x=N; export $x=64\n"]
+)
 def test_references_see_the_variables_that_a_script_sets(script, monkeypatch, start):
     monkeypatch.setenv("N", "8")
     text = f'{start}python3 -m verl.trainer.main_ppo "a.b=\\${{oc.env:N,32}}"' + "'" * ("'" in start)

@@ -252,8 +252,8 @@ def _check_seen(
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
-                f"the chat template does not show the tools of the row to the model, such as {name_of(tool)!r}; take a "
-                "template that renders `tools`, or remove the column tools"
+                f"the chat template does not show the tools of the row to the model, such as {name_of(tool)!r}; take "
+                "a template that renders `tools`, or remove the column tools"
             )
     check_shown(messages, text, render)
 

@@ -204,6 +204,8 @@ class Conversing(Through):
     def probe(self, request: Request) -> str | None:
         """Begins a conversation and gives an empty reply, which any model may draw, without an engine.
 
+        An environment that scores groups gets empty replies until the conversation ends, and then scores it.
+
         Returns:
             Why the environment has failed; None if it has answered.
 
@@ -215,7 +217,12 @@ class Conversing(Through):
         with self._lock:
             if failures := self._advance([one], [], ignored):
                 return failures[0]
+            groups = Groups([one], self._environments)
             failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+            while not failures and one.reason is None and getattr(self._environments, "scores_groups", False):
+                failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+            if not failures and (unscored := groups.score([one])):
+                return unscored[0]
         return (
             f"{failures[0]}; the reply was empty, and step must answer whatever a model writes" if failures else None
         )

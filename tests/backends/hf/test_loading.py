@@ -73,7 +73,9 @@ def test_a_folder_with_adapters_of_peft_is_refused(tmp_path, whole):
     if not whole:
         (folder / "config.json").unlink()
     for make in (load, lambda folder: hollow(folder, "lm", key=Key.from_seed(0))):
-        with pytest.raises(ModelError, match=r"has adapters of PEFT \(adapter_config\.json\) for me/base: merge them"):
+        with pytest.raises(
+            ModelError, match=r"has adapters of PEFT \(adapter_config\.json\) for me/base: merge them"
+        ):
             make(folder)
 
 
