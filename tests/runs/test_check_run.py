@@ -311,7 +311,7 @@ def test_a_check_tries_the_score_of_a_group(tmp_path):
     model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
     more = ["algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=64", "data.max_response_length=32"]
     plan = tiny_run(model, tmp_path / "run", *more, f"env.name={tmp_path}/own.py:Wrong")
-    with pytest.raises(EnvError, match="in scoring its group the environment raised AttributeError: .*nothing"):
+    with pytest.raises(EnvError, match=r"in scoring its group the environment raised AttributeError: .*nothing"):
         check_run(plan)
 
 
