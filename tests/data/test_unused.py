@@ -109,6 +109,8 @@ def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_p
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("input", "3 apples", "the column input is not used, and the prompt has nothing of it"),
         ("context", ["x y", "z"], "the column context is not used"),
+        ("instruction", "say the next letter", "the column instruction is not used, and the prompt has nothing of it"),
+        ("documents", [{"title": "t", "text": "a is b"}], "the column documents is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
         (

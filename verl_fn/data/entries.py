@@ -154,7 +154,7 @@ _TURNS = {
     ),
 }
 # Columns of text to answer about. A prompt that has none of it is seen without.
-_TEXTS = ("context", "contexts", "input", "passage", "passages")
+_TEXTS = ("article", "context", "contexts", "document", "documents", "input", "instruction", "passage", "passages")
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 
 

@@ -102,8 +102,9 @@ def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
     path = Path(file).expanduser()
     if path.suffix not in SUFFIXES:
         raise DataError(
-            f"{path}: the name of a data file must end in {', '.join(SUFFIXES)}; for a data set of the Hugging Face "
-            "hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER first and name the files in it"
+            f"{path}: the name of a data file must end in {', '.join(SUFFIXES)}; decompress others (gunzip, unzstd), "
+            "and for a data set of the Hugging Face hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER "
+            "first and name the files in it"
         )
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
@@ -301,9 +302,15 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
+        raise DataError(
+            f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}; of a file with objects over "
+            "several lines, jq -c . FILE makes such lines"
+        ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
+        raise DataError(
+            f"{place} is not a JSON object, one a line: {row!r:.80}; of a file with one list, jq -c '.[]' FILE makes "
+            "such lines"
+        )
     columns.check(place, row)
     kept = {}
     for name, value in row.items():
