@@ -247,7 +247,7 @@ def read_table(path: str | Path | None) -> Table:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
         hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""
@@ -316,9 +316,12 @@ def _value(key: str, string: str, kind: Any, *, free: bool = False) -> Any:
     """Parses the value of an override as TOML; returns the string itself if it is not TOML.
 
     An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
+    Of several values it makes none.
     """
     if not string.strip() and type(None) in typing.get_args(kind):
         return None
+    if not string.strip() and typing.get_origin(kind) is tuple and ... in typing.get_args(kind):
+        return []
     try:
         parsed = tomllib.loads(f"value = {string}")
         value = parsed["value"] if list(parsed) == ["value"] else string
