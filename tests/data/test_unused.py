@@ -20,6 +20,7 @@ from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.checks import _check_tools
+from verl_fn.runs.prepare import prepare
 
 USER, SAID, OTHER = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -109,7 +110,7 @@ def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_p
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("input", "3 apples", "the column input is not used, and the prompt has nothing of it"),
         ("context", ["x y", "z"], "the column context is not used"),
-        ("instruction", "say the next letter", "the column instruction is not used, and the prompt has nothing of it"),
+        ("instruction", "say the next letter", "the column instruction is not used, and the prompt has nothing"),
         ("documents", [{"title": "t", "text": "a is b"}], "the column documents is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
@@ -289,6 +290,11 @@ def test_an_empty_name_of_a_file_is_named(key):
     # As of a variable of the shell that is not set.
     with pytest.raises(DataError, match=rf"data.{key} has an empty name of a file; 'data.{key}=\[\]' names none"):
         file_data(DataConfig(**{key: ("",)}), char_tokenizer("a"))
+
+
+def test_an_empty_name_of_a_file_is_not_the_current_folder(tmp_path):
+    with pytest.raises(DataError, match=r"data.train_files has an empty name of a file"):
+        prepare(tiny_run("", tmp_path / "run", "data.train_files="), lambda line: None)
 
 
 def test_prompts_of_json_are_noticed():

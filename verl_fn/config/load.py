@@ -316,12 +316,9 @@ def _value(key: str, string: str, kind: Any, *, free: bool = False) -> Any:
     """Parses the value of an override as TOML; returns the string itself if it is not TOML.
 
     An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
-    Of several values it makes none.
     """
     if not string.strip() and type(None) in typing.get_args(kind):
         return None
-    if not string.strip() and typing.get_origin(kind) is tuple and ... in typing.get_args(kind):
-        return []
     try:
         parsed = tomllib.loads(f"value = {string}")
         value = parsed["value"] if list(parsed) == ["value"] else string

@@ -178,11 +178,11 @@ def paths(default: Any, doc: str, *, kind: str = "path", required: bool = False,
 
     Args:
         kind: ``path``; ``code`` for a reference to an object in a file; or ``link`` for a path that is not resolved.
-        required: whether an empty path is an error; of several paths it always is.
+        required: whether an empty path is an error.
     """
 
     def check(instance: Any, attribute: Any, value: str) -> None:
-        if not check_path(value) and (required or isinstance(default, tuple)):
+        if not check_path(value) and required:
             raise ValueError("must not be empty")
 
     return opt(default, doc, deep_iterable(check) if isinstance(default, tuple) else check, when=when, place=kind)

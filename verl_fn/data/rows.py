@@ -302,10 +302,8 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}; of a file with objects over "
-            "several lines, jq -c . FILE makes such lines"
-        ) from error
+        spread = "; of objects over several lines, jq -c . FILE makes such lines" * (line.strip() in ("{", "[", "[{"))
+        raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}{spread}") from error
     if not isinstance(row, dict):
         raise DataError(
             f"{place} is not a JSON object, one a line: {row!r:.80}; of a file with one list, jq -c '.[]' FILE makes "
