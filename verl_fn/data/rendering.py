@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.processor import MARK, parts_of
+from verl_fn.backends.hf.processor import MARK, parts_of, processor_of
 from verl_fn.backends.hf.tokenizer import chat_texts, end_tokens
 from verl_fn.data.columns import learned_turns
 from verl_fn.data.rows import DataError
@@ -167,6 +167,9 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
 
 
 def _renderer(tokenizer: Any, problem: Problem) -> Render:
+    if problem.images:
+        processor_of(tokenizer)  # templates of models of text fail on parts of messages, or drop them
+
     def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         if problem.images:
             conversations = [([in_parts(m) for m in messages], begun) for messages, begun in conversations]
