@@ -1,9 +1,11 @@
 """What a user wrote: columns and fields that are used, reported as unused, or refused."""
 
 import json
+import sys
 from collections import Counter
 
 import attrs
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -390,3 +392,30 @@ def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):
     file.write_text("".join(row.replace('"extra_info": 0', f'"extra_info": {one}') + "\n" for one in numbers))
     said = [line for line in notes(str(file), "samples") if "digits" in line]
     assert len(said) == 2 and "digits of numbers that a float does not keep (a string keeps them) (2 rows)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            {"prompt": np.array([USER], dtype=object)},
+            r"prompt, .*array\(.* is of numpy; make a number, a string or a list",
+        ),
+        ({"reward_model": {"ground_truth": np.int64(5)}}, r"reward_model, .*np.int64\(5\) is of numpy"),
+        ({"prompt": [USER | {1: "x"}]}, "prompt, .*the key 1 is no string"),
+        ({"extra_info": {"a": ({1: 2},)}}, "extra_info, .*the key 1 is no string"),
+        ({"prompt": "a\ud800"}, "prompt, .*surrogates not allowed"),
+        ({"reward_model": {"ground_truth": "\ud800"}}, "reward_model, .*surrogates not allowed"),
+    ],
+)
+def test_a_function_of_convert_makes_what_a_file_may_have(tmp_path, made, says):
+    file = jsonl(tmp_path, LAYOUTS["samples"])
+    with pytest.raises(DataError, match=f"line 1: {says}"):
+        read_files([file], "samples", convert=[lambda row: row | made])
+    # Of columns that are not used, nothing is asked.
+    assert len(read_files([file], "samples", convert=[lambda row: row | {"other": np.zeros(2)}])) == 1
+
+
+def test_a_function_of_convert_that_ends_the_process_is_named(tmp_path):
+    with pytest.raises(DataError, match="exit of data.convert failed: SystemExit"):
+        read_files([jsonl(tmp_path, LAYOUTS["samples"])], "samples", convert=[sys.exit])

@@ -13,7 +13,7 @@ from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.entries import is_filled, is_media
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
-from verl_fn.data.rows import DataError, Inexact, Row, parsed
+from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -254,26 +254,11 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
     try:
         if extra:
             json.dumps(extra)  # reward functions get it as JSON
-            _check_keys(extra)
+            check_plain(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}
     return ability | (extra or {})
-
-
-def _check_keys(value: Any) -> None:
-    """Checks that keys are strings; JSON would make strings of numbers.
-
-    Raises:
-        TypeError: a key is none.
-    """
-    if isinstance(value, dict):
-        if bad := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"the key {bad[0]!r} is no string")
-        value = list(value.values())
-    if isinstance(value, list):
-        for one in value:
-            _check_keys(one)
 
 
 def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from verl_fn.data.rows import (
     DataError,
     Row,
     block_rows,
+    check_plain,
     column_names,
     has_inexact,
     parsed,
@@ -115,6 +116,8 @@ class Kind:
             if ability is not None and isinstance(extra, Mapping) and extra.get("ability", ability) != ability:
                 unused[ABILITY] += 1
             used = {name: row[name] for name in wanted if name in row}
+            if convert:
+                _check_made(place, used)
             if has_inexact(used):
                 unused[DIGITS] += 1
             yield self.make(place, used, number, unused)
@@ -263,7 +266,7 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
         try:
             new = function(given)
         # It is the user's.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{place}: {name} of data.convert failed: {type(error).__name__}: {error}") from error
         if isinstance(new, Mapping):
             return dict(new)
@@ -277,6 +280,20 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
                 "None, which leaves a row as it was; return the row"
             )
     return row
+
+
+def _check_made(place: str, row: Row) -> None:
+    """Checks what functions of ``data.convert`` have made of a row; images may be of any kind.
+
+    Raises:
+        DataError: a column has what no file of JSON can have.
+    """
+    for column, value in row.items():
+        try:
+            if not is_media(column):
+                check_plain(value)
+        except (TypeError, UnicodeEncodeError, RecursionError) as error:
+            raise DataError(f"{place}: {column}, as data.convert made it, is no value of JSON: {error}") from error
 
 
 def entry_name(entry: str) -> str:

@@ -381,6 +381,31 @@ def parsed(value: Any) -> Any:
         return value
 
 
+def check_plain(value: Any) -> None:
+    """Checks keys, characters and arrays in a value that is to be JSON, as a file of JSON has them.
+
+    Raises:
+        TypeError: a key is no string, which JSON would make one, or there is an array.
+        UnicodeEncodeError: there is half of a character's surrogate pair.
+
+    Example:
+        >>> check_plain({"a": [{1: 2}]})
+        Traceback (most recent call last):
+        TypeError: the key 1 is no string
+    """
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, Mapping):
+        if bad := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the key {bad[0]!r} is no string")
+        check_plain([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            check_plain(one)
+    elif hasattr(value, "__array__"):
+        raise TypeError(f"{value!r:.80} is of numpy; make a number, a string or a list of it")
+
+
 def _check_characters(place: str, row: Row) -> None:
     """Rejects half of a surrogate pair: JSON can write it, but no tokenizer can encode it."""
     for name, value in row.items():
