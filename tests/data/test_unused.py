@@ -417,5 +417,5 @@ def test_a_function_of_convert_makes_what_a_file_may_have(tmp_path, made, says):
 
 
 def test_a_function_of_convert_that_ends_the_process_is_named(tmp_path):
-    with pytest.raises(DataError, match="exit of data.convert failed: SystemExit"):
+    with pytest.raises(DataError, match=r"exit of data.convert failed: SystemExit"):
         read_files([jsonl(tmp_path, LAYOUTS["samples"])], "samples", convert=[sys.exit])
