@@ -225,14 +225,16 @@ def one_line(error: BaseException) -> str:
 
 
 def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
-    """Returns the rows of a part of an Arrow table; a class label of the package datasets is its name.
+    """Returns the rows of a part of an Arrow table.
+
+    A class label of the package datasets is its name, and a value of Arrow's type JSON is what it holds.
 
     Example:
         >>> arrow_rows(pa.table({"a": pa.array([0.1], pa.float32())}))
         [{'a': 0.1}]
     """
     kinds = {field.name: field.type for field in batch.schema}
-    narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b", str(kind))}
+    narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b|arrow\.json", str(kind))}
     labels = {name: feature for name, feature in _features(batch.schema).items() if name in kinds}
     rows = batch.to_pylist(maps_as_pydicts="strict")
     if narrow:
@@ -270,7 +272,7 @@ def _named(value: Any, feature: Any) -> Any:
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """Replaces numbers of 16 and 32 bits by those with the digits that were written.
+    """Replaces numbers of 16 and 32 bits by those with the digits that were written, and JSON by what it holds.
 
     Example:
         >>> _shortest({"a": [0.10000000149011612]}, pa.struct({"a": pa.list_(pa.float32())}))
@@ -280,6 +282,8 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
         kind = kind.value_type
     if value is None:
         return None
+    if isinstance(kind, pa.JsonType):
+        return _JSON.decode(value)
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         return float(str(kind.to_pandas_dtype()(value)))
     if pa.types.is_struct(kind):
