@@ -213,14 +213,17 @@ class Conversing(Through):
             EnvError: its messages or tools cannot be rendered, or are too long.
         """
         one, ignored = Conversation(0, request, 0, 0), lambda _: None
+
+        def reply() -> list[str]:
+            return self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+
         _check_json(one)
         with self._lock:
             if failures := self._advance([one], [], ignored):
                 return failures[0]
-            groups = Groups([one], self._environments)
-            failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+            groups, failures = Groups([one], self._environments), reply()
             while not failures and one.reason is None and getattr(self._environments, "scores_groups", False):
-                failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+                failures = reply()
             if not failures and (unscored := groups.score([one])):
                 return unscored[0]
         return (
