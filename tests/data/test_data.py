@@ -569,3 +569,11 @@ def test_tokens_are_those_of_the_tokenizers_own_call(kind):
     asked = [Problem(text or "a", "") for text in texts] + [Problem(tuple(messages(text)), "") for text in texts]
     asked = [one for one in asked if kind != "unknown" or str(one.prompt).isascii()]
     assert prompt_lengths(asked, made) == [len(encode_prompts([one], made)[0]) for one in asked]
+
+
+def test_a_character_that_only_the_template_has_is_not_blamed_on_the_prompt(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "#" + TEMPLATE
+    (problem,) = read_files([jsonl(tmp_path / "a.jsonl", row(messages("ab")))], "samples")
+    with pytest.raises(DataError, match=r"prompt .*'ab'.*: it lacks one that the chat template adds to the messages"):
+        encode_prompts([problem], tokenizer)
