@@ -101,6 +101,7 @@ def read_config(folder: str | Path) -> Any:
     """
     import transformers
 
+    _check_adapters(folder)
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
@@ -122,6 +123,24 @@ def read_config(folder: str | Path) -> Any:
         for part, name, _ in _dropout(config):
             setattr(part, name, 0.0)
     return config
+
+
+def _check_adapters(folder: str | Path) -> None:
+    """Checks that a folder has no adapters of PEFT; a checkpoint of this project has lora.json and its own ones.
+
+    transformers would load them, and the model that they name, in place of the folder's weights.
+
+    Raises:
+        ModelError: it has some.
+    """
+    file = Path(folder) / "adapter_config.json"
+    if file.is_file() and not (Path(folder) / "lora.json").is_file():
+        base = read_json(file).get("base_model_name_or_path")
+        raise ModelError(
+            f"{folder} has adapters of PEFT ({file.name}) for {base}: merge them into that model "
+            "(PeftModel.merge_and_unload, then save_pretrained) and give the new folder; if the folder's own weights "
+            f"are meant, remove {file.name}"
+        )
 
 
 @functools.lru_cache(maxsize=32)

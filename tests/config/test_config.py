@@ -67,6 +67,8 @@ def test_recipes_load_and_round_trip(recipe):
         ("trainer.dir=", "trainer.dir: must not be empty"),
         ("trainer.dir=~nosuchuser/x", "trainer.dir: '~nosuchuser/x' names the home of a user who does not exist"),
         ('data.train_files=["a", "b\\u0000"]', "data.train_files: 'b\\x00' has a null byte"),
+        ("trainer.dir=$NOWHERE/x", "trainer.dir: '$NOWHERE/x' has the shell variable $NOWHERE, which only a shell"),
+        ("model.path=a/${NOWHERE}", "model.path: 'a/${NOWHERE}' has the shell variable ${NOWHERE}"),
         ("trainer.experiment_name=\udcff", "trainer.experiment_name: expected Unicode"),
         ("trainer.stop_metric=loss", "trainer.stop_metric: must be acc or reward"),
     ],
@@ -75,6 +77,17 @@ def test_every_mistake_names_its_key(override, message):
     with pytest.raises(ConfigError) as error:
         load(overrides=[override])
     assert message in str(error.value)
+
+
+def test_a_folder_may_be_named_as_a_shell_variable(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$HOME").mkdir()
+    assert load(overrides=["trainer.dir=$HOME"]).trainer.dir == "$HOME"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[trainer]\r\nseed = 7\r\n")
+    assert load(tmp_path / "a.toml").trainer.seed == 7
 
 
 def test_all_unknown_keys_are_named_at_once(tmp_path):

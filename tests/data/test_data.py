@@ -152,6 +152,39 @@ def test_extra_info_is_what_json_has(tmp_path):
         read_files([file], "samples")
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_keys_that_are_no_strings_are_refused_where_json_would_rename_them(tmp_path, deep):
+    map_type = pa.map_(pa.int64(), pa.string())
+    value, kind = ([{"a": [(1, "x")]}], pa.struct([("a", map_type)])) if deep else ([[(1, "x")]], map_type)
+    table = pa.Table.from_pylist([row()]).append_column("extra_info", pa.array(value, kind))
+    pq.write_table(table, tmp_path / "a.parquet")
+    message = r"a\.parquet, row 0: extra_info cannot be JSON \(the key 1 is no string\); write strings"
+    with pytest.raises(DataError, match=message):
+        read_files([tmp_path / "a.parquet"], "samples")
+
+
+def test_class_labels_are_their_names(tmp_path):
+    """As the package datasets writes their numbers and describes them in the file."""
+    label = {"_type": "ClassLabel", "names": ["no", "yes"]}
+    truth = {"style": {"_type": "Value", "dtype": "string"}, "ground_truth": label}
+    features = {
+        "prompt": label, "reward_model": truth, "data_source": {"_type": "Value", "dtype": "string"},
+        "extra_info": {"many": {"_type": "List", "feature": label}, "old": [label], "feature": {"names": label},
+                       "lists": {"_type": "Sequence", "feature": {"one": label}}},
+    }  # fmt: skip
+    extra = {"many": [0, 1, -1], "old": [1], "feature": {"names": 0}, "lists": {"one": [1, None]}}
+    rows = [row(0, {"style": "rule", "ground_truth": 1}, extra_info=extra)]
+    rows[0]["reward_model"] = {"style": "rule", "ground_truth": 1}
+    table = pa.Table.from_pylist(rows)
+    described = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(described), tmp_path / "a.parquet")
+    (problem,) = read_files([tmp_path / "a.parquet"], "samples")
+    assert (problem.prompt, problem.answer) == ("no", "yes")
+    assert problem.extra_info == {
+        "many": ["no", "yes", None], "old": ["yes"], "feature": {"names": "no"}, "lists": {"one": ["yes", None]}
+    }  # fmt: skip
+
+
 def test_ability_does_not_replace_what_extra_info_has(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", row(ability="math", extra_info={"ability": "algebra"}))
     assert read_files([file], "samples")[0].extra_info == {"ability": "algebra"}
@@ -168,14 +201,23 @@ def test_lines_end_at_newlines_alone(tmp_path):
     ("name", "content", "message"),
     [
         ("a.parquet", None, r"a\.parquet: there is no such file"),
+        ("a.jsonl.gz", b"\x1f", r"a\.jsonl\.gz: the name .* must end in .*; decompress others"),
         ("a.csv", b"a,b", r"a\.csv: the name of a data file must end in \.parquet, \.jsonl, \.json"),
         ("a.parquet", b"not parquet at all", r"a\.parquet cannot be read as parquet \(at row 0\): "),
         ("a.parquet", b"", r"a\.parquet cannot be read as parquet \(at row 0\): "),
         ("a.jsonl", b"", r"a\.jsonl has no rows"),
         ("a.jsonl", b"\n \n", r"a\.jsonl has no rows"),
-        ("a.jsonl", json.dumps(row()).encode() + b"\n\n{oops", r"a\.jsonl, line 3 is not JSON, one object a line"),
-        ("a.json", b"[\n", r"a\.json, line 1 is not JSON, one object a line"),
-        ("a.json", json.dumps([row()]).encode(), r"a\.json, line 1 is not a JSON object, one a line"),
+        (
+            "a.jsonl",
+            json.dumps(row()).encode() + b"\n\n{oops",
+            r"a\.jsonl, line 3 is not JSON, one object a line",
+        ),
+        ("a.json", b"[\n", r"a\.json, line 1 is not JSON, one object a line: .* jq -c \. F"),
+        (
+            "a.json",
+            json.dumps([row()]).encode(),
+            r"json, line 1 is not a JSON object, one a line: .* jq -c '\.\[\]' F",
+        ),
         ("a.jsonl", b"[" * 100000, r"a\.jsonl, line 1 is not JSON"),
         ("a.jsonl", b'{"a": "\xff"}', r"a\.jsonl has text that is not UTF-8"),
     ],
@@ -527,3 +569,11 @@ def test_tokens_are_those_of_the_tokenizers_own_call(kind):
     asked = [Problem(text or "a", "") for text in texts] + [Problem(tuple(messages(text)), "") for text in texts]
     asked = [one for one in asked if kind != "unknown" or str(one.prompt).isascii()]
     assert prompt_lengths(asked, made) == [len(encode_prompts([one], made)[0]) for one in asked]
+
+
+def test_a_character_that_only_the_template_has_is_not_blamed_on_the_prompt(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "#" + TEMPLATE
+    (problem,) = read_files([jsonl(tmp_path / "a.jsonl", row(messages("ab")))], "samples")
+    with pytest.raises(DataError, match=r"prompt .*'ab'.*: it lacks one that the chat template adds to the messages"):
+        encode_prompts([problem], tokenizer)

@@ -210,10 +210,9 @@ def test_images_that_are_too_large_or_damaged(tmp_path, tokenizer, monkeypatch):
 def test_models_and_templates_without_images(tmp_path, tokenizer):
     seen = Problem(({"role": "user", "content": "<image>?"},), "a", images=(png(),))
     text = read_tokenizer(new_model(tmp_path / "text", chars="abcd?<>img e", chat_template=True))
-    with pytest.raises(DataError, match=r"chat template|parts"):
-        encode_prompts([seen], text)
-    with pytest.raises(DataError, match=r"models of the type qwen3 read no images here"):
-        encode_prompts([Problem("<image>?", "a", images=(png(),))], text)
+    for problem in (seen, Problem("<image>?", "a", images=(png(),))):
+        with pytest.raises(DataError, match=r"models of the type qwen3 read no images here"):
+            encode_prompts([problem], text)
     silent = read_tokenizer(tokenizer.name_or_path)
     silent.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}?{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=r"has 0 marks <\|image_pad\|> for 1 images; take a chat template"):

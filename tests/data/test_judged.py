@@ -99,6 +99,7 @@ def pair(**changes):
         (pair(chosen=None), "line 1: chosen is missing, so rejected has no partner"),
         (pair(chosen=""), "line 1: chosen is empty"),
         (pair(rejected=[]), "line 1: rejected is empty"),
+        (pair(rejected=" \n"), "line 1: rejected is empty"),
         (pair(rejected="ba"), "chosen and rejected are equal, so neither is preferred"),
         (pair(prompt=None), "there is no prompt; without it, chosen and rejected must be lists of messages"),
         (pair(chosen=7), "chosen must be a string or a list of messages"),

@@ -317,3 +317,30 @@ def test_a_function_that_changes_its_row_and_returns_none_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"q": "2+3?", "x": {"y": 0}}')
     with pytest.raises(DataError, match=r"changes_inside of .* changed 'x' in its row"):
         read_files([tmp_path / "a.jsonl"], "samples", convert=[changes_inside, takes])
+
+
+@needs_datasets
+def test_values_that_the_package_keeps_as_json_are_what_the_file_has(tmp_path):
+    """It does so for a field whose values are of several types."""
+    values = (1, "x", {"a": [None]})
+    rows = [
+        {"data_source": "s", "prompt": "a", "reward_model": {"ground_truth": value}, "extra_info": {"of": [value]}}
+        for value in values
+    ]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    problems = read_files([f"{tmp_path}/set#train"], "samples")
+    open_set(f"{tmp_path}/set#train").data.to_parquet(tmp_path / "rows.parquet")
+    for found in (problems, read_files([tmp_path / "rows.parquet"], "samples")):
+        assert [p.answer for p in found] == ["1", "x", '{"a": [null]}']
+        assert [p.extra_info for p in found] == [{"of": [value]} for value in values]
+
+
+@needs_datasets
+def test_files_of_another_kind_that_the_package_leaves_out_are_named(tmp_path):
+    pq.write_table(pa.Table.from_pylist([row(1)]), tmp_path / "train-0.parquet")
+    (tmp_path / "train-1.jsonl").write_text(json.dumps(row(2)) + "\n")
+    with pytest.warns(
+        UserWarning, match=r"leaves 1 others out, such as train-(1\.jsonl|0\.parquet); to read them, name"
+    ):
+        assert len(read_files([f"{tmp_path}#train"], "samples")) == 1

@@ -1,9 +1,11 @@
 """What a user wrote: columns and fields that are used, reported as unused, or refused."""
 
 import json
+import sys
 from collections import Counter
 
 import attrs
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +22,7 @@ from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.checks import _check_tools
+from verl_fn.runs.prepare import prepare
 
 USER, SAID, OTHER = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -89,6 +92,14 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
 
 
 @pytest.mark.parametrize("write", WRITERS)
+def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_path):
+    both = (("math", "algebra"), ("math", "math"), (None, "math"), ("math", None))
+    rows = [LAYOUTS["samples"] | {"ability": top, "extra_info": {"ability": inner}} for top, inner in both]
+    said = [line for line in notes(write(tmp_path, *rows), "samples") if "ability" in line]
+    assert len(said) == 2 and all("ability, beside another one in extra_info (2 rows)" in line for line in said)
+
+
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
 @pytest.mark.parametrize(
     ("column", "value", "message"),
@@ -101,6 +112,8 @@ def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path)
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("input", "3 apples", "the column input is not used, and the prompt has nothing of it"),
         ("context", ["x y", "z"], "the column context is not used"),
+        ("instruction", "say the next letter", "the column instruction is not used, and the prompt has nothing"),
+        ("documents", [{"title": "t", "text": "a is b"}], "the column documents is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
         (
@@ -281,6 +294,11 @@ def test_an_empty_name_of_a_file_is_named(key):
         file_data(DataConfig(**{key: ("",)}), char_tokenizer("a"))
 
 
+def test_an_empty_name_of_a_file_is_not_the_current_folder(tmp_path):
+    with pytest.raises(DataError, match=r"data.train_files has an empty name of a file"):
+        prepare(tiny_run("", tmp_path / "run", "data.train_files="), lambda line: None)
+
+
 def test_prompts_of_json_are_noticed():
     problems = [Problem('{"a": 1}', "a", 0), Problem("[1", "a", 1), Problem("a", "a", 2)]
     said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))
@@ -374,3 +392,30 @@ def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):
     file.write_text("".join(row.replace('"extra_info": 0', f'"extra_info": {one}') + "\n" for one in numbers))
     said = [line for line in notes(str(file), "samples") if "digits" in line]
     assert len(said) == 2 and "digits of numbers that a float does not keep (a string keeps them) (2 rows)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            {"prompt": np.array([USER], dtype=object)},
+            r"prompt, .*array\(.* is of numpy; make a number, a string or a list",
+        ),
+        ({"reward_model": {"ground_truth": np.int64(5)}}, r"reward_model, .*np.int64\(5\) is of numpy"),
+        ({"prompt": [USER | {1: "x"}]}, "prompt, .*the key 1 is no string"),
+        ({"extra_info": {"a": ({1: 2},)}}, "extra_info, .*the key 1 is no string"),
+        ({"prompt": "a\ud800"}, "prompt, .*surrogates not allowed"),
+        ({"reward_model": {"ground_truth": "\ud800"}}, "reward_model, .*surrogates not allowed"),
+    ],
+)
+def test_a_function_of_convert_makes_what_a_file_may_have(tmp_path, made, says):
+    file = jsonl(tmp_path, LAYOUTS["samples"])
+    with pytest.raises(DataError, match=f"line 1: {says}"):
+        read_files([file], "samples", convert=[lambda row: row | made])
+    # Of columns that are not used, nothing is asked.
+    assert len(read_files([file], "samples", convert=[lambda row: row | {"other": np.zeros(2)}])) == 1
+
+
+def test_a_function_of_convert_that_ends_the_process_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"exit of data.convert failed: SystemExit"):
+        read_files([jsonl(tmp_path, LAYOUTS["samples"])], "samples", convert=[sys.exit])

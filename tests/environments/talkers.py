@@ -37,9 +37,14 @@ class Talker:
                 return [{"role": "user", "content": [{"role": "user", "content": "2+3"}]}]
             case "assistant":
                 return [{"role": "assistant", "content": "me"}]
+            case "half":
+                return [{"role": "user", "content": "\ud83d"}]
             case "done":
                 return Done(len(self.seen))
         return [{"role": "user", "content": f"{len(self.seen)} {self.start} {random.random()}"}]
+
+
+END = Done(1.0)
 
 
 class Stepless:

@@ -375,10 +375,11 @@ def test_the_template_shows_tools_to_the_model_in_every_turn():
     assert asked[1].prompt == (*ids("feed\n"), 1, *ids("ab\n"), *ids("cd"), END, *ids("ef\n"))
     with pytest.raises(EnvError, match="the chat template does not show them to the model"):
         play(results, replies)
-    # None is shown but the first.
+    # None is shown but the first, or but the last.
     several = script(ab=Opening(user("ab"), (TOOL, {"type": "function", "function": {"name": "fed"}})))
-    with pytest.raises(EnvError, match="the chat template does not show them to the model"):
-        play(several, {}, template=WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"))
+    for shown, lacking in (("[:1]", "fed"), ("[-1:]", "feed")):
+        with pytest.raises(EnvError, match=f"the chat template does not show them to the model, such as '{lacking}'"):
+            play(several, {}, template=WITH_TOOLS.replace("tools or []", f"(tools or []){shown}"))
 
 
 SAYS_USER = CHAT_TEMPLATE.replace("messages %}", "messages if message.role in ('user', 'assistant') %}")

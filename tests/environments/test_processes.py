@@ -63,6 +63,7 @@ def test_what_fails_fails_alone_and_the_others_are_repeated(run):
         ("nested", "has them in problem.prompt: return that list"),
         ("text", "returned Done with '0.5'; reward and acc must be numbers"),
         ("acc", "returned Done with '1'; reward and acc must be numbers"),
+        ("half", "returned messages that cannot be JSON ('utf-8' codec can't encode character"),
     ],
 )
 def test_what_is_neither_messages_nor_an_end_is_a_failure(run, reply, problem):
@@ -87,6 +88,7 @@ def test_an_environment_that_crashes_at_once(run):
         ("talker.py:Talker", "there is no file .*talker.py; did you mean talkers.py"),
         ("talkers.py:Talkr", "has no class 'Talkr'; did you mean Talker"),
         ("talkers.py:Stepless", "has no method step"),
+        ("talkers.py:END", "END of talkers.py is .* and no class"),
         ("talkers.py:WithArguments", "cannot be made with env.arguments \\(no arguments\\): missing .* 'size'"),
     ],
 )

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from judge_server import serving
 from run_configs import TINY, tiny_run
 from safetensors.torch import load_file, save_file
 
@@ -273,6 +274,45 @@ def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, cap
     check_run(tiny_run(model, tmp_path / "run", f"env.name={mine}:Once", "data.max_prompt_length=64"))
     assert "note: of the training problems, " in (said := capsys.readouterr().out)
     assert "the environment raised ValueError: no problem of mine" in said
+
+
+@pytest.mark.parametrize("api", ["chat", "pooling"])
+def test_a_check_asks_a_judge_once_and_notes_that_it_gives_no_score(tiny, tmp_path, api, capsys):
+    scored = "Score: 1" if api == "chat" else (200, json.dumps({"data": [{"data": [[0.5]]}]}))
+    with serving() as server:
+        more = [
+            "algorithm.name=grpo",
+            "rollout.n=2",
+            f"reward.url={server.url}",
+            "reward.model=m",
+            "reward.retries=3",
+        ]
+        plan = tiny_run(tiny, tmp_path / "run", *more, f"reward.api={api}")
+        for reply, says in (((404, "no model m"), "refuses requests with status 404"), ((503, ""), "in 1 attempts")):
+            server.reply = lambda body, reply=reply: reply
+            assert "the run can start" in check_run(plan).text
+            assert (
+                f"note: reward.url: the judge at {server.url}" in (said := capsys.readouterr().out) and says in said
+            )
+        server.reply = lambda body: scored
+        check_run(plan)
+        assert "reward.url" not in capsys.readouterr().out and len(server.seen) == 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_check_tries_the_score_of_a_group(tmp_path):
+    """Of conversations that end only after some replies."""
+    group = "@staticmethod\n    def score_group(group):\n        return [one.nothing for one in group]"
+    turns = (
+        "count = 0\n    def step(self, reply):\n        self.count += 1\n"
+        "        return Done(0.0) if self.count > 2 else [{'role': 'user', 'content': 'a'}]"
+    )
+    (tmp_path / "own.py").write_text(f"{MINE}\n\nclass Wrong(Fine):\n    {turns}\n    {group}\n")
+    model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    more = ["algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=64", "data.max_response_length=32"]
+    plan = tiny_run(model, tmp_path / "run", *more, f"env.name={tmp_path}/own.py:Wrong")
+    with pytest.raises(EnvError, match=r"in scoring its group the environment raised AttributeError: .*nothing"):
+        check_run(plan)
 
 
 def test_a_check_makes_adapters_and_the_layers_that_compute_again(tiny, tmp_path, monkeypatch):

@@ -130,5 +130,5 @@ def test_runs_that_are_refused(data, model, tmp_path, more, says):
 
 def test_a_model_of_text_is_refused(data, tmp_path):
     text = new_model(tmp_path / "text", chars=ALPHABET + "<>", chat_template=True, **SIZES)
-    with pytest.raises(UserError, match=r"train.parquet, row 0: the tokenizer's chat template failed on the prompt"):
+    with pytest.raises(UserError, match=r"train.parquet, row 0: .*models of the type qwen3 read no images"):
         check_run(plan(data, text, tmp_path / "run", "algorithm.name=grpo"))

@@ -247,7 +247,7 @@ def read_table(path: str | Path | None) -> Table:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
         hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""

@@ -151,7 +151,7 @@ def check_path(value: str) -> str:
     """Returns a path whose ``~`` was replaced, if a file can have it.
 
     Raises:
-        ValueError: it has a null byte or is not Unicode, or its ``~name`` is of no user.
+        ValueError: it has a null byte or is not Unicode, its ``~name`` is of no user, or it has a shell variable.
 
     Example:
         >>> check_path("~nobody_of_this_name/x")
@@ -160,6 +160,10 @@ def check_path(value: str) -> str:
     """
     if "\0" in value:
         raise ValueError(f"{value!r} has a null byte; no path may have one")
+    if (variable := re.search(r"\$(\w+|\{\w+\})", value)) and not os.path.lexists(value):
+        raise ValueError(
+            f"{value!r} has the shell variable {variable[0]}, which only a shell replaces; write the folder itself"
+        )
     if value.startswith("~"):
         raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")
     try:

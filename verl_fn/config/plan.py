@@ -556,7 +556,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     """
 
     def path(name: str) -> str:
-        return name if name.startswith("hub:") else str((folder / name).resolve())
+        return name if name.startswith("hub:") or not name.strip() else str((folder / name).resolve())
 
     places: dict[str | None, Callable[[str], str]] = {
         "path": path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.entries import is_filled, is_media
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
-from verl_fn.data.rows import DataError, Inexact, Row, parsed
+from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -231,7 +232,10 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, float | Decimal):
         raise ValueError(f"has {value}; it is not finite or was written with more digits; write a string")
-    raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string")
+    hint = ""
+    if isinstance(value, date):
+        hint = " (of JSON files in a folder, the package datasets makes dates of text; name the files themselves)"
+    raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string{hint}")
 
 
 def extra_info_of(place: str, row: Row) -> dict[str, Any]:
@@ -246,6 +250,7 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
     try:
         if extra:
             json.dumps(extra)  # reward functions get it as JSON
+            check_plain(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}

@@ -20,6 +20,7 @@ from verl_fn.data.rows import (
     DataError,
     Row,
     block_rows,
+    check_plain,
     column_names,
     has_inexact,
     parsed,
@@ -38,6 +39,7 @@ OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
 """Columns of objects, or of strings of JSON that hold objects."""
 
 DIGITS = "digits of numbers that a float does not keep (a string keeps them)"
+ABILITY = "ability, beside another one in extra_info"
 MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
 
@@ -105,7 +107,12 @@ class Kind:
                 for name, value in row["reward_model"].items():
                     if value is not None and name not in ("ground_truth", "style"):
                         unused[f"reward_model.{name}"] += 1
+            ability, extra = row.get("ability"), row.get("extra_info")
+            if ability is not None and isinstance(extra, Mapping) and extra.get("ability", ability) != ability:
+                unused[ABILITY] += 1
             used = {name: row[name] for name in wanted if name in row}
+            if convert:
+                _check_made(place, used)
             if has_inexact(used):
                 unused[DIGITS] += 1
             yield self.make(place, used, number, unused)
@@ -145,7 +152,7 @@ _TURNS = {
     ),
 }
 # Columns of text to answer about. A prompt that has none of it is seen without.
-_TEXTS = ("context", "contexts", "input", "passage", "passages")
+_TEXTS = ("article", "context", "contexts", "document", "documents", "input", "instruction", "passage", "passages")
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 
 
@@ -248,7 +255,7 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
         try:
             new = function(given)
         # It is the user's.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{place}: {name} of data.convert failed: {type(error).__name__}: {error}") from error
         if isinstance(new, Mapping):
             return dict(new)
@@ -262,6 +269,20 @@ def _converted(place: str, row: Row, convert: Sequence[Convert]) -> Row:
                 "None, which leaves a row as it was; return the row"
             )
     return row
+
+
+def _check_made(place: str, row: Row) -> None:
+    """Checks what functions of ``data.convert`` have made of a row; images may be of any kind.
+
+    Raises:
+        DataError: a column has what no file of JSON can have.
+    """
+    for column, value in row.items():
+        try:
+            if not is_media(column):
+                check_plain(value)
+        except (TypeError, UnicodeEncodeError, RecursionError) as error:
+            raise DataError(f"{place}: {column}, as data.convert made it, is no value of JSON: {error}") from error
 
 
 def entry_name(entry: str) -> str:

@@ -226,6 +226,8 @@ def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
     encoded = zip(characters, token_ids(characters, tokenizer), strict=True)
     lost = [character for character, ids in encoded if has_unknown(ids, tokenizer)]
     lacks = f": it lacks {', '.join(map(repr, lost[:10]))}" if lost else ""
+    if not lost and not isinstance(text, str):
+        lacks = ": it lacks one that the chat template adds to the messages"
     shown = f"{text!r:.80}" + "..." * (len(repr(text)) > 80)
     return f"the tokenizer does not know every character of the {what} {shown}{lacks}"
 

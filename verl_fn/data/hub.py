@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,20 @@ def open_set(entry: str) -> Table:
         raise DataError(f"{entry} cannot be read: {_line(error)}") from error
     if not len(data):
         raise DataError(f"{entry} has no rows")
+    if not saved and data.info.config_name == "default":
+        _warn_of_others(entry, folder, data.info.builder_name)
     return Table(entry, data.with_format("arrow"))
+
+
+def _warn_of_others(entry: str, folder: Path, read: str) -> None:
+    """Warns of files that the package leaves out, since it reads those of the most frequent kind."""
+    kinds = {".parquet": "parquet", ".json": read, ".jsonl": "json"}
+    if left := sorted(file for file in folder.rglob("*") if kinds.get(file.suffix, read) != read):
+        warnings.warn(
+            f"{entry}: the package datasets reads one kind of files, here {read}; it leaves {len(left)} others out, "
+            f"such as {left[0].relative_to(folder)}; to read them, name the files",
+            stacklevel=3,
+        )
 
 
 def set_files(entry: str) -> list[Path]:

@@ -158,7 +158,12 @@ def converters(table: DataConfig) -> tuple[Convert, ...]:
     return tuple(functions)
 
 
-def _check_files(table: DataConfig) -> None:
+def check_files(table: DataConfig) -> None:
+    """Checks that each entry has a name, and that files exist.
+
+    Raises:
+        DataError: one has none, or does not.
+    """
     for key in ("train_files", "val_files"):
         for entry in getattr(table, key):
             if not str(entry).strip():
@@ -190,7 +195,7 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
-    _check_files(table)
+    check_files(table)
     convert = converters(table)
     kinds = functools.partial(kinds_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None

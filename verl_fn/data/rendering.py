@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.processor import MARK, parts_of
+from verl_fn.backends.hf.processor import MARK, parts_of, processor_of
 from verl_fn.backends.hf.tokenizer import chat_texts, end_tokens
 from verl_fn.data.columns import learned_turns
 from verl_fn.data.rows import DataError
@@ -163,6 +163,9 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
 
 
 def _renderer(tokenizer: Any, problem: Problem) -> Render:
+    if problem.images:
+        processor_of(tokenizer)  # templates of models of text fail on parts of messages, or drop them
+
     def render(conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[str]:
         if problem.images:
             conversations = [([in_parts(m) for m in messages], begun) for messages, begun in conversations]
@@ -237,15 +240,15 @@ def _check_seen(
     said = _json(messages)
     for place, tool in enumerate(tools):
         # A tool's name may also be a word of the conversation, or a part of another tool's.
-        name = re.compile(rf"(?<![\w.-]){re.escape(_name(tool))}(?![\w-])")
+        name = re.compile(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])")
         if len(name.findall(text)) > len(name.findall(said)):
             continue
         others = (*tools[:place], *tools[place + 1 :])
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
-                f"the chat template does not show the tools of the row to the model, such as {_name(tool)!r}; take a "
-                "template that renders `tools`, or remove the column tools"
+                f"the chat template does not show the tools of the row to the model, such as {name_of(tool)!r}; take "
+                "a template that renders `tools`, or remove the column tools"
             )
     check_shown(messages, text, render)
 
@@ -367,7 +370,7 @@ def _shows(text: str, call: Message, said: str) -> bool:
     inner = call.get("function", call)
     arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments or ""]
-    return _has(text, _name(call), said) and all(
+    return _has(text, name_of(call), said) and all(
         _has(text, value if isinstance(value, str) else _json(value), said) for value in values
     )
 
@@ -387,7 +390,7 @@ def _otherwise(call: Message) -> Message:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _name(function: Message) -> str:
+def name_of(function: Message) -> str:
     """Returns the name of a tool or of the function that a call names."""
     inner = function.get("function", function)
     return str(inner.get("name")) if isinstance(inner, Mapping) else ""

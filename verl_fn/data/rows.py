@@ -100,8 +100,9 @@ def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
     path = Path(file).expanduser()
     if path.suffix not in SUFFIXES:
         raise DataError(
-            f"{path}: the name of a data file must end in {', '.join(SUFFIXES)}; for a data set of the Hugging Face "
-            "hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER first and name the files in it"
+            f"{path}: the name of a data file must end in {', '.join(SUFFIXES)}; decompress others (gunzip, unzstd), "
+            "and for a data set of the Hugging Face hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER "
+            "first and name the files in it"
         )
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
@@ -222,18 +223,52 @@ def one_line(error: BaseException) -> str:
 def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
     """Returns the rows of a part of an Arrow table.
 
+    A class label of the package datasets is its name, and a value of Arrow's type JSON is what it holds.
+
     Example:
         >>> arrow_rows(pa.table({"a": pa.array([0.1], pa.float32())}))
         [{'a': 0.1}]
     """
     kinds = {field.name: field.type for field in batch.schema}
-    narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b", str(kind))}
+    narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b|arrow\.json", str(kind))}
+    labels = {name: feature for name, feature in _features(batch.schema).items() if name in kinds}
     rows = batch.to_pylist(maps_as_pydicts="strict")
-    return [row | {name: _shortest(row[name], kind) for name, kind in narrow.items()} for row in rows]
+    if narrow:
+        rows = [row | {name: _shortest(row[name], kind) for name, kind in narrow.items()} for row in rows]
+    return [row | {name: _named(row[name], of) for name, of in labels.items()} for row in rows] if labels else rows
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Returns the columns with class labels, as the package datasets describes them in a schema."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return {name: of for name, of in features.items() if '"ClassLabel"' in json.dumps(of)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """Replaces the numbers of class labels by their names; -1 stands for no label.
+
+    Example:
+        >>> _named({"a": [1, -1]}, {"a": {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["x", "y"]}}})
+        {'a': ['y', None]}
+    """
+    if isinstance(feature, dict) and not isinstance(feature.get("_type"), str):
+        return value and {name: _named(one, feature[name]) for name, one in value.items()}
+    inner = feature[0] if isinstance(feature, list) else feature.get("feature")
+    if isinstance(value, list):
+        return [_named(one, inner) for one in value]
+    if isinstance(value, dict):
+        # Older versions describe an object of lists as a list of objects.
+        return {name: _named(one, [inner[name]]) for name, one in value.items()}
+    if value is None or inner is not None or feature["_type"] != "ClassLabel":
+        return value
+    return feature["names"][value] if value >= 0 else None
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """Replaces numbers of 16 and 32 bits by those with the digits that were written.
+    """Replaces numbers of 16 and 32 bits by those with the digits that were written, and JSON by what it holds.
 
     Example:
         >>> _shortest({"a": [0.10000000149011612]}, pa.struct({"a": pa.list_(pa.float32())}))
@@ -243,6 +278,8 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
         kind = kind.value_type
     if value is None:
         return None
+    if isinstance(kind, pa.JsonType):
+        return _JSON.decode(value)
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         return float(str(kind.to_pandas_dtype()(value)))
     if pa.types.is_struct(kind):
@@ -265,9 +302,13 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
+        spread = "; of objects over several lines, jq -c . FILE makes such lines" * (line.strip() in ("{", "[", "[{"))
+        raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}{spread}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
+        raise DataError(
+            f"{place} is not a JSON object, one a line: {row!r:.80}; of a file with one list, jq -c '.[]' FILE makes "
+            "such lines"
+        )
     columns.check(place, row)
     kept = {}
     for name, value in row.items():
@@ -338,6 +379,31 @@ def parsed(value: Any) -> Any:
         return _JSON.decode(value)
     except (ValueError, RecursionError):
         return value
+
+
+def check_plain(value: Any) -> None:
+    """Checks keys, characters and arrays in a value that is to be JSON, as a file of JSON has them.
+
+    Raises:
+        TypeError: a key is no string, which JSON would make one, or there is an array.
+        UnicodeEncodeError: there is half of a character's surrogate pair.
+
+    Example:
+        >>> check_plain({"a": [{1: 2}]})
+        Traceback (most recent call last):
+        TypeError: the key 1 is no string
+    """
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, Mapping):
+        if bad := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"the key {bad[0]!r} is no string")
+        check_plain([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            check_plain(one)
+    elif hasattr(value, "__array__"):
+        raise TypeError(f"{value!r:.80} is of numpy; make a number, a string or a list of it")
 
 
 def _check_characters(place: str, row: Row) -> None:

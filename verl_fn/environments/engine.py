@@ -200,6 +200,8 @@ class Conversing(Through):
     def probe(self, request: Request) -> str | None:
         """Begins a conversation and gives an empty reply, which any model may draw, without an engine.
 
+        An environment that scores groups gets empty replies until the conversation ends, and then scores it.
+
         Returns:
             Why the environment has failed; None if it has answered.
 
@@ -207,11 +209,19 @@ class Conversing(Through):
             EnvError: its messages or tools cannot be rendered, or are too long.
         """
         one, ignored = Conversation(0, request, 0, 0), lambda _: None
+
+        def reply() -> list[str]:
+            return self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+
         _check_json(one)
         with self._lock:
             if failures := self._advance([one], [], ignored):
                 return failures[0]
-            failures = self._advance([one], [_empty_reply(one, self._end_tokens[0])], ignored)
+            groups, failures = Groups([one], self._environments), reply()
+            while not failures and one.reason is None and getattr(self._environments, "scores_groups", False):
+                failures = reply()
+            if not failures and (unscored := groups.score([one])):
+                return unscored[0]
         return (
             f"{failures[0]}; the reply was empty, and step must answer whatever a model writes" if failures else None
         )

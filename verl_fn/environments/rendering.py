@@ -25,7 +25,7 @@ from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 from verl_fn.data.images import check_marks
 from verl_fn.data.notices import special_pattern
-from verl_fn.data.rendering import check_shown, in_parts
+from verl_fn.data.rendering import check_shown, in_parts, name_of
 from verl_fn.data.rows import DataError
 from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
 
@@ -98,13 +98,19 @@ class Renderer:
             EnvError: the template fails on these messages, or leaves out the tools.
         """
         tokens = self._tokens(messages, arguments, generation_prompt=True)
-        if arguments.tools and tokens == self._tokens(
-            messages, attrs.evolve(arguments, tools=arguments.tools[:-1]), generation_prompt=True
-        ):
-            raise EnvError(
-                "env.name: the environment has tools, and the chat template does not show them to the model; take a "
-                "template that renders `tools`, as examples/products.py does"
-            )
+        roles = [message["role"] for message in messages]
+        kind = json.dumps([roles, list(arguments.tools), dict(arguments.kwargs)])
+        if arguments.tools and kind not in self._shown:
+            for number, tool in enumerate(arguments.tools):
+                others = (*arguments.tools[:number], *arguments.tools[number + 1 :])
+                without = attrs.evolve(arguments, tools=others)
+                if tokens == self._tokens(messages, without, generation_prompt=True):
+                    raise EnvError(
+                        f"env.name: the environment has tools, and the chat template does not show them to the "
+                        f"model, such as {name_of(tool)!r}; take a template that renders `tools`, as "
+                        "examples/products.py does"
+                    )
+            self._shown.add(kind)
         return tokens
 
     def opening_with_images(

@@ -153,7 +153,8 @@ def _as_json(what: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         Failed: they cannot.
     """
     try:
-        json.dumps(plain := list(map(dict, values)), allow_nan=False)
+        # Half of a character's surrogate pair is JSON, but no text that a tokenizer takes.
+        json.dumps(plain := list(map(dict, values)), allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise Failed(f"returned {what} that cannot be JSON ({error})") from error
     return plain

@@ -123,8 +123,10 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
             ) from error
         raise LoadError(f"importing {place} {raised(error)}") from error
     loaded = getattr(module, name, None)
-    if not callable(loaded):
+    if loaded is None:
         raise LoadError(f"{place} has no {what} {name!r}{instead_of(name, module)}")
+    if not callable(loaded):
+        raise LoadError(f"{name} of {place} is {shown(loaded)} and no {what}")
     return loaded
 
 

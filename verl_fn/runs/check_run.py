@@ -39,6 +39,7 @@ from .checks import (
     check_device,
     check_gpus,
     check_has_training,
+    check_judge,
     check_lengths,
     check_model_folders,
     check_ranks,
@@ -148,7 +149,8 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str | None
     source = prepare(plan, say, gpus)
     check_rewards(plan, source if gpus is None else None)
     rehearsed = rehearse(plan, source)
-    for note in filter(None, (*check_conversations(plan, source), rehearsed)):
+    judged = check_judge(plan, source) if gpus is None else ()
+    for note in filter(None, (*judged, *check_conversations(plan, source), rehearsed)):
         say(f"note: {note}")
     lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
     return max(lengths.sampled, lengths.trained), rehearsed

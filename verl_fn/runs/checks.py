@@ -40,7 +40,7 @@ from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.plan import check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import COMPLETION, Conversation
-from verl_fn.data.files import FileData
+from verl_fn.data.files import FileData, encode_prompts
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
@@ -48,7 +48,7 @@ from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
-from verl_fn.rewards.reward import Answer, by_rules, has_rule, odd_answers
+from verl_fn.rewards.reward import Answer, RewardError, by_rules, has_rule, odd_answers
 from verl_fn.state import Key
 
 # Frozen models of other folders that algorithm.NAME names.
@@ -550,7 +550,7 @@ def _has_weights(folder: Path) -> bool:
 def check_rewards(plan: Plan, source: Source | None) -> None:
     """Starts what runs the user's reward functions, as a run does, and lets them judge a few answers.
 
-    These are the ground truths of some problems, and odd answers. A judge at an address is asked nothing.
+    These are the ground truths of some problems, and odd answers. ``check_judge`` asks a judge at an address.
 
     Args:
         source: the problems; None if the functions judge nothing, since what they need may be on another machine.
@@ -568,6 +568,26 @@ def check_rewards(plan: Plan, source: Source | None) -> None:
     problems = (*sampled, *source.held_out(JUDGED))
     tried = [(Answer(problem, problem.answer), *odd_answers(problem, problem.answer)) for problem in problems]
     reward.judge([answer for answers in tried for answer in answers])
+
+
+def check_judge(plan: Plan, source: Source) -> Iterator[str]:
+    """Asks a judge at an address for one score, once and in the way of a run, and keeps no reply.
+
+    Yields:
+        A sentence if there is none; the judge may begin to serve later.
+    """
+    table = plan.reward
+    if not table.url or table.offline:
+        return
+    sampled = source.train(Key.from_seed(0), 0, 1) if plan.learns_from == "samples" and plan.needs_reward else ()
+    for problem in (*sampled, *source.held_out(1))[:1]:
+        try:
+            reward = build.reward(attrs.evolve(table, retries=0), plan.model)
+            answer = reward.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            tokens = torch.tensor([*encode_prompts([problem], reward.tokenizer)[0], *answer])
+            reward.judge([Answer(problem, problem.answer, tokens=tokens)])
+        except RewardError as error:
+            yield f"reward.url: {error}"
 
 
 def check_conversations(plan: Plan, source: Source) -> Iterator[str]:

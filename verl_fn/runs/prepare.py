@@ -21,7 +21,7 @@ from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tok
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
-from verl_fn.data.loading import converters, file_data, generated, read_files
+from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.driver.ranks import torchrun_size
@@ -90,6 +90,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
 def _check_random_model(plan: Plan) -> None:
     """Raises an error for data that a random model cannot learn from; errors of the data itself come first."""
     if plan.data.train_files or plan.data.val_files:
+        check_files(plan.data)
         for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
             held_out = files is plan.data.val_files
             read_files(

@@ -65,6 +65,20 @@ def test_a_folder_without_the_models_weights_is_refused_by_their_names(tmp_path,
         load(folder, head)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_with_adapters_of_peft_is_refused(tmp_path, whole):
+    """transformers would load the adapters, and the base model that they name, in place of the folder's."""
+    folder = new_model(tmp_path / "model", chars="abc", hidden_size=32)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "me/base"}))
+    if not whole:
+        (folder / "config.json").unlink()
+    for make in (load, lambda folder: hollow(folder, "lm", key=Key.from_seed(0))):
+        with pytest.raises(
+            ModelError, match=r"has adapters of PEFT \(adapter_config\.json\) for me/base: merge them"
+        ):
+            make(folder)
+
+
 @pytest.mark.parametrize("fields", [{"vocab_size": 10**7}, {"intermediate_size": 10**7}], ids=str)
 def test_a_model_that_is_larger_than_its_weights_gets_no_memory(tmp_path, fields):
     folder = new_model(tmp_path, chars="abc", hidden_size=32)
