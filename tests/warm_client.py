@@ -71,7 +71,7 @@ def ask(place, python, expected, argv):
 
 
 def set_up(argv):
-    """Becomes the Python of a worker as Ray's script does, which imports all of Ray for it; returns if it does more."""
+    """Becomes a worker's Python as Ray's script does, but without importing Ray; returns if the script does more."""
     import json
 
     asked, language = "--serialized-runtime-env-context=", "--language="

@@ -12,7 +12,6 @@ import copy
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import re
 import sys
