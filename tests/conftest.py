@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -132,10 +133,25 @@ def vllm_python(warm):
 
 
 @pytest.fixture(scope="session")
-def warm_ray(warm, tmp_path_factory):
+def warm_raylet(warm):
+    """The path of a warm Python, which is also the one that Ray sets up workers by (``warm_client.py``)."""
+    from ray._private import services
+
+    start = services.start_raylet
+
+    def start_raylet(*args, **options):
+        with mock.patch.object(sys, "executable", warm):
+            return start(*args, **options)
+
+    with mock.patch.object(services, "start_raylet", start_raylet):
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def warm_ray(warm_raylet, tmp_path_factory):
     """The setting of a run whose Ray actors are forked from the warm Python."""
     file = tmp_path_factory.mktemp("warm_ray") / "env.yaml"
-    file.write_text(f"py_executable: {warm}\n")
+    file.write_text(f"py_executable: {warm_raylet}\n")
     return f"ray.runtime_env={file}"
 
 

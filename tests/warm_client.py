@@ -14,6 +14,8 @@ import sys
 SETTINGS = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
 # Scripts of Ray that end where their parent is not the one that started them.
 WATCH_THEIR_PARENT = ("ray/dashboard/agent.py", "runtime_env/agent/main.py")
+# The script by which Ray becomes the Python of a worker.
+SETS_UP = "ray/_private/workers/setup_worker.py"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -30,6 +32,8 @@ def options(argv):
 def ask(place, python, expected, argv):
     """Asks for a process with these arguments, or becomes an ordinary Python if the server cannot obey them."""
     _, command = options(argv)
+    if command and command[0].endswith(SETS_UP):
+        set_up(command[1:])
     known = bool(command) and (command[0] in ("-c", "-m") or not command[0].startswith("-"))
     if not known or command[0].endswith(WATCH_THEIR_PARENT) or repr(settings()) != expected:
         os.execv(python, [python, *argv])
@@ -64,6 +68,17 @@ def ask(place, python, expected, argv):
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def set_up(argv):
+    """Becomes a worker's Python as Ray's script does, but without importing Ray; returns if the script does more."""
+    import json
+
+    asked, language = "--serialized-runtime-env-context=", "--language="
+    context = json.loads(next((word for word in argv if word.startswith(asked)), asked + "{}")[len(asked) :])
+    python = context.pop("py_executable", None)
+    if python and not any(context.values()) and language + "PYTHON" in argv:
+        os.execv(python, [python, *(word for word in argv if not word.startswith((asked, language)))])
 
 
 def _is_open(number):

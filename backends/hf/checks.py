@@ -12,7 +12,6 @@ import copy
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import re
 import sys
@@ -28,7 +27,7 @@ from torch.torch_version import TorchVersion
 
 from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.config import EXPERTS, ModelError, longest_row, quiet, reason, refused
+from verl_fn.backends.hf.config import EXPERTS, ModelError, fingerprint, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
@@ -62,7 +61,7 @@ _fits: dict[str, Fit] = {}
 
 
 def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = "auto") -> Fit:
-    """Returns how to run the models of a config; each config is checked once in a process.
+    """Returns how to run the models of a config; each config is checked once in a process, whatever its folder.
 
     Args:
         auto: transformers' class that makes the model.
@@ -73,7 +72,7 @@ def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = 
     """
     if layout not in LAYOUTS:
         raise ModelError(f"model.layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
-    checked = json.dumps([auto.__name__, head, layout, config.to_dict()], sort_keys=True, default=str)
+    checked = fingerprint(config, auto.__name__, head, layout)
     if checked not in _fits:
         attention.register()
         failure = "it has no sizes"

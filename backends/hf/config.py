@@ -143,6 +143,18 @@ def _check_adapters(folder: str | Path) -> None:
         )
 
 
+def fingerprint(config: Any, *more: str) -> str:
+    """Returns what a model is made from as a text; folders with the same config have the same one.
+
+    Args:
+        config: of the whole model.
+        more: what else decides, such as the class and the head.
+    """
+    # transformers notes the folder in the config.
+    table = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    return json.dumps([*more, table], sort_keys=True, default=str)
+
+
 @functools.lru_cache(maxsize=32)
 def _parsed(folder: str | Path, content: str) -> Any:
     """Returns what transformers makes of a folder's config; callers that change it copy it.

@@ -31,6 +31,7 @@ from verl_fn.backends.hf.config import (
     ModelError,
     check_same_config,
     dropout_of,
+    fingerprint,
     longest_row,
     quiet,
     read_config,
@@ -288,7 +289,7 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     config.dtype = config.get_text_config().dtype = torch.float32
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     # A damaged config may describe a model that no memory can hold.
-    made = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
+    made = fingerprint(config, auto.__name__, head)
     if made not in _counts:
         model = _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
         _counts[made] = sum(p.numel() for p in model.parameters())

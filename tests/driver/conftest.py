@@ -27,14 +27,15 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(warm):
+def ray_cluster(warm_raylet):
     if "cluster" in STARTED:
         return
     # Workers do not see this folder.
     for name in ("remote_mutants", "test_failures", "test_overlap", "test_turns", "test_updates_in_flight"):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
     options = {"log_to_driver": False, "logging_level": "error", "object_store_memory": 2**28}
-    STARTED["cluster"] = ENDS.enter_context(private_ray(num_cpus=2, runtime_env={"py_executable": warm}, **options))
+    options["runtime_env"] = {"py_executable": warm_raylet}
+    STARTED["cluster"] = ENDS.enter_context(private_ray(num_cpus=2, **options))
 
 
 @pytest.fixture

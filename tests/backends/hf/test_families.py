@@ -292,6 +292,15 @@ def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
         fit_of(AutoModelForCausalLM, config, "lm", "folder", "packed")
 
 
+def test_folders_with_the_same_config_are_checked_once(folder, tmp_path, monkeypatch):
+    """A run's checkpoints and exports have the config of its model."""
+    hollow(folder("qwen3"), "lm", key=Key.from_seed(0))
+    monkeypatch.setattr(checks, "_fit", None)
+    hollow(shutil.copytree(folder("qwen3"), tmp_path / "copy"), "lm", key=Key.from_seed(0))
+    with pytest.raises(ModelError, match="cannot be run"):
+        hollow(folder("qwen3"), "value", key=Key.from_seed(0))
+
+
 def test_a_model_newer_than_transformers_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9", "auto_map": {"AutoModel": "a.B"}}))
     says = r"model type 'qwen9': transformers [\d.]+ has no such family, and Python code .*auto_map.* is never run"
