@@ -171,7 +171,8 @@ class FusedDecoder(LlamaDecoder):
             qkv = linear(h, layer.qkv, layer.bias).view(T, self.heads + 2 * kv, dim)
             kernels.rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, eps)
             if where.packing is None:
-                attended = kernels.step_attention(qkv, cache, slots, places, scaling, layer.window)
+                assert self.lanes is not None, "reserve comes first"
+                attended = kernels.step_attention(qkv, cache, slots, places, self.lanes, scaling, layer.window)
             else:
                 q, k, v = (part.transpose(0, 1)[None] for part in qkv.split((self.heads, kv, kv), 1))
                 attended, _ = packed_attention(
@@ -224,6 +225,8 @@ class GraphRun(Run):
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.free = list(range(self.slots))
+        # For each slot, the one from which its row's prompt is read; both have it.
+        self.source = list(range(self.slots))
         self._taken: list[tuple[Tensor, ...]] = []
 
     @torch.inference_mode()
@@ -260,6 +263,12 @@ class GraphRun(Run):
         begun = self.begin(slots, held, PREFILL_TOKENS)
         fresh, requests = slots[: len(begun.rows)], [row // self.n for row in begun.rows]
         del self.free[-len(fresh) :]
+        # Slots that get another prompt are no source any more.
+        left = [slot for slot in self.rows if self.source[slot] in set(fresh)]
+        for slot in (*left, *begun.fresh.values()):
+            self.source[slot] = slot
+        for source, target in zip(begun.sources, begun.targets, strict=True):
+            self.source[target] = self.source[source]
         for slot, row in zip(fresh, begun.rows, strict=True):
             self.rows[slot], self.last[slot] = row, self.step + self.limits[row // self.n]
         self._fill([self.prompts[prompt][:-1] for prompt in begun.fresh], list(begun.fresh.values()))
@@ -271,7 +280,8 @@ class GraphRun(Run):
         )
         at = torch.tensor(fresh, device=self.device)
         lanes.tokens[at], lanes.places[at], lanes.ends[at] = lasts, lengths - 1, lengths + limits - 1
-        lanes.alive[at] = True
+        lanes.alive[at], lanes.shared[at] = True, lengths - 1
+        lanes.sources[: self.slots] = torch.tensor(self.source)
         places = torch.arange(1, lanes.uniforms.shape[1] + 1, device=self.device)
         lanes.uniforms[at] = uniform_at(self.seeds[begun.rows][:, None], places)
 
@@ -287,6 +297,8 @@ class GraphRun(Run):
     def _again(self, lanes: Lanes) -> None:
         """Computes the cache of all rows with new weights."""
         slots = list(self.rows)
+        self.source = list(range(self.slots))
+        lanes.sources[: self.slots] = torch.tensor(self.source)
         places, drawn = lanes.places[slots].tolist(), lanes.drawn[slots].tolist()
         prompts = [self.prompts[self.rows[slot] // self.n] for slot in slots]
         texts = [

@@ -35,6 +35,9 @@ class Lanes:
         places: its place.
         ends: the place of the row's last draw.
         alive: whether the row goes on.
+        sources: the slot from which the row's prompt is read, though its own has the same: rows that read the same
+            memory find it in the cache of the chip.
+        shared: how many of its places are read there.
         uniforms: the number in [0, 1) that draws the token after each place.
         drawn: the token drawn for each place; likewise its log-prob with and without the cut, whether it is a near
             tie, and the version of the weights.
@@ -47,6 +50,8 @@ class Lanes:
     places: Int[Tensor, " slots"]
     ends: Int[Tensor, " slots"]
     alive: Bool[Tensor, " slots"]
+    sources: Int[Tensor, " slots"]
+    shared: Int[Tensor, " slots"]
     uniforms: Float64[Tensor, "slots length"]
     drawn: Int[Tensor, "slots length"]
     log_probs: Float[Tensor, "slots length"]
@@ -72,6 +77,8 @@ class Lanes:
             places=zeros(slots),
             ends=zeros(slots),
             alive=zeros(slots, dtype=torch.bool),
+            sources=torch.arange(slots, device=device),
+            shared=zeros(slots),
             uniforms=zeros(slots, length, dtype=torch.float64),
             drawn=zeros(slots, length),
             log_probs=floats(),
@@ -239,6 +246,7 @@ def step_attention(
     cache: Float[Tensor, "2 slots kv places dim"],
     slots: Int[Tensor, " n"],
     places: Int[Tensor, " n"],
+    lanes: Lanes,
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "n heads dim"]:
@@ -253,8 +261,9 @@ def step_attention(
     block = max(16, triton.next_power_of_2(dim))
     keys = min(64, KEY_BYTES // (block * qkv.element_size()))
     _step_attention[(n, kv, splits)](
-        qkv, cache, slots, places, out, sums, masses, scaling, window or 0, cache.stride(0), cache.stride(1),
-        cache.shape[3], KV=kv, GROUP=group, MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
+        qkv, cache, slots, places, lanes.sources, lanes.shared, out, sums, masses, scaling, window or 0,
+        cache.stride(0), cache.stride(1), cache.shape[3], KV=kv, GROUP=group,
+        MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
         KEYS=keys, WINDOWED=window is not None, SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
@@ -271,7 +280,7 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["window", "length"])
 def _step_attention(
-    qkv, cache, slots, places, out, sums, masses, scaling, window, c_kind, c_slot, length,
+    qkv, cache, slots, places, sources, shared, out, sums, masses, scaling, window, c_kind, c_slot, length,
     KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -289,15 +298,18 @@ def _step_attention(
     asked = (member < GROUP)[:, None] & (d < DIM)[None, :]
     at = (head * GROUP + member)[:, None] * DIM + d[None, :]
     query = tl.load(qkv + token * ((GROUP + 2) * KV * DIM) + at, mask=asked, other=0.0)
-    base = cache + slot * c_slot + head.to(tl.int64) * length * DIM
+    base = cache + head.to(tl.int64) * length * DIM
+    own, other = slot * c_slot, tl.load(sources + slot).to(tl.int64) * c_slot
+    border = tl.load(shared + slot).to(tl.int32)
     top = tl.full((MEMBERS,), -float("inf"), tl.float32)
     mass = tl.zeros((MEMBERS,), tl.float32)
     total = tl.zeros((MEMBERS, BLOCK), tl.float32)
     for start in range(first, last, KEYS):
         n = start + tl.arange(0, KEYS)
         there = (n < last)[:, None] & (d < DIM)[None, :]
-        keys = tl.load(base + n[:, None] * DIM + d[None, :], mask=there, other=0.0)
-        values = tl.load(base + c_kind + n[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        at_keys = base + (tl.where(n < border, other, own) + n * DIM)[:, None] + d[None, :]
+        keys = tl.load(at_keys, mask=there, other=0.0)
+        values = tl.load(at_keys + c_kind, mask=there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
         scores = tl.where((n < last)[None, :], scores, -float("inf"))
         new = tl.maximum(top, tl.max(scores, 1))

@@ -91,6 +91,16 @@ def check_shared(folder, params, fused, monkeypatch):
     ]
     check_equal(fused.generate(requests, version=0), engine(folder, params).generate(requests, version=0))
     assert filled == [PROMPTS[3][:-1], PROMPTS[1][:-1]]
+    # The slot from which the second row reads its prompt gets another one while that row is decoded.
+    others = [PROMPTS[3][::-1], PROMPTS[3][1:] * 2, PROMPTS[3][2:] * 2]
+    prompts = [PROMPTS[3], PROMPTS[3], *[PROMPTS[1]] * 4, *others]
+    requests = [
+        attrs.evolve(request, sampling=Sampling(max_tokens=limit))
+        for request, limit in zip(
+            requests_for(prompts, Sampling(max_tokens=1), Key.from_seed(1)), (2, 8, *[5] * 4, 2, 2, 2), strict=True
+        )
+    ]
+    check_equal(fused.generate(requests, version=0), engine(folder, params).generate(requests, version=0))
 
 
 def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
