@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.models.siglip import SiglipVisionModel
 
 from verl_fn.backends.hf.lora import is_adapter
@@ -188,7 +189,8 @@ def _check_loaded(name: str, layer: torch.nn.Module) -> None:
     info = get_layerwise_info(layer)
     if not info.can_load() or isinstance(layer, (Attention, MLAAttention)):
         return
-    wanted = sum(p.numel() for p in layer.parameters(recurse=False))
+    # vLLM loads some at once, as the biases of MiniMax-M2's routers.
+    wanted = sum(p.numel() for name, p in layer.named_parameters(recurse=False) if name not in SKIP_TENSORS)
     if isinstance(layer, VocabParallelEmbedding):
         # vLLM fills up the vocabulary with rows that no checkpoint has.
         shard = layer.shard_indices

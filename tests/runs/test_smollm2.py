@@ -54,7 +54,7 @@ def test_two_steps_of_grpo_from_the_recipe(folder, tmp_path):
     run = tmp_path / "run"
     overrides = [
         f"model.path={folder}", f"trainer.dir={run}", f'data.train_files=["{tmp_path}/data/train.parquet"]',
-        f'data.val_files=["{held_out}"]', "trainer.total_training_steps=2", "trainer.stop_at=",
+        f'data.val_files=["{held_out}"]', "trainer.total_training_steps=2",
         "trainer.test_freq=-1", "trainer.save_freq=-1", "data.train_batch_size=2", "algorithm.ppo_mini_batch_size=1",
         "rollout.n=2", "data.max_response_length=12", "rollout.dtype=float32", "actor.dtype=float32",
         "trainer.val_before_train=false",  # the run evaluates at its end

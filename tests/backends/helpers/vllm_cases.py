@@ -413,6 +413,30 @@ def refused(arguments):
     return "nothing"
 
 
+def parameters_that_are_loaded_at_once():
+    """Returns what a layer has whose only parameter vLLM's loading by layers leaves in its place."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    from verl_fn.backends.vllm.loading import _load_by_layers
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = torch.nn.Module()
+            self.moe.e_score_correction_bias = torch.nn.Parameter(torch.zeros(4))
+
+        def load_weights(self, tensors):
+            for name, t in tensors:
+                default_weight_loader(dict(self.named_parameters())[name], t)
+            return {name}
+
+    model = Model()
+    record_metadata_for_reloading(model)
+    _load_by_layers(model, None, iter([("moe.e_score_correction_bias", torch.ones(4))]), ())
+    return model.moe.e_score_correction_bias.tolist()
+
+
 def sampler_that_is_replaced():
     """The kernel of vLLM's own sampler does nothing until an engine is set up, and is itself afterwards."""
     return inside(vllm_worker_cases.kernel_of_the_sampler)

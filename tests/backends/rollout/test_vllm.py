@@ -36,6 +36,10 @@ def test_the_sampler_that_is_replaced_compiles_nothing(alone):
     assert alone("sampler_that_is_replaced") == (True, True)
 
 
+def test_parameters_that_vllm_loads_at_once_are_not_waited_for(alone):
+    assert alone("parameters_that_are_loaded_at_once") == [1.0] * 4
+
+
 def test_log_probs_are_the_trainers_after_each_of_ten_publications(alone):
     _same_log_probs(alone)
 
