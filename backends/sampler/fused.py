@@ -264,7 +264,8 @@ class GraphRun(Run):
         fresh, requests = slots[: len(begun.rows)], [row // self.n for row in begun.rows]
         del self.free[-len(fresh) :]
         # Slots that get another prompt are no source any more.
-        left = [slot for slot in self.rows if self.source[slot] in set(fresh)]
+        taken = set(fresh)
+        left = [slot for slot in self.rows if self.source[slot] in taken]
         for slot in (*left, *begun.fresh.values()):
             self.source[slot] = slot
         for source, target in zip(begun.sources, begun.targets, strict=True):

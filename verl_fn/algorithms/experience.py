@@ -373,6 +373,7 @@ def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
     """Writes ``score`` and, on the last token of each response, ``token_level_scores`` and ``token_level_rewards``.
 
     Args:
+        batch: rows with ``response_mask``.
         outputs: the reward model's ``row_values``.
 
     Example:

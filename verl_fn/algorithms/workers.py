@@ -83,8 +83,10 @@ class Workers:
         reward: ``(batch, problems) -> batch``; adds scores to a batch.
         more: returns so many further training problems; no other step gets them. Where sampling runs ahead of
             learning, an algorithm should not need it, since it could only ask after waiting for samples.
+        sampling: the sampling settings of training rollouts; evaluations have their own.
         version: the step of the weights that the engine draws with, where sampling runs ahead of learning; None where
             the algorithm's step is the version.
+        max_prompt_length: the longest prompt allowed, in tokens.
         truncation: how longer prompts are cut; ``error`` if they are not.
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
         end_tokens: the tokens that end a response; supervised answers end with the first. By default the

@@ -10,6 +10,7 @@ short run and shows a learning signal. It does not show that training converges.
 from __future__ import annotations
 
 import filecmp
+import gc
 import json
 import math
 import os
@@ -94,8 +95,8 @@ RANDOM = (
 # level's steps: it learns from answers first, until some of its own are right.
 WARM_UP = (
     "algorithm.name=sft", "trainer.total_training_steps=200", "trainer.stop_at=0.3", "trainer.test_freq=2",
-    "trainer.val_before_train=false", "trainer.save_freq=-1", "data.train_batch_size=32", "data.val_size=64",
-    "actor.optim.weight_decay=0.0",
+    "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.max_ckpt_to_keep=1",
+    "data.train_batch_size=32", "data.val_size=64", "actor.optim.weight_decay=0.0",
 )  # fmt: skip
 # The rate of the warm-up moves a logit as far in an update in wide models as in narrow ones. Rewards take a fifth.
 RATE, WIDTH, OF_REWARDS = 3e-3, 64, 0.2
@@ -187,7 +188,7 @@ def require_signal(folder: Path, request: Request) -> None:
         whose = f"the reward model {request.reward_model}" if request.reward_model else "the rule of the data"
         raise SaysNothing(
             f"{whose} gave every response the reward {scores.pop():g}, so there was nothing to learn from: name "
-            "another --reward-model, or leave --data out"
+            f"another --reward-model{', or leave --data out' * bool(request.data)}"
         )
 
 
@@ -331,9 +332,12 @@ def plan_of_learning(request: Request, folder: Path, strategy: str) -> Plan:
         *(RANDOM if request.dummy else PRETRAINED),
     ]  # fmt: skip
     if request.dummy:
-        settings.append(f"actor.optim.lr={OF_REWARDS * _rate(request):g}")
+        settings.append(f"actor.optim.lr={(1.0 if request.data else OF_REWARDS) * _rate(request):g}")
     if not request.data:
         settings.append("data.val_size=64")
+        if not request.dummy:
+            # Pretrained weights do not know the project's task, and write characters from the start.
+            settings.append('reward.functions=["verl_fn.scores:even_share"]')
     return _plan(request, folder, *settings)
 
 
@@ -345,6 +349,10 @@ def warm_up(request: Request, baseline: Path, say: Callable[[str], None]) -> Non
     """Trains random weights on the answers of the project's task, with ``local``, below the baseline's folder."""
     if after_warm_up(request, baseline) is not request:
         train(_plan(request.alone(), baseline / "warm_up", *WARM_UP, f"actor.optim.lr={_rate(request):g}"), say)
+        if request.device == "cuda":
+            # The baseline's engine and ranks need the memory.
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def after_warm_up(request: Request, baseline: Path) -> Request:
@@ -355,14 +363,25 @@ def after_warm_up(request: Request, baseline: Path) -> Request:
 
 
 def compare(request: Request, folder: Path, baseline: Path, say: Callable[[str], None]) -> list[Check]:
-    """Trains with Megatron, and compares the run with its start and with the baseline's."""
+    """Trains with Megatron, and compares the run with its start and with the baseline's.
+
+    Raises:
+        SaysNothing: both runs gain less than the margin, and nothing else is wrong.
+    """
     say(f"the margin was set beforehand: {request.margin}")
     train(plan_of_learning(request, folder, "megatron"), say)
     rows, others = read_metrics(folder), read_metrics(baseline)
     kept = sorted((folder / "checkpoints").glob("step_*"), key=lambda one: int(one.name.removeprefix("step_")))
     moved = changed(parameters(Path(request.folder)), parameters(kept[-1] / "actor"))
     vocabulary = read_config(request.folder).get_text_config().vocab_size
-    return [*trends(rows, vocabulary), all_changed(TRAINED, moved), *gains(rows, others, request.margin)]
+    checks = [*trends(rows, vocabulary), all_changed(TRAINED, moved), *gains(rows, others, request.margin)]
+    if [check.name for check in checks if not check.held] == [SIGNAL] and _gain(held_out(others)) < request.margin:
+        raise SaysNothing(
+            f"neither Megatron's run nor the baseline's gained {request.margin} of the held-out score in "
+            f"{request.steps} steps ({_shown(held_out(rows))}; the baseline: {_shown(held_out(others))}): give more "
+            "--steps, or another --reward-model or --data"
+        )
+    return checks
 
 
 def trends(rows: Sequence[Mapping[str, Any]], vocabulary: int) -> list[Check]:

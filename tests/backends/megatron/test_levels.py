@@ -322,6 +322,43 @@ def test_runs_that_do_not_learn_fail_level_5(fault):
     assert {check.name for check in found if not check.held} == {name}
 
 
+@pytest.mark.parametrize("ours, theirs, verdict", [(0.3, 0.3, None), (0.02, 0.3, False), (0.02, 0.02, "blocked")])
+def test_a_run_as_flat_as_its_baseline_says_nothing(models, tmp_path, monkeypatch, ours, theirs, verdict):
+    request = Request((5,), "config.json", str(models("llama")), True, "cpu", str(tmp_path), margin=0.05)
+    curves = iter((ours, theirs))
+    monkeypatch.setattr(training, "train", lambda plan, say: None)
+    monkeypatch.setattr(
+        training,
+        "read_metrics",
+        lambda run: [
+            *STEADY,
+            {
+                "step": 4,
+                "actor/grad_norm": 9.0,
+                "actor/entropy": 1.0,
+                "val-aux/count/reward/mean@1": 0.5 + next(curves),
+            },
+        ],
+    )
+    monkeypatch.setattr(training, "parameters", lambda folder: {"a": torch.tensor(float(folder.name == "actor"))})
+    (tmp_path / "run/checkpoints/step_4").mkdir(parents=True)
+    if verdict == "blocked":
+        with pytest.raises(training.SaysNothing, match=r"neither .* gained 0\.05 .* step 4: 0\.520"):
+            training.compare(request, tmp_path / "run", tmp_path / "baseline", print)
+    else:
+        checks = training.compare(request, tmp_path / "run", tmp_path / "baseline", print)
+        assert [check.name for check in checks if not check.held] == (
+            [] if verdict is None else [training.SIGNAL, training.BASELINE]
+        )
+
+
+def test_pretrained_weights_are_rewarded_for_what_they_write_from_the_start(models, tmp_path):
+    request = Request((5,), "model", str(models("llama")), False, "cpu", str(tmp_path))
+    plan = training.plan_of_learning(request, tmp_path, "local")
+    assert plan.reward.functions == ("verl_fn.scores:even_share",) and plan.roles["actor"].optim.lr == 2e-5
+    assert training.after_warm_up(request, tmp_path) is request
+
+
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
     """Files with verl's columns, as GSM8K's."""
@@ -402,6 +439,9 @@ def test_random_weights_of_a_wider_model_learn_at_a_smaller_rate(models, tmp_pat
         monkeypatch.setattr(training, "WIDTH", width)
         rates.append(training.plan_of_learning(request, tmp_path, "local").roles["actor"].optim.lr)
     assert rates == pytest.approx([training.RATE * training.OF_REWARDS, training.RATE * training.OF_REWARDS / 2])
+    # Without a warm-up they learn at its rate.
+    data = training.plan_of_learning(attrs.evolve(request, data=str(tmp_path)), tmp_path, "local")
+    assert data.roles["actor"].optim.lr == training.RATE / 2
 
 
 @pytest.mark.parametrize("error", [

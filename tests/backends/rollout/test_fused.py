@@ -91,7 +91,11 @@ def check_shared(folder, params, fused, monkeypatch):
     ]
     check_equal(fused.generate(requests, version=0), engine(folder, params).generate(requests, version=0))
     assert filled == [PROMPTS[3][:-1], PROMPTS[1][:-1]]
-    # The slot from which the second row reads its prompt gets another one while that row is decoded.
+
+
+def check_refilled(folder, params, fused, monkeypatch):
+    """The slot from which the second row reads its prompt gets another one while that row is decoded."""
+    monkeypatch.setattr("verl_fn.backends.sampler.fused.STEPS", 2)
     others = [PROMPTS[3][::-1], PROMPTS[3][1:] * 2, PROMPTS[3][2:] * 2]
     prompts = [PROMPTS[3], PROMPTS[3], *[PROMPTS[1]] * 4, *others]
     requests = [
@@ -181,6 +185,7 @@ def test_rows_with_the_same_prompt_share_it_on_cuda(tmp_path, arch, monkeypatch)
     folder, params = made(tmp_path, arch)
     fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda")
     check_shared(folder, params, fused, monkeypatch)
+    check_refilled(folder, params, fused, monkeypatch)
 
 
 @CUDA
@@ -221,7 +226,9 @@ if __name__ == "__main__":
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), PROMPTS[2:], max_tokens=7)
         shared = [PROMPTS[3]] * 9
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), shared, max_tokens=7)
-        # Caches of two layers were copied between rows above.
+        with pytest.MonkeyPatch.context() as patch:
+            # A row reads its own copy of the prompt then, in the caches of all layers.
+            check_refilled(folder, params, fused_on_cpu(folder, params), patch)
         folder, params = made(Path(root, "shallow"), "qwen3", num_hidden_layers=1)
         with pytest.MonkeyPatch.context() as patch:
             check_shared(folder, params, fused_on_cpu(folder, params), patch)
