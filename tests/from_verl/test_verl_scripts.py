@@ -171,42 +171,6 @@ def test_what_cannot_be_read_from_a_script_is_an_error_with_a_way_out(script, tm
     assert (tmp_path / "old.log").read_text() == "kept"
 
 
-LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1 c.d='x y'"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"timeout 1h {LAUNCH}",
-        f"srun --overlap -m block nohup numactl -m 0 {LAUNCH} &",
-        f'bash -c "{LAUNCH}"',
-        f'srun --overlap bash -lc "cd /x && {LAUNCH} || exit 1"',
-        "export N=1; docker run img sh -c 'python3 -m verl.trainer.main_ppo a.b=$N \"$@\"' _ c.d='x y'",
-        f'ssh node1 "{LAUNCH}"',
-        f'sbatch --wrap="{LAUNCH}"',
-    ],
-)
-def test_a_trainer_may_be_started_by_other_programs(script, text):
-    settings = read_settings([script(text + "\n")])
-    assert settings.module == "verl.trainer.main_ppo" and settings.values == {"a.b": 1, "c.d": "x y"}
-
-
-@pytest.mark.parametrize("start", ["xargs", "xargs -I{} bash -c", "parallel -j 1"])
-def test_a_trainer_with_words_that_another_program_adds_is_refused(script, start):
-    command = LAUNCH if "bash" not in start else f'"{LAUNCH} {{}}"'
-    with pytest.raises(ConfigError, match=f"starts no trainer of verl; it asks .{re.escape(start)} python3 -m"):
-        read_settings([script(f"echo a.b=2 e.f=3 | {start} {command}\n")])
-
-
-@pytest.mark.parametrize(
-    "start", ["export N=64\n", "N=64 ", "env N=64 ", "N=1; bash -c 'N=64 env ", "x=N; export $x=64\n"]
-)
-def test_references_see_the_variables_that_a_script_sets(script, monkeypatch, start):
-    monkeypatch.setenv("N", "8")
-    text = f'{start}python3 -m verl.trainer.main_ppo "a.b=\\${{oc.env:N,32}}"' + "'" * ("'" in start)
-    assert read_settings([script(text + "\n")]).values == {"a.b": 64}
-
-
 @pytest.mark.parametrize(
     ("lines", "value", "program"),
     [

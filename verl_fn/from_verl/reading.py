@@ -42,24 +42,12 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
 _PRELUDE = r"""
 exec {SCREEN}>&1
 command_not_found_handle() {
-    local word before= place=0
+    local word before=
     for word in "$@"; do
-        place=$((place + 1))
         case $before:$word in
             -m:verl.*|-m:recipe.*|*:main_*.py|*:*/main_*.py|*:*sft_trainer*.py)
-                adds "$@" && return 0
-                printf '\6' >&"$LAUNCHES"
-                for word in $(compgen -e); do printf '%s=%s\0' "$word" "${!word}" >&"$LAUNCHES"; done
-                printf '\0%s' "" >&"$LAUNCHES"
                 printf '%s\0' "$@" "" >&"$LAUNCHES"
                 return 0;;
-        esac
-        case ${1##*/}:$word in
-            python*) ;;
-            *:*python*[[:space:]]-m[[:space:]]verl.*|*:*python*[[:space:]]-m[[:space:]]recipe.*)
-                # A word of bash -c, ssh or tmux that is a command.
-                adds "$@" || rbash -c -- "$word" "${@:place + 1}"
-                return;;
         esac
         before=$word
     done
@@ -76,9 +64,6 @@ command_not_found_handle() {
     fi
     printf '\5%s\0\0' "$*" >&"$LAUNCHES"
     case ${1##*/}:$* in python*:"$OTHERWISE") return 0;; python*|*:"$OTHERWISE") return 1;; esac
-}
-adds() {  # words that are not known
-    case ${1##*/} in xargs|parallel) printf '\4%s\0\0' "$*" >&"$LAUNCHES";; *) return 1;; esac
 }
 passed() {
     local text word
@@ -194,14 +179,7 @@ def read_settings(words: Sequence[str]) -> Settings:
     sft = module in _SFT_MODULES or (not module and any(key.startswith(tables) for key in values))
     sft = sft or str(chosen.get("config-name", "")).startswith("sft_trainer")
     defaults = SFT_DEFAULTS if sft else PPO_DEFAULTS
-    resolved = _resolved(values, defaults, os.environ | _variables(launcher))
-    return Settings(resolved, sft, _engine(chosen), module, frozenset(given), not_run)
-
-
-def _variables(launcher: Sequence[str]) -> dict[str, str]:
-    """Returns the variables of the environment that words before a trainer's module set, as ``env`` does."""
-    pairs = (word.partition("=") for word in launcher)
-    return {name: value for name, equals, value in pairs if equals and name.isidentifier()}
+    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given), not_run)
 
 
 def _remove(key: str, values: dict[str, Any]) -> None:
@@ -238,10 +216,8 @@ def _known(words: Sequence[str]) -> list[str]:
 
 def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Splits the words of a command into the launcher's, the trainer's module, and its arguments."""
-    if modules := [place for place, word in enumerate(words) if word == "-m"]:
-        # Launchers have options of that name, too.
-        own = [place for place in modules if "".join(words[place + 1 : place + 2]).startswith(("verl.", "recipe."))]
-        start = (own or modules)[0]
+    if "-m" in words:
+        start = list(words).index("-m")
         return list(words[:start]), words[start + 1] if start + 1 < len(words) else "", list(words[start + 2 :])
     for number, word in enumerate(words):
         if word.endswith(".py") and "=" not in word:
@@ -404,10 +380,8 @@ def _ranks(launcher: Sequence[str]) -> dict[str, int]:
     return ranks
 
 
-def _resolved(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], variables: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Replaces OmegaConf's references by the values of the keys, or the variables of the environment, that they name.
+def _resolved(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces OmegaConf's references by the values of the keys that they name.
 
     Raises:
         ConfigError: one names no key, no variable of the environment, or a function of OmegaConf's that is not known.
@@ -419,7 +393,7 @@ def _resolved(
             return [replaced(key, item, depth) for item in value]
         if not isinstance(value, str) or depth > 20 or not (match := _REFERENCE.search(value)):
             return value
-        inner = _referred(key, match[1], known, variables or {})
+        inner = _referred(key, match[1], known)
         if match[0] == value:
             return replaced(key, inner, depth + 1)
         return replaced(key, value[: match.start()] + str(inner) + value[match.end() :], depth + 1)
@@ -428,14 +402,14 @@ def _resolved(
     return {key: value if key.startswith("hydra.") else replaced(key, value) for key, value in values.items()}
 
 
-def _referred(key: str, reference: str, values: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
     resolver, colon, rest = reference.partition(":")
     name, comma, default = (rest if colon else reference).partition(",")
     name = name.strip()
     if resolver == "now":
         return time.strftime(rest)
-    if resolver == "oc.env" and (comma or name in variables):
-        return _value(key, variables.get(name, default))
+    if resolver == "oc.env" and (comma or name in os.environ):
+        return _value(key, os.environ.get(name, default))
     dots = len(name) - len(name.lstrip("."))
     if dots:
         name = ".".join([*key.split(".")[:-dots], name[dots:]])
@@ -451,8 +425,6 @@ def _referred(key: str, reference: str, values: Mapping[str, Any], variables: Ma
 
 def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...]]:
     """Returns the words of the command with which a script starts verl's trainer, and what it asks other programs.
-
-    Behind the command's name are the variables that the script exports, as words ``NAME=value``.
 
     Restricted bash runs the script, and starts no program but a few that only print: variables, arrays, functions,
     arithmetic and ``$@`` are what they would be in the run. Variables of the environment count as they do there.
@@ -483,8 +455,7 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
         # Settings may also have the time or a random number.
         if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
             asked += differing
-        program, *words = distinct[0].split("\0")
-        return [program, *_exported(commands), *words], tuple(asked)
+        return distinct[0].split("\0"), tuple(asked)
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
     if asked and not distinct:
@@ -497,16 +468,9 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     )
 
 
-def _exported(commands: Sequence[str]) -> list[str]:
-    """Returns the variables that a script exports to its trainer, as ``NAME=value``, but for answers of programs."""
-    found = next(one[1:] for one in reversed(commands) if one[:1] == "\6").split("\0")
-    own = {f"{name}={value}" for name, value in os.environ.items()}
-    return [word for word in found if word not in own and not _NOT_RUN.search(word)]
-
-
 def _starts(commands: Sequence[str]) -> list[str]:
     """Returns the different commands that start a trainer."""
-    return [one for one in dict.fromkeys(commands) if one[:1] not in ("\4", "\5", "\6")]
+    return [one for one in dict.fromkeys(commands) if one[:1] not in ("\4", "\5")]
 
 
 def _commands(
@@ -515,7 +479,6 @@ def _commands(
     """Returns what a script prints, and the commands that it gives to trainers and to programs that are not run.
 
     Commands begin with the byte 4 if the script uses what the program would say, and with 5 if only its exit status.
-    Before the command of a trainer, the byte 6 begins the variables that it would get.
 
     Args:
         otherwise: a command that succeeds if it else fails, or fails if it else succeeds.
@@ -530,7 +493,6 @@ def _commands(
         for program in _HARMLESS:
             if found := shutil.which(program):
                 (programs / program).symlink_to(found)
-        (programs / "rbash").symlink_to(bash)
         (folder / "prelude").write_text(_PRELUDE)
         copy = folder / path.name
         copy.write_text(_TO_NOWHERE.sub("", text).replace("${BASH_SOURCE[0]}", str(path)).replace("$0", str(path)))
