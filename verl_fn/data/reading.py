@@ -25,10 +25,10 @@ import platform
 import signal
 import sys
 import time
-from collections import Counter, deque
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, TypeVar
@@ -49,11 +49,10 @@ from verl_fn.data.rendering import all_ends
 from verl_fn.data.rows import MANY, Inexact
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
-from verl_fn.pool.keeper import PR_SET_PDEATHSIG, prctl
 from verl_fn.user_files import code_files
 
 MOST = 32  # processes
-AHEAD = 4  # items for each process that are computed or wait for an earlier one
+AHEAD = 4  # results for each process that wait for an earlier one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -81,15 +80,15 @@ _DIGEST = hashlib.sha256
 
 
 class ProcessEnded(UserError, RuntimeError):
-    """Raised if a process ended by itself."""
+    """Raised if a process ended by itself; the message has its exit status."""
 
 
 def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the result of each item, in the order of the items.
 
     The function runs in a process for each core. They are forked, so the function may be anything, and items and
-    results are pickled. Few results wait for an earlier one, so memory does not grow with the number of items. If
-    this process is killed, the others end.
+    results are pickled. Each process has one item at a time, and few results wait for an earlier one, so memory does
+    not grow with the number of items. If this process is killed, the others end.
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
@@ -106,38 +105,84 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     if count == 1:
         yield from map(function, items)
         return
-    todo, waiting = iter(items), deque[Future[R]]()
-    with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (function,)) as processes:
-        try:
-            while True:
-                some = itertools.islice(todo, AHEAD * count - len(waiting))
-                waiting.extend(processes.submit(_call, item) for item in some)
-                if not waiting:
-                    return
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise ProcessEnded(
-                "a process that reads data ended; the system may have killed it for lack of memory"
-            ) from error
-        finally:
-            processes.shutdown(wait=False, cancel_futures=True)
+    context = multiprocessing.get_context("fork")
+    pipes: list[Connection] = []
+    processes: dict[Connection, Any] = {}
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            processes[ours] = context.Process(target=_serve, args=(function, theirs, list(pipes)), daemon=True)
+            processes[ours].start()
+            theirs.close()
+        yield from _gathered(processes, enumerate(items))
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes.values():
+            # It may be in the middle of an item.
+            process.kill()
+            process.join()
 
 
-_function: Callable[[Any], Any]
+def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    free, at = list(processes), dict[Connection, int]()
+    results: dict[int, tuple[Any, BaseException | None]] = {}
+    first, more = 0, True
+    while True:
+        while free and more and len(results) < AHEAD * len(processes):
+            number, item = next(items, (-1, None))
+            more = number >= 0
+            if more:
+                pipe = free.pop()
+                at[pipe] = number
+                with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                    pipe.send(item)
+        if not at and not results:
+            return
+        # A process that has answered gets its next item before an earlier result is handed out and used.
+        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
+        for pipe in ready:
+            try:
+                results[at.pop(pipe)] = pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                processes[pipe].join()
+                raise ProcessEnded(
+                    f"a process that reads data ended with exit status {processes[pipe].exitcode}; the system may "
+                    "have killed it for lack of memory"
+                ) from error
+            free.append(pipe)
+        if not ready:
+            result, failure = results.pop(first)
+            if failure is not None:
+                raise failure
+            first += 1
+            yield result
 
 
-def _begin(function: Callable[[Any], Any]) -> None:
-    """Prepares a process, which gets the function when it is forked: it need not be picklable."""
-    global _function
-    _function = function
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
+    """Calls the function on what comes, until the other end is closed."""
+    # Of the parent's ends, the parent must have the only copy.
+    for other in inherited:
+        other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would compete with the other processes
     gc.freeze()
-
-
-def _call(item: Any) -> Any:
-    return _function(item)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            item = pipe.recv()
+            answer: tuple[Any, BaseException | None]
+            try:
+                answer = (function(item), None)
+            except Exception as error:
+                answer = (None, error)
+            try:
+                pipe.send(answer)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            except Exception:
+                # Its result, or its error, cannot be pickled.
+                pipe.send((None, RuntimeError("".join(traceback.format_exception(answer[1])) or "not picklable")))
 
 
 def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence[str] = ()) -> Encoded:

@@ -94,7 +94,7 @@ def _children() -> Iterator[int]:
                 yield int(name)
 
 
-def prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
@@ -102,7 +102,7 @@ def prctl(option: int, value: int) -> None:
 def work(connection: int, module: str) -> None:
     """Becomes a worker that serves the trainer by ``serve`` of a module, and ends the process."""
     os.setpgid(0, 0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Where memory runs out, the kernel ends this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -119,7 +119,7 @@ def main(connection: int, lifeline: int, module: str) -> None:
         connection: file descriptor of the worker's connection to the trainer.
         lifeline: file descriptor of a socket whose other end the trainer closes to end the worker.
     """
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():
         os.close(connection)
         os._exit(keep(pid, socket.socket(fileno=lifeline)))
