@@ -83,6 +83,7 @@ def test_a_folder_may_be_named_as_a_shell_variable(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "$HOME").mkdir()
     assert load(overrides=["trainer.dir=$HOME"]).trainer.dir == "$HOME"
+    assert load(overrides=['data.train_files=["$HOME#train"]', "trainer.dir=runs/$5off"]).data.train_files
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):

@@ -24,7 +24,7 @@ from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import FileData, encode_prompts, prompt_lengths
 from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.rendering import token_counts, token_ids
-from verl_fn.data.rows import DataError
+from verl_fn.data.rows import DataError, arrow_rows
 from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
 
@@ -183,6 +183,16 @@ def test_class_labels_are_their_names(tmp_path):
     assert problem.extra_info == {
         "many": ["no", "yes", None], "old": ["yes"], "feature": {"names": "no"}, "lists": {"one": ["yes", None]}
     }  # fmt: skip
+
+
+def test_values_that_are_no_class_labels_stay_whatever_the_file_describes(tmp_path):
+    """A column that was replaced keeps its description; a label of a response is 1 or 0."""
+    label = {"_type": "ClassLabel", "names": ["no", "yes"]}
+    features = {"prompt": label, "label": label, "extra_info": {"a": label, "b": label, "c": label, "d": label}}
+    extra = {"a": "x", "b": 7, "c": 1.0, "d": True, "e": 1}
+    table = pa.Table.from_pylist([{"prompt": "1+1", "response": "2", "label": 1, "extra_info": extra}])
+    described = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    assert arrow_rows(described) == table.to_pylist()
 
 
 def test_ability_does_not_replace_what_extra_info_has(tmp_path):

@@ -112,8 +112,6 @@ def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_p
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("input", "3 apples", "the column input is not used, and the prompt has nothing of it"),
         ("context", ["x y", "z"], "the column context is not used"),
-        ("instruction", "say the next letter", "the column instruction is not used, and the prompt has nothing"),
-        ("documents", [{"title": "t", "text": "a is b"}], "the column documents is not used"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
         ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
         (
@@ -400,6 +398,10 @@ def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):
         (
             {"prompt": np.array([USER], dtype=object)},
             r"prompt, .*array\(.* is of numpy; make a number, a string or a list",
+        ),
+        (
+            {"extra_info": {"difficulty": np.float64(0.5), "seed": np.int64(5)}},
+            r"extra_info, .*np.int64\(5\) is of numpy",
         ),
         ({"reward_model": {"ground_truth": np.int64(5)}}, r"reward_model, .*np.int64\(5\) is of numpy"),
         ({"prompt": [USER | {1: "x"}]}, "prompt, .*the key 1 is no string"),

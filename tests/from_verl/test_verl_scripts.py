@@ -6,7 +6,6 @@ it from the scripts. With VERL_EXAMPLES, verl's folder of examples, the scripts 
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys

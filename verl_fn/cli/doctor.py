@@ -20,6 +20,7 @@ from pathlib import Path
 
 import attrs
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from verl_fn.atomic import existing
 from verl_fn.errors import install
@@ -100,7 +101,8 @@ def _required() -> Iterator[Finding]:
     for requirement in map(Requirement, requirements):
         if requirement.marker is None:
             version = version_of(requirement.name)
-            fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
+            # NVIDIA's containers have torch as 2.11.0a0 with a name of their own.
+            fits = bool(version) and requirement.specifier.contains(Version(version).base_version)
             yield Finding(requirement.name, version, "" if fits else install(f"'{requirement}'"))
 
 

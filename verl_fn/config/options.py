@@ -160,7 +160,8 @@ def check_path(value: str) -> str:
     """
     if "\0" in value:
         raise ValueError(f"{value!r} has a null byte; no path may have one")
-    if (variable := re.search(r"\$(\w+|\{\w+\})", value)) and not os.path.lexists(value):
+    files = (value, value.partition("#")[0], value.rpartition(":")[0])  # of FILE#SPLIT and FILE:FUNCTION
+    if (variable := re.search(r"\$([A-Za-z_]\w*|\{\w+\})", value)) and not any(map(os.path.lexists, files)):
         raise ValueError(
             f"{value!r} has the shell variable {variable[0]}, which only a shell replaces; write the folder itself"
         )

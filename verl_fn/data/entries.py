@@ -107,12 +107,12 @@ class Kind:
                 for name, value in row["reward_model"].items():
                     if value is not None and name not in ("ground_truth", "style"):
                         unused[f"reward_model.{name}"] += 1
-            ability, extra = row.get("ability"), row.get("extra_info")
-            if ability is not None and isinstance(extra, Mapping) and extra.get("ability", ability) != ability:
-                unused[ABILITY] += 1
             used = {name: row[name] for name in wanted if name in row}
             if convert:
                 _check_made(place, used)
+            ability, extra = row.get("ability"), row.get("extra_info")
+            if ability is not None and isinstance(extra, Mapping) and extra.get("ability", ability) != ability:
+                unused[ABILITY] += 1
             if has_inexact(used):
                 unused[DIGITS] += 1
             yield self.make(place, used, number, unused)
@@ -152,7 +152,7 @@ _TURNS = {
     ),
 }
 # Columns of text to answer about. A prompt that has none of it is seen without.
-_TEXTS = ("article", "context", "contexts", "document", "documents", "input", "instruction", "passage", "passages")
+_TEXTS = ("context", "contexts", "input", "passage", "passages")
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 
 

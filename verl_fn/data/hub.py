@@ -300,9 +300,14 @@ def open_set(entry: str) -> Table:
 
 
 def _warn_of_others(entry: str, folder: Path, read: str) -> None:
-    """Warns of files that the package leaves out, since it reads those of the most frequent kind."""
-    kinds = {".parquet": "parquet", ".json": read, ".jsonl": "json"}
-    if left := sorted(file for file in folder.rglob("*") if kinds.get(file.suffix, read) != read):
+    """Warns of files that the package leaves out, since it reads those of the most frequent kind.
+
+    A card may choose files, and folders of images have such files besides.
+    """
+    others = {"parquet": ".jsonl", "json": ".parquet"}
+    if read not in others or (folder / "README.md").exists():
+        return
+    if left := sorted(folder.rglob(f"*{others[read]}")):
         warnings.warn(
             f"{entry}: the package datasets reads one kind of files, here {read}; it leaves {len(left)} others out, "
             f"such as {left[0].relative_to(folder)}; to read them, name the files",

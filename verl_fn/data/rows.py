@@ -242,7 +242,8 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
     """Returns the columns with class labels, as the package datasets describes them in a schema."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-        return {name: of for name, of in features.items() if '"ClassLabel"' in json.dumps(of)}
+        # Of a response that is good or bad, the label is 1 or 0 whatever the names are.
+        return {name: of for name, of in features.items() if '"ClassLabel"' in json.dumps(of) and name != "label"}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -250,21 +251,28 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 def _named(value: Any, feature: Any) -> Any:
     """Replaces the numbers of class labels by their names; -1 stands for no label.
 
+    A description may be older than the values, so what is no number of a label stays.
+
     Example:
         >>> _named({"a": [1, -1]}, {"a": {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["x", "y"]}}})
         {'a': ['y', None]}
     """
-    if isinstance(feature, dict) and not isinstance(feature.get("_type"), str):
-        return value and {name: _named(one, feature[name]) for name, one in value.items()}
-    inner = feature[0] if isinstance(feature, list) else feature.get("feature")
-    if isinstance(value, list):
+    if isinstance(feature, list) and feature:
+        feature = {"_type": "List", "feature": feature[0]}
+    if not isinstance(feature, dict):
+        return value
+    # Without a type these are the fields of an object.
+    inner = feature.get("feature") if isinstance(feature.get("_type"), str) else None
+    if isinstance(value, list) and inner is not None:
         return [_named(one, inner) for one in value]
     if isinstance(value, dict):
         # Older versions describe an object of lists as a list of objects.
-        return {name: _named(one, [inner[name]]) for name, one in value.items()}
-    if value is None or inner is not None or feature["_type"] != "ClassLabel":
+        of = {name: [one] for name, one in inner.items()} if isinstance(inner, dict) else feature
+        return {name: _named(one, of.get(name)) for name, one in value.items()}
+    if feature.get("_type") != "ClassLabel" or type(value) is not int:
         return value
-    return feature["names"][value] if value >= 0 else None
+    names = feature.get("names") or ()
+    return names[value] if 0 <= value < len(names) else None if value == -1 else value
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
@@ -402,7 +410,7 @@ def check_plain(value: Any) -> None:
     elif isinstance(value, list | tuple):
         for one in value:
             check_plain(one)
-    elif hasattr(value, "__array__"):
+    elif hasattr(value, "__array__") and not isinstance(value, float):
         raise TypeError(f"{value!r:.80} is of numpy; make a number, a string or a list of it")
 
 
