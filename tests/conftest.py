@@ -134,7 +134,7 @@ def vllm_python(warm):
 
 @pytest.fixture(scope="session")
 def warm_raylet(warm):
-    """The path of a warm Python, which is also the one that Ray sets up workers by (``warm_client.py``)."""
+    """The path of a warm Python, with which Ray also sets up its workers (``warm_client.py``)."""
     from ray._private import services
 
     start = services.start_raylet

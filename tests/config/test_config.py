@@ -67,7 +67,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("trainer.dir=", "trainer.dir: must not be empty"),
         ("trainer.dir=~nosuchuser/x", "trainer.dir: '~nosuchuser/x' names the home of a user who does not exist"),
         ('data.train_files=["a", "b\\u0000"]', "data.train_files: 'b\\x00' has a null byte"),
-        ("trainer.dir=$NOWHERE/x", "trainer.dir: '$NOWHERE/x' has the shell variable $NOWHERE, which only a shell"),
+        ("trainer.dir=$NOWHERE/x", "trainer.dir: '$NOWHERE/x' has the shell variable $NOWHERE, and no shell"),
         ("model.path=a/${NOWHERE}", "model.path: 'a/${NOWHERE}' has the shell variable ${NOWHERE}"),
         ("trainer.experiment_name=\udcff", "trainer.experiment_name: expected Unicode"),
         ("trainer.stop_metric=loss", "trainer.stop_metric: must be acc or reward"),

@@ -163,7 +163,7 @@ def check_path(value: str) -> str:
     files = (value, value.partition("#")[0], value.rpartition(":")[0])  # of FILE#SPLIT and FILE:FUNCTION
     if (variable := re.search(r"\$([A-Za-z_]\w*|\{\w+\})", value)) and not any(map(os.path.lexists, files)):
         raise ValueError(
-            f"{value!r} has the shell variable {variable[0]}, which only a shell replaces; write the folder itself"
+            f"{value!r} has the shell variable {variable[0]}, and no shell reads it here; write the folder itself"
         )
     if value.startswith("~"):
         raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")

@@ -300,7 +300,7 @@ def open_set(entry: str) -> Table:
 
 
 def _warn_of_others(entry: str, folder: Path, read: str) -> None:
-    """Warns of files that the package leaves out, since it reads those of the most frequent kind.
+    """Warns of files that the package leaves out: it reads one kind of files of a folder, the most frequent one.
 
     A card may choose files, and folders of images have such files besides.
     """

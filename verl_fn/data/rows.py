@@ -393,7 +393,7 @@ def check_plain(value: Any) -> None:
     """Checks keys, characters and arrays in a value that is to be JSON, as a file of JSON has them.
 
     Raises:
-        TypeError: a key is no string, which JSON would make one, or there is an array.
+        TypeError: a key is no string, and JSON would turn it into one; or there is an array of numpy.
         UnicodeEncodeError: there is half of a character's surrogate pair.
 
     Example:

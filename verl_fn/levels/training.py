@@ -86,7 +86,7 @@ PRETRAINED = (
     "data.max_prompt_length=512", "actor.optim.weight_decay=0.0", "algorithm.clip_ratio_high=0.28",
     "actor.optim.lr=2e-5", "rollout.slots=1024",
 )  # fmt: skip
-# Likeliest tokens say little of a small model in a short run: one that passes another changes most answers at once.
+# The likeliest tokens say little of a small model in a short run: they may change in all answers at once.
 RANDOM = (
     "algorithm.name=grpo", "rollout.n=8", "data.train_batch_size=16", "algorithm.ppo_mini_batch_size=8",
     "actor.optim.weight_decay=0.0", "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=4",
@@ -186,9 +186,10 @@ def require_signal(folder: Path, request: Request) -> None:
     scores = {row[f"critic/score/{end}"] for row in rows for end in ("min", "max")}
     if len(scores) == 1:
         whose = f"the reward model {request.reward_model}" if request.reward_model else "the rule of the data"
+        without = ", or leave --data out" if request.data else ""
         raise SaysNothing(
             f"{whose} gave every response the reward {scores.pop():g}, so there was nothing to learn from: name "
-            f"another --reward-model{', or leave --data out' * bool(request.data)}"
+            f"another --reward-model{without}"
         )
 
 
