@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -29,6 +28,7 @@ class Draws:
         noise: how much two computations of a logit may differ.
         exact: ``(logits, tokens) -> log-probs`` before top-k and top-p, if these are to equal the trainer's in every
             bit; by default they are made of the probabilities that draw.
+        kernel: for GPUs, ``hf.kernels.draw``; it draws unless top-k, top-p or the likeliest token are asked for.
 
     Example:
         >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
@@ -45,6 +45,7 @@ class Draws:
         vocab: int,
         noise: float,
         exact: Callable[[Tensor, Tensor], Tensor] | None = None,
+        kernel: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.temperature, self.nothing = sampling.temperature, vocab
         self.noise = noise / (sampling.temperature or 1.0)
@@ -52,26 +53,29 @@ class Draws:
         self.top_p = sampling.top_p
         self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
         self._exact = exact if self.temperature > 0 else None
+        self._kernel = kernel if self.temperature > 0 and not self.cut else None
         self._parts: list[tuple[Tensor, ...]] = []
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
         """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
+        if self._kernel is not None:
+            self._parts.append(self.columns(logits, u[:, 0]))
+            return self._parts[-1][0]
         parts = self._drawn(logits, u)
         self._parts.append(parts)
         return self._checked(*(part[:, 0] for part in parts[:2]))
 
-    def columns(
-        self, logits: Float[Tensor, "n V"], u: Float64[Tensor, " n"], kernel: Callable[..., Any] | None = None
-    ) -> tuple[Tensor, ...]:
+    def columns(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, " n"]) -> tuple[Tensor, ...]:
         """Draws as ``draw`` does, and returns what ``results`` would, on the device of the logits.
 
         Args:
             logits: in any dtype; float32 ones may be overwritten.
             u: the number in [0, 1) of each row.
-            kernel: for GPUs, ``hf.kernels.draw``; it draws unless top-k, top-p or the likeliest are asked for.
         """
-        if kernel is not None and self._exact is None and self.temperature > 0 and not self.cut:
-            tokens, log_probs, near = kernel(logits, u, self.temperature, self.noise)
+        if self._kernel is not None:
+            tokens, log_probs, near = self._kernel(logits, u, self.temperature, self.noise)
+            if self._exact is not None:
+                log_probs = self._exact(logits, tokens.clamp(max=self.nothing - 1))
             return tokens, log_probs, log_probs, near
         size = max(1, LOGITS // logits.shape[1])
         parts = [
@@ -85,7 +89,7 @@ class Draws:
         """Returns the draws since the last call in order: tokens, log-probs with and without the cut, near ties."""
         parts = [torch.cat(part).flatten().cpu() for part in zip(*self._parts, strict=True)]
         self._parts.clear()
-        return self._columns(parts)
+        return tuple(parts) if self._kernel is not None else self._columns(parts)
 
     def _drawn(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> tuple[Tensor, ...]:
         """Draws, and returns what ``_columns`` needs; the first two are tokens and their probabilities."""

@@ -27,7 +27,7 @@ def command(work: Work, steps: int, folder: Path) -> list[str]:
         "reward.custom_reward_function.name": step_reward.score.__name__,
         "trainer.total_training_steps": steps,
         "trainer.logger": "[console,file]",
-        "trainer.n_gpus_per_node": 1,
+        "trainer.n_gpus_per_node": work.gpus,
         "trainer.val_before_train": False,
         "trainer.resume_mode": "disable",
         "trainer.default_local_dir": folder / "checkpoints",
@@ -42,7 +42,7 @@ def command(work: Work, steps: int, folder: Path) -> list[str]:
         "path": work.model,
         "use_remove_padding": True,
         "use_liger": work.device == "cuda",
-        "enable_gradient_checkpointing": False,
+        "enable_gradient_checkpointing": work.checkpointing,
         "+override_config.attn_implementation": "flash_attention_2",
     }
     actor = {
@@ -59,10 +59,10 @@ def command(work: Work, steps: int, folder: Path) -> list[str]:
         "ignore_eos": True,
         "tensor_model_parallel_size": 1,
         "gpu_memory_utilization": MEMORY,
-        "max_num_seqs": work.rows,
+        "max_num_seqs": work.rows_of_engine,
         "max_num_batched_tokens": BUDGET,
         "max_model_len": work.prompt + work.response,
-        **(graph_arguments(work.rows) if work.device == "cuda" else {}),
+        **(graph_arguments(work.rows_of_engine) if work.device == "cuda" else {}),
     }
     for table, values in (("model", model), ("actor", actor), ("rollout", rollout)):
         for name, value in values.items():

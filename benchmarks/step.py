@@ -1,8 +1,9 @@
-"""Tokens a second of a whole GRPO step on one GPU, ours and verl's own trainer, and where the time goes.
+"""Tokens a second of a whole GRPO step, ours and verl's own trainer, and where the time goes.
 
 Both train a Qwen2.5 shape with random weights on the same prompts, 8 responses of 512 tokens to each of 128 prompts,
 with vLLM colocated on the GPU and the same share of its memory, micro-batches of at most 16,384 tokens and one update
-a step. Ours is ``fsdp`` on one rank over Ray, its layers compiled; verl's trainer runs in its best configuration.
+a step. Ours is ``fsdp`` over Ray, its layers compiled; verl's trainer runs in its best configuration. Both have a
+rank and an engine on each GPU; ``--checkpointing`` makes both compute every layer again.
 Each run is a process of its own, one after the other. The time of a step is that between two lines of metrics, so it
 has all that a trainer does between two steps; the phases are the ones that each trainer reports as ``timing_s/*``.
 With ``--runs ours parts`` ours is compared with what verl's step is made of: generation by vLLM, and log-probs
@@ -54,10 +55,11 @@ def our_command(
         f"data.max_response_length={work.response}", "algorithm.name=grpo",
         f"algorithm.ppo_mini_batch_size={work.prompts}", 'reward.functions=["verl_fn.benchmarks.step_reward:score"]',
         "actor.strategy=fsdp", f"actor.dtype={dtype}", f"actor.ppo_max_token_len_per_gpu={BUDGET}",
-        f"actor.optim.lr={LR}", "actor.fsdp_config.reshard_after_forward=false",
+        f"actor.optim.lr={LR}", "actor.fsdp_config.reshard_after_forward=false", f"ray.ranks={work.gpus}",
+        f"rollout.engines={work.gpus}", f"actor.enable_gradient_checkpointing={str(work.checkpointing).lower()}",
         f"actor.fsdp_config.use_torch_compile={gpu}", f"rollout.name={rollout}", f"rollout.n={work.n}",
-        f"rollout.slots={work.rows}", f"rollout.dtype={dtype}", f"driver.device={work.device}", "driver.kind=ray",
-        "driver.deterministic=false",
+        f"rollout.slots={work.rows_of_engine}", f"rollout.dtype={dtype}", f"driver.device={work.device}",
+        "driver.kind=ray", "driver.deterministic=false",
     ]  # fmt: skip
     if rollout == "vllm":
         settings += [
@@ -199,6 +201,8 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser.add_argument("--n", type=measure.count, default=8, help="responses to each prompt")
     parser.add_argument("--prompt", type=measure.count, default=128, help="tokens of a prompt")
     parser.add_argument("--response", type=measure.count, default=512, help="most tokens of a response")
+    parser.add_argument("--gpus", type=measure.count, default=1)
+    parser.add_argument("--checkpointing", action="store_true", help="compute every layer again in the backward pass")
     parser.add_argument("--rollout", choices=("sampler", "vllm"), default="vllm", help="our rollout engine")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of our run")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
@@ -208,6 +212,8 @@ def _parsed(argv: Sequence[str]) -> Any:
     if {"verl", "parts"} & set(args.runs) and importlib.util.find_spec("verl") is None:
         parser.error("verl is not installed: install verl==0.9.1 with its trainer's packages and liger-kernel, vLLM "
                      "and flash-attn, or give --runs ours")  # fmt: skip
+    if "parts" in args.runs and (args.gpus > 1 or args.checkpointing):
+        parser.error("--runs parts is for one GPU without --checkpointing")
     return args
 
 
@@ -224,7 +230,8 @@ def main(argv: Sequence[str]) -> int:
         if args.device == "cuda":
             torch.cuda.empty_cache()
         data = write_prompts(made / "prompts.jsonl", args.prompts * args.steps, args.prompt)
-        work = Work(model, data, args.device, args.prompts, args.n, args.prompt, args.response)
+        work = Work(model, data, args.device, args.prompts, args.n, args.prompt, args.response, args.gpus,
+                    args.checkpointing)  # fmt: skip
         for i, engine in enumerate(args.runs):
             share = (args.limit - (time.monotonic() - began)) / (len(args.runs) - i)
             measure.say(f"run {i + 1} of {len(args.runs)}: {engine}, for at most {share:.0f} s")
@@ -240,6 +247,7 @@ def main(argv: Sequence[str]) -> int:
             measure.write(args.json, "step", args.device, {
                 "share_bar": SHARE_BAR, "shape": args.shape, "prompts": args.prompts, "n": args.n,
                 "prompt": args.prompt, "response": args.response, "budget": BUDGET, "memory": MEMORY,
+                "gpus": args.gpus, "checkpointing": args.checkpointing,
                 "cores": os.cpu_count(), "settings": args.set, "engines": engines, "failed": failed, **result,
                 "runs": runs,
             })  # fmt: skip

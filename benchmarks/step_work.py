@@ -35,6 +35,8 @@ class Work:
         n: responses to each.
         prompt: tokens of a prompt.
         response: tokens of a response.
+        gpus: each has a rank and an engine.
+        checkpointing: every layer is computed again in the backward pass.
     """
 
     model: Path
@@ -44,11 +46,18 @@ class Work:
     n: int
     prompt: int
     response: int
+    gpus: int = 1
+    checkpointing: bool = False
 
     @property
     def rows(self) -> int:
         """Responses of a step."""
         return self.prompts * self.n
+
+    @property
+    def rows_of_engine(self) -> int:
+        """Responses of a step that one engine draws."""
+        return -(-self.rows // self.gpus)
 
     def random_rows(self, count: int, tokens: int, seed: int) -> list[list[int]]:
         """Rows of random tokens of the model's vocabulary."""

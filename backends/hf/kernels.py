@@ -23,8 +23,10 @@ from torch import Tensor
 from verl_fn.backends.draws import ONE
 
 BLOCK = 4096
-# Tiles of a product, for many rows and for few; a test of each shape shows that both add in one order.
+# Tiles of a product, from large to small. Those of less than the largest size are used if a test of the shape shows
+# that they add in the same order.
 MANY = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
+SOME = {"ROWS": 64, "COLUMNS": 64, "INNER": 64, "num_warps": 4, "num_stages": 4}
 FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
@@ -227,17 +229,35 @@ def product(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"], bias: Tensor | None = None
 ) -> Float[Tensor, "T N"]:
     """Returns ``x @ weight.T + bias``, summed in fp32."""
-    tiles = WIDE if x.dtype == torch.float32 else MANY
-    if tiles is MANY and len(x) <= FEW["ROWS"] and _same_order(*weight.shape, x.dtype, x.device):
+    return _product_by(_tiles(len(x), *weight.shape, x.dtype, x.device), x, weight, bias)
+
+
+def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Returns the largest tiles with as many programs as the GPU has processors; small products have small tiles."""
+    if dtype == torch.float32:
+        return WIDE
+    for tiles in (MANY, SOME):
+        if _programs(tiles, T, N) >= _processors(device):
+            break
+    else:
         tiles = FEW
-    return _product_by(tiles, x, weight, bias)
+    return tiles if tiles is MANY or _same_order(tiles["COLUMNS"], N, K, dtype, device) else MANY
+
+
+def _programs(tiles: dict[str, int], T: int, N: int) -> int:
+    return triton.cdiv(T, tiles["ROWS"]) * triton.cdiv(N, tiles["COLUMNS"])
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _product_by(tiles: dict[str, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (T, K), N = x.shape, len(weight)
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     out = x.new_empty(T, N)
-    grid = (triton.cdiv(T, tiles["ROWS"]) * triton.cdiv(N, tiles["COLUMNS"]),)
+    grid = (_programs(tiles, T, N),)
     _product[grid](
         x, weight, x if bias is None else bias, out, T, N, K, weight.stride(0), BIASED=bias is not None,
         WHOLE=K % tiles["INNER"] == 0, GROUP=GROUP, **tiles,
@@ -246,11 +266,12 @@ def _product_by(tiles: dict[str, int], x: Tensor, weight: Tensor, bias: Tensor |
 
 
 @functools.cache
-def _same_order(N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether tiles for few rows and for many give equal bits for this shape."""
+def _same_order(columns: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether tiles of so many columns and the largest ones give equal bits for this shape."""
+    tiles = next(one for one in (SOME, FEW) if one["COLUMNS"] == columns)
     generator = torch.Generator(device).manual_seed(N * K)
-    x, weight = (torch.randn(n, K, generator=generator, device=device).to(dtype) for n in (FEW["ROWS"], min(N, 1024)))
-    return torch.equal(_product_by(FEW, x, weight, None), _product_by(MANY, x, weight, None))
+    x, weight = (torch.randn(n, K, generator=generator, device=device).to(dtype) for n in (128, min(N, 1024)))
+    return torch.equal(_product_by(tiles, x, weight, None), _product_by(MANY, x, weight, None))
 
 
 @triton.jit(do_not_specialize=["T"])

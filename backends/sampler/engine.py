@@ -21,6 +21,7 @@ from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.exact import Activations, token_logprobs
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import Recorder
+from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import (
@@ -216,7 +217,8 @@ class _Run(Run):
     def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
         sampling = requests[0].sampling
         exact = functools.partial(_exact_log_probs, sampler.dtype, sampling.temperature) if sampler.exact else None
-        draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact)
+        kernel = on_cuda().draw if sampler.device.type == "cuda" else None
+        draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact, kernel)
         super().__init__(requests, draws, sampler.slots, sampler.end_tokens, sampler.device)
         self.decoder, self.recorder = sampler.decoder, sampler.recorder
         self.in_flight = sampler.capabilities.versions_per_token

@@ -149,14 +149,13 @@ class FusedDecoder(LlamaDecoder):
 
     def _step(self, lanes: Lanes, n: int, draws: Draws) -> None:
         """Appends the last token of each active row to the cache, and draws the next one."""
-        from verl_fn.backends.hf.kernels import draw
         from verl_fn.backends.sampler.fused_kernels import advance
 
         slots = lanes.active[:n]
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
         logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
-        tokens, log_probs, full, near = draws.columns(logits, u, draw)
+        tokens, log_probs, full, near = draws.columns(logits, u)
         advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
@@ -218,7 +217,9 @@ class GraphRun(Run):
     def __init__(
         self, decoder: FusedDecoder, requests: Sequence[Request], *, slots: int, end_tokens: Set[int]
     ) -> None:
-        draws = Draws(requests[0].sampling, decoder.vocab, NOISE[decoder.dtype])
+        from verl_fn.backends.hf.kernels import draw
+
+        draws = Draws(requests[0].sampling, decoder.vocab, NOISE[decoder.dtype], kernel=draw)
         super().__init__(requests, draws, slots, end_tokens, decoder.device)
         self.decoder = decoder
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.

@@ -25,6 +25,7 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.sampler import Sampler
 
 from verl_fn.backends.draws import NOISE, Drawn, Draws
+from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.lora import Lora, is_adapter
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install
@@ -185,11 +186,7 @@ class DrawingSampler(Sampler):
         super().__init__(logprobs_mode=runner.model_config.logprobs_mode)
         self.runner, self.vocab, self.noise = runner, vocab, noise
         self._draws: Draws | None = None
-        self._kernel = None
-        if runner.device.type == "cuda":
-            from verl_fn.backends.hf.kernels import draw
-
-            self._kernel = draw
+        self._kernel = on_cuda().draw if runner.device.type == "cuda" else None
 
     def begin(self, sampling: Sampling) -> None:
         """Starts a run without rows.
@@ -197,7 +194,7 @@ class DrawingSampler(Sampler):
         Args:
             sampling: how all of its rows are drawn.
         """
-        self._draws = Draws(sampling, self.vocab, self.noise)
+        self._draws = Draws(sampling, self.vocab, self.noise, kernel=self._kernel)
         self._seeds = torch.zeros(0, dtype=torch.int64, device=self.runner.device)
         self._rows: list[Any] = []
         self._places: list[Tensor] = []
@@ -226,7 +223,7 @@ class DrawingSampler(Sampler):
             self._present_seeds = self._seeds[torch.tensor(self._present_rows, device=self._seeds.device)]
         places = self.runner.seq_lens[:count].long()
         uniforms = uniform_at(self._present_seeds[:count], places)
-        columns = self._draws.columns(logits[:, : self.vocab], uniforms, self._kernel)
+        columns = self._draws.columns(logits[:, : self.vocab], uniforms)
         # A row of which only a part of the prompt was computed has no token yet.
         partial = self.runner.discard_request_mask.np[:count]
         self._rows.append(np.where(partial, -1, self._present_rows))

@@ -137,7 +137,8 @@ def test_workers_with_other_sources_are_refused(ray_cluster, warm, model, tmp_pa
     ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, **started)
     assert ended.returncode == 2, ended.stderr
     assert "does not run the driver's code" in ended.stderr and "Traceback" not in ended.stderr
-    assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr and f"from {ROOT / 'verl_fn'}" in ended.stderr
+    assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr, ended.stderr
+    assert f"from {ROOT / 'verl_fn'}" in ended.stderr, ended.stderr
     assert "py_modules" in ended.stderr
 
 

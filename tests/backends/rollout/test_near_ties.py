@@ -60,3 +60,17 @@ def test_near_ties_are_counted_by_row(tiny):
     )
     assert batch["near_ties"].tolist() == (batch.lengths - batch["prompt_length"]).tolist()
     assert plain["near_ties"].tolist() == [0, 0]
+
+
+def test_a_kernel_draws_and_exact_log_probs_are_the_trainers():
+    """A draw from logits that are not finite names no token, and its log-prob is of none."""
+    kernel = lambda logits, u, temperature, noise: (torch.tensor([1, 3]), u.float(), u > 0.5)  # noqa: E731
+    exact = lambda logits, tokens: logits.gather(1, tokens[:, None])[:, 0]  # noqa: E731
+    logits, u = torch.tensor([[0.0, 2.0, 0.0], [1.0, 1.0, 5.0]]), torch.tensor([[0.2], [0.8]]).double()
+    draws = Draws(Sampling(1), 3, 1e-5, exact, kernel)
+    assert draws.draw(logits, u).tolist() == draws.draw(logits, u).tolist() == [1, 3]
+    tokens, log_probs, full, near = draws.results()
+    assert tokens.tolist() == [1, 3] * 2 and near.tolist() == [False, True] * 2
+    assert log_probs.tolist() == full.tolist() == [2.0, 5.0] * 2
+    greedy = Draws(Sampling(1, temperature=0.0), 3, 1e-5, exact, kernel)
+    assert greedy.draw(logits, u).tolist() == [1, 2]
