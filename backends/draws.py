@@ -57,11 +57,11 @@ class Draws:
         self._parts: list[tuple[Tensor, ...]] = []
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
-        """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
+        """Returns the token of each row at the number ``u`` in [0, 1); float32 logits may be overwritten."""
         if self._kernel is not None:
             self._parts.append(self.columns(logits, u[:, 0]))
             return self._parts[-1][0]
-        parts = self._drawn(logits, u)
+        parts = self._drawn(logits.float(), u)
         self._parts.append(parts)
         return self._checked(*(part[:, 0] for part in parts[:2]))
 

@@ -207,6 +207,17 @@ def silu(x: Tensor) -> Tensor:
     return nn.functional.silu(x) if x.is_cuda else x / (1.0 + torch.exp(-x))
 
 
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return logprobs.on_cuda().gated(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(_gradients(lambda gate, up: silu(gate) * up, ctx, grad))
+
+
 # Attention
 
 
@@ -430,6 +441,7 @@ def adopt(skeleton: Skeleton, attend: str = NAME) -> None:
             _replace(skeleton, module, functools.partial(_of_norm, module))
         if hasattr(module, "act_fn"):
             _replace(skeleton, module.act_fn, silu)
+            _replace(skeleton, module, functools.partial(_of_mlp, module, module.forward))
 
 
 def _replace(skeleton: Skeleton, module: Any, forward: Callable[[Tensor], Tensor]) -> None:
@@ -444,6 +456,10 @@ def _of_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _of_norm(norm: Any, x: Tensor) -> Tensor:
     return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _of_mlp(mlp: Any, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x))) if x.is_cuda else own(x)
 
 
 def _adapted(layer: Any, scale: float, x: Tensor) -> Tensor:

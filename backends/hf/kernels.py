@@ -26,8 +26,11 @@ BLOCK = 4096
 # Tiles of a product, from large to small. Those of less than the largest size are used if a test of the shape shows
 # that they add in the same order.
 MANY = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
+TALL = {"ROWS": 128, "COLUMNS": 64, "INNER": 64, "num_warps": 8, "num_stages": 4}
 SOME = {"ROWS": 64, "COLUMNS": 64, "INNER": 64, "num_warps": 4, "num_stages": 4}
 FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
+# The programs for each processor of a GPU from which on tiles are the fastest, by measurements on an H200.
+LEAST = ((MANY, 1.0), (TALL, 0.7), (SOME, 0.7), (FEW, 0.0))
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
 # Neighbouring programs share columns of the weight.
@@ -229,19 +232,16 @@ def product(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"], bias: Tensor | None = None
 ) -> Float[Tensor, "T N"]:
     """Returns ``x @ weight.T + bias``, summed in fp32."""
-    return _product_by(_tiles(len(x), *weight.shape, x.dtype, x.device), x, weight, bias)
+    N, K = weight.shape
+    return _product_by(_tiles(len(x), N, K, x.dtype, x.device), x, weight, bias)
 
 
 def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Returns the largest tiles with as many programs as the GPU has processors; small products have small tiles."""
+    """Returns the largest tiles whose programs keep the GPU busy; small products have small tiles."""
     if dtype == torch.float32:
         return WIDE
-    for tiles in (MANY, SOME):
-        if _programs(tiles, T, N) >= _processors(device):
-            break
-    else:
-        tiles = FEW
-    return tiles if tiles is MANY or _same_order(tiles["COLUMNS"], N, K, dtype, device) else MANY
+    place = next(i for i, (tiles, least) in enumerate(LEAST) if _programs(tiles, T, N) >= least * _processors(device))
+    return LEAST[place][0] if place == 0 or _same_order(place, N, K, dtype, device) else MANY
 
 
 def _programs(tiles: dict[str, int], T: int, N: int) -> int:
@@ -266,9 +266,9 @@ def _product_by(tiles: dict[str, int], x: Tensor, weight: Tensor, bias: Tensor |
 
 
 @functools.cache
-def _same_order(columns: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether tiles of so many columns and the largest ones give equal bits for this shape."""
-    tiles = next(one for one in (SOME, FEW) if one["COLUMNS"] == columns)
+def _same_order(place: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether the tiles at a place in ``LEAST`` and the largest ones give equal bits for this shape."""
+    tiles, _ = LEAST[place]
     generator = torch.Generator(device).manual_seed(N * K)
     x, weight = (torch.randn(n, K, generator=generator, device=device).to(dtype) for n in (128, min(N, 1024)))
     return torch.equal(_product_by(tiles, x, weight, None), _product_by(MANY, x, weight, None))
@@ -306,6 +306,50 @@ def _product(
         total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None] * N + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(row[:, None] < T) & (column[None, :] < N))
+
+
+def gated(gate: Float[Tensor, "*T F"], up: Float[Tensor, "*T F"]) -> Float[Tensor, "*T F"]:
+    """Returns silu(gate) * up; the activation is rounded to the dtype before the product."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _gated[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gated(gate, up, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(gate + at, mask=at < count, other=0.0)
+    wide = value.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
+    product = active * tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(value.dtype), mask=at < count)
+
+
+def store(
+    x: Float[Tensor, "T kv dim"],
+    cache: Float[Tensor, "slots kv places dim"],
+    slots: Int[Tensor, " T"],
+    places: Int[Tensor, " T"],
+) -> None:
+    """Writes keys or values of tokens into their places of a contiguous cache."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    T, kv, dim = x.shape
+    _store[(T, kv)](
+        x, cache, slots, places, x.stride(0), x.stride(1), cache.stride(0), cache.stride(1), DIM=dim,
+        BLOCK=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    x, cache, slots, places, x_token, x_head, c_slot, c_head, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, place = tl.load(slots + token).to(tl.int64), tl.load(places + token).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + token * x_token + head * x_head + at, mask=at < DIM)
+    tl.store(cache + slot * c_slot + head * c_head + place * DIM + at, value, mask=at < DIM)
 
 
 def norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*T H"]:

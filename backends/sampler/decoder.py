@@ -21,6 +21,7 @@ from verl_fn.backends.draws import Draws
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.attention import Packing, packed_attention, register, softmax
 from verl_fn.backends.hf.exact import LOG_PROBS, Activations, recorded
+from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.vision import Seen, attentions
@@ -80,11 +81,11 @@ class Decoder(Protocol):
         ...
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """Writes whole rows into ``slots``, and returns fp32 logits after the last token of each."""
+        """Writes whole rows into ``slots``, and returns the logits after the last token of each."""
         ...
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        """Appends a token to each of the first n slots, and returns fp32 logits after it.
+        """Appends a token to each of the first n slots, and returns the logits after it.
 
         Args:
             tokens: one for each slot.
@@ -212,7 +213,10 @@ class Cache:
             empty = [x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2]) for x in (k, v)]
             self.layers[module] = empty[0], empty[1]
         for slots, x in zip(self.layers[module], (k, v), strict=True):
-            slots.transpose(1, 2).index_put_((where.slots, where.positions), x)
+            if x.is_cuda:
+                on_cuda().store(x, slots, where.slots, where.positions)
+            else:
+                slots.transpose(1, 2).index_put_((where.slots, where.positions), x)
         return self.layers[module]
 
 
@@ -338,9 +342,12 @@ class GeneralDecoder:
             else:
                 outputs = skeleton.read(tokens, places, seen, **given)
             hidden = outputs.last_hidden_state[0]
-            return skeleton.logits(hidden if last is None else hidden[last])
+            return self._head(skeleton, hidden if last is None else hidden[last])
 
         return self._run(forward)
+
+    def _head(self, skeleton: Skeleton, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        return skeleton.logits(hidden)
 
     def _run(self, fn: Callable[[Skeleton], Tensor]) -> Tensor:
         logits: Tensor = self.skeleton.run(self._weights | self._buffers, fn)
@@ -579,6 +586,11 @@ class ExactDecoder(GeneralDecoder):
         with torch.cuda.graph(graph):
             logits = super().step(tokens, positions, longest)
         return Recorded(tokens, positions, logits, graph)
+
+    def _head(self, skeleton: Skeleton, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Returns logits in the dtype of the output layer, in which the trainer reduces them."""
+        logits: Tensor = skeleton.output_layer(hidden.to(skeleton.output_layer.weight.dtype))
+        return logits
 
     def activations(self, batch: Batch, log_probs: Callable[[Tensor, Tensor], Tensor]) -> Activations:
         """Returns the activations of rows whose responses are appended token by token, as in a rollout.

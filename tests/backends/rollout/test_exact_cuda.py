@@ -5,6 +5,7 @@ import torch
 
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.attention import Packing, packed_attention
+from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -43,6 +44,26 @@ def test_a_norm_is_transformers(dtype):
     whole = exact.rms_norm(x, weight, 1e-6)
     assert torch.allclose(whole.float(), exact._norm(x, weight, 1e-6).float(), atol=1e-5, rtol=1e-2)
     assert torch.equal(exact.rms_norm(x[5:6], weight, 1e-6), whole[5:6])
+
+
+@DTYPES
+def test_a_gated_activation_does_not_depend_on_the_number_of_rows(dtype):
+    gate, up = drawn(2, 300, 4864, dtype=dtype)
+    whole = on_cuda().gated(gate, up)
+    expected = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(whole.float(), expected.float(), atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(on_cuda().gated(gate[5:6], up[5:6]), whole[5:6])
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [64, 80])
+def test_keys_are_written_into_their_places(dim, dtype):
+    x, cache = drawn(3, 2, 7, dim, dtype=dtype)[:, 0].transpose(0, 1), drawn(5, 3, 20, dim, dtype=dtype)
+    slots, places = (torch.tensor(of, device="cuda") for of in ([4, 0, 0, 2, 1, 3, 2], [0, 19, 7, 3, 3, 1, 4]))
+    expected = cache.clone()
+    expected.transpose(1, 2).index_put_((slots, places), x)
+    on_cuda().store(x, cache, slots, places)
+    assert torch.equal(cache, expected)
 
 
 @DTYPES
