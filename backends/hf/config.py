@@ -122,7 +122,18 @@ def read_config(folder: str | Path) -> Any:
         _check(config, folder)
         for part, name, _ in _dropout(config):
             setattr(part, name, 0.0)
+        _turn_as_released(config)
     return config
+
+
+def _turn_as_released(config: Any) -> None:
+    """Makes MiniMax-M2 rotate so many elements of a head as ``rotary_dim`` says; transformers 5.9 rotates all.
+
+    Source:
+        huggingface/transformers#48241.
+    """
+    if config.model_type == "minimax_m2" and (turned := getattr(config, "rotary_dim", None)):
+        config.rope_parameters.setdefault("partial_rotary_factor", turned / config.head_dim)
 
 
 def _check_adapters(folder: str | Path) -> None:

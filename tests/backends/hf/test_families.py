@@ -396,6 +396,25 @@ def test_models_that_another_package_registers_are_not_taken(folder, tmp_path):
     assert dropout_of(other) == {} and type(read_config(other)) is transformers.MambaConfig
 
 
+def test_minimax_m2_rotates_what_its_config_says(folder, tmp_path):
+    """Released models name the rotated elements of a head as ``rotary_dim``, a field that transformers 5.9 drops."""
+    released = shutil.copytree(folder("minimax_m2"), tmp_path / "released")
+    table = json.loads((released / "config.json").read_text())
+    half = table["head_dim"] // 2
+    (released / "config.json").write_text(json.dumps(table | {"rotary_dim": half}))
+    explicit = transformers.AutoConfig.from_pretrained(released)
+    explicit.rope_parameters["partial_rotary_factor"] = 0.5
+    own = transformers.AutoModelForCausalLM.from_pretrained(released, config=explicit, dtype=torch.float32).eval()
+    assert own.model.rotary_emb.inv_freq.shape == (half // 2,)
+    rows = [[1, 5, 9, 4, 7], [2, 8, 3]]
+    batch = Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (len(row) - 1) for row in rows]})
+    local = Local(released, adamw(0.0))
+    found = local.forward(local.load_pretrained().params, batch, ("logprobs",)).logprobs
+    for row, ours in zip(rows, found.split([len(row) for row in rows]), strict=True):
+        expected = own(torch.tensor([row])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])
+        assert torch.allclose(ours[1:], expected[:, 0], atol=1e-5)
+
+
 def test_a_skeleton_finds_its_layers(folder):
     made = {name: hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton for name in ("qwen3", "mamba", "gpt_oss")}
     assert {name: len(skeleton.layers) for name, skeleton in made.items()} == dict.fromkeys(made, 4)

@@ -322,6 +322,16 @@ def test_runs_that_do_not_learn_fail_level_5(fault):
     assert {check.name for check in found if not check.held} == {name}
 
 
+def test_steps_whose_answers_are_all_as_good_need_no_gradient():
+    """Their advantages are 0. A step with advantages and no gradient stays a fault, and no advantages at all."""
+    none = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+    still = {"step": 4, "actor/grad_norm": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0}
+    held = lambda rows: {check.name: check.held for check in training.trends(rows, 67)}[training.GRADIENTS]  # noqa: E731
+    assert held([*STEADY, still | none])
+    assert not held([*STEADY, still]) and not held([*STEADY, still | none | {"critic/advantages/min": -0.1}])
+    assert not held([row | none for row in STEADY])
+
+
 @pytest.mark.parametrize("ours, theirs, verdict", [(0.3, 0.3, None), (0.02, 0.3, False), (0.02, 0.02, "blocked")])
 def test_a_run_as_flat_as_its_baseline_says_nothing(models, tmp_path, monkeypatch, ours, theirs, verdict):
     request = Request((5,), "config.json", str(models("llama")), True, "cpu", str(tmp_path), margin=0.05)
