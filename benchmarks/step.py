@@ -79,6 +79,7 @@ def run(
     rollout: str,
     peers: Mapping[str, str],
     further: Sequence[str] = (),
+    place: str = "/tmp",
 ) -> list[Step]:
     """The steps of one run: ``seconds``, ``tokens``, ``phases`` in seconds, and the trainer's own ``reported`` time.
 
@@ -91,12 +92,13 @@ def run(
         rollout: our rollout engine.
         peers: variables of the processes that are not ours.
         further: settings of our run.
+        place: the folder below which runs write.
 
     Raises:
         RunFailed: it did not get to its first step, or failed later.
     """
     # Short, since Ray's sockets lie below it; and gone afterwards with what killed processes leave there.
-    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="s", dir=place, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if engine == "parts":
             return run_parts(work, steps, folder, log, seconds, peers)
@@ -205,6 +207,7 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser.add_argument("--checkpointing", action="store_true", help="compute every layer again in the backward pass")
     parser.add_argument("--rollout", choices=("sampler", "vllm"), default="vllm", help="our rollout engine")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of our run")
+    parser.add_argument("--folder", default="/tmp", help="where runs write, with room for checkpoints; a short path")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
     parser.add_argument("--verl-path", type=Path, help="a folder that verl imports from first, such as flash-attn's")
     parser.add_argument("--logs", type=Path, help="keep the output of each run in this folder")
@@ -237,7 +240,9 @@ def main(argv: Sequence[str]) -> int:
             measure.say(f"run {i + 1} of {len(args.runs)}: {engine}, for at most {share:.0f} s")
             try:
                 log = logs / f"{i + 1}_{engine}.log"
-                steps = run(engine, work, args.steps, log, share, args.rollout, _peers(args.verl_path), args.set)
+                steps = run(
+                    engine, work, args.steps, log, share, args.rollout, _peers(args.verl_path), args.set, args.folder
+                )
                 runs.setdefault(engine, []).append(steps)
             except RunFailed as error:
                 failed[engine] = str(error)

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 
 from verl_fn.benchmarks import peer_verl_trainer, step, step_parts, step_work
@@ -81,10 +82,14 @@ def test_the_bars_are_the_ratio_and_our_other_phases():
         assert not step.verdict(engines, 1.0)["held"]
 
 
-def test_both_trainers_get_the_same_sizes(tmp_path):
-    ours = step.our_command(work(tmp_path), 5, tmp_path)
-    theirs = peer_verl_trainer.command(work(tmp_path), 5, tmp_path)
+@pytest.mark.parametrize("sizes", [{}, {"gpus": 2, "checkpointing": True}])
+def test_both_trainers_get_the_same_sizes(tmp_path, sizes):
+    asked = attrs.evolve(work(tmp_path), **sizes)
+    ours = step.our_command(asked, 5, tmp_path)
+    theirs = peer_verl_trainer.command(asked, 5, tmp_path)
     for mine, other in {
+        "ray.ranks": "trainer.n_gpus_per_node",
+        "actor.enable_gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
         "actor.ppo_max_token_len_per_gpu": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         "rollout.gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization",
         "rollout.slots": "actor_rollout_ref.rollout.max_num_seqs",
@@ -93,7 +98,7 @@ def test_both_trainers_get_the_same_sizes(tmp_path):
     }.items():
         values = [next(s.partition("=")[2] for s in words if s.startswith(f"{name}="))
                   for words, name in ((ours, mine), (theirs, other))]  # fmt: skip
-        assert values[0] == values[1], mine
+        assert values[0].lower() == values[1].lower(), mine
 
 
 @pytest.mark.parametrize("after", ["0", "1000"])
