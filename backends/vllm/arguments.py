@@ -224,8 +224,11 @@ def corrections(config: Any) -> dict[str, Any]:
     """Returns fields of a text model's config that make vLLM compute what transformers computes.
 
     Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
-    their position in Ministral 3 under another name. Its models with latent keys read all of it. Models that vLLM
-    takes from transformers get windows that the config turns off.
+    their position in Ministral 3 under another name. Its models with latent keys read all of it. Layers get a window that
+    the config turns off in models that vLLM takes from transformers, and in all models if no layer has one.
+
+    Source:
+        vllm-project/vllm#49795, of a window that no layer has.
 
     Example:
         >>> from transformers import Ministral3Config, SmolLM3Config
@@ -238,7 +241,8 @@ def corrections(config: Any) -> dict[str, Any]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     fields: dict[str, Any] = {}
-    if getattr(config, "use_sliding_window", None) is False and getattr(config, "sliding_window", None):
+    without = "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if getattr(config, "sliding_window", None) and (without or getattr(config, "use_sliding_window", None) is False):
         fields["sliding_window"] = None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn" or getattr(config, "kv_lora_rank", None):

@@ -93,6 +93,10 @@ class Extension:
         self._verl_fn_names: dict[str, Any] = {"buffers": frozenset(buffers), "conversions": conversions}
         use_kernel(_kernel)
         runner = self.model_runner
+        # The models that vLLM takes from transformers get no soft cap of their logits.
+        head = getattr(runner.get_model(), "logits_processor", None)
+        if head is not None and head.soft_cap is None:
+            head.soft_cap = getattr(runner.model_config.hf_text_config, "final_logit_softcapping", None)
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
         if self.device.type == "cuda":
             self.sleep = beside_others(self.sleep)
