@@ -217,14 +217,13 @@ def read_state(
     cast = {name for param in frozen for name in (param, f".params[{param!r}]")}
     with agreed(gather):
         check_finished(folder)
-        try:
+        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
+        damage = (OSError, ValueError, TypeError, RecursionError, SafetensorError)
+        with raised_as(CheckpointError, f"{folder} does not hold this training state", *damage):
             weights = tensor_file.read(folder / file, model, rows, device, cast)
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device, cast)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
-        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
-        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
 
