@@ -44,7 +44,7 @@ from verl_fn.backends.hf.lora import ABOUT, ADAPTERS, PEFT_CONFIG, FrozenBase, R
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
 from verl_fn.backends.tensor_file import SINGLE, TENSORS, Rows, Span
-from verl_fn.errors import UsageError, UserError
+from verl_fn.errors import UsageError, UserError, raised_as
 from verl_fn.state import Buffers, TrainState, tree
 from verl_fn.state.tree import Scalar, flatten, unflatten
 
@@ -217,14 +217,13 @@ def read_state(
     cast = {name for param in frozen for name in (param, f".params[{param!r}]")}
     with agreed(gather):
         check_finished(folder)
-        try:
+        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
+        damage = (OSError, ValueError, TypeError, RecursionError, SafetensorError)
+        with raised_as(CheckpointError, f"{folder} does not hold this training state", *damage):
             weights = tensor_file.read(folder / file, model, rows, device, cast)
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device, cast)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
-        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
-        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
 
@@ -429,15 +428,14 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
             f"leave out --adapter to copy the model"
         )
     adapters, base = saved
-    try:
+    what = f"the adapters of {source} cannot be written to {out}"
+    with raised_as(lora.LoraError, what, OSError, SafetensorError):
         tensors, head = _trained(source, adapters)
         if dtype is not None:
             tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
         with replaced_folder(out) as aside:
             lora.write_adapter(tensors, adapters, base, aside, head)
             _compare(tensors, lora.read_adapter(aside))
-    except (OSError, SafetensorError) as error:
-        raise lora.LoraError(f"the adapters of {source} cannot be written to {out}: {error}") from error
     return out
 
 

@@ -15,9 +15,10 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -58,25 +59,28 @@ def run(plan: Plan, kill_after: float | None = None) -> tuple[bool, float, bool]
     began = time.perf_counter()
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            log = os.open(Path(plan.trainer.dir).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            training.train(plan)
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+        end_after(lambda: training.train(plan), Path(plan.trainer.dir).with_suffix(".log"))
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     half = any(Path(plan.trainer.dir).glob("checkpoints/.writing_*"))
     return status == 0, time.perf_counter() - began, half
+
+
+def end_after(work: Callable[[], object], log: Path) -> NoReturn:
+    """Calls a function with all output in a file, and ends this process: with status 1 after an error."""
+    status = 1
+    try:
+        file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def numbers(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -40,6 +39,7 @@ from . import measure
 from .families_page import BAR, NO_MODEL, REFUSED, RIGHT, WRONG
 from .first_step_layout import Layout
 from .tiny_models import SIZES, tiny_folder
+from .together import free_port
 
 # A parameter whose gradient is smaller, relative to the whole gradient, is compared as if it were as large: softmax
 # ignores the bias of keys, so that its gradient is rounding.
@@ -271,9 +271,7 @@ class Ranks:
         context: Any = multiprocessing.get_context("forkserver" if self.once else "spawn")
         if self.once:
             context.set_forkserver_preload(PRELOADED)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             args = rank, self.count, port, theirs, self.device, not self.once

@@ -16,7 +16,6 @@ import shutil
 import signal
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from verl_fn.runs import loop as training
 from verl_fn.runs.logs import read_metrics
 
 from . import measure
-from .crash import numbers
+from .crash import end_after, numbers
 
 # Of a run; a fault hits one of these versions.
 STEPS = 12
@@ -227,7 +226,7 @@ def run(plan: Plan, faults: Sequence[Fault]) -> tuple[bool, list[str]]:
     for kill in [*kills, None]:
         child = os.fork()
         if child == 0:
-            _train(plan, others)
+            end_after(lambda: _train(plan, others), Path(plan.trainer.dir).with_suffix(".log"))
         while kill is not None and _runs(child) and len(read_metrics(Path(plan.trainer.dir))) <= kill.at:
             time.sleep(0.02)
         if kill is not None:
@@ -249,20 +248,9 @@ def run(plan: Plan, faults: Sequence[Fault]) -> tuple[bool, list[str]]:
 
 
 def _train(plan: Plan, faults: Sequence[Fault]) -> None:
-    """Trains in a child, and ends it."""
-    status = 1
-    try:
-        log = os.open(Path(plan.trainer.dir).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        folder = Path(plan.trainer.dir).with_suffix(".faults")
-        # Faults that have happened before the run was killed do not happen again.
-        disturbed(plan, [fault for fault in faults if not (folder / f"done-{fault.name}").exists()], print)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+    """Trains with the faults that have not happened before the run was killed."""
+    folder = Path(plan.trainer.dir).with_suffix(".faults")
+    disturbed(plan, [fault for fault in faults if not (folder / f"done-{fault.name}").exists()], print)
 
 
 def _runs(child: int) -> bool:

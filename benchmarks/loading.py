@@ -6,18 +6,15 @@ its process ever had (``VmHWM``) and what it had before anything was loaded, whe
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import socket
 import tempfile
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import measure, workload
+from .together import Group
 
 GIB = 2**30
 BAR = {"of the shard": 1.3, "gib": 1.0}
@@ -36,16 +33,7 @@ def memory(field: str) -> int:
     return 1024 * int(line[1])
 
 
-def _rank(rank: int, ranks: int, port: int, folder: str, way: str, pipe: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        pipe.send(_loaded(folder, way))
-    except Exception:
-        pipe.send({"error": traceback.format_exc()})
-
-
-def _loaded(folder: str, way: str) -> dict[str, float]:
+def _loaded(rank: int, calls: Iterator[str], folder: str, way: str) -> Iterator[dict[str, float]]:
     import torch
     import torch.distributed as dist
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401  part of the baseline, as all imports are
@@ -65,7 +53,7 @@ def _loaded(folder: str, way: str) -> dict[str, float]:
     dist.barrier()
     peak = memory("VmHWM")
     dist.destroy_process_group()
-    return {"imports": before, "peak": peak, "shard": shard, "seconds": seconds}
+    yield {"imports": before, "peak": peak, "shard": shard, "seconds": seconds}
 
 
 def measured(folder: str, ranks: int, way: str) -> list[dict[str, float]]:
@@ -74,26 +62,11 @@ def measured(folder: str, ranks: int, way: str) -> list[dict[str, float]]:
     Raises:
         RuntimeError: a rank failed; its traceback is in the message.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, ranks, port, folder, way, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
+    group = Group(_loaded, ranks, "a rank", folder, way)
     try:
-        reports = [pipe.recv() for pipe in pipes]
+        return group.reports()
     finally:
-        for process in processes:
-            process.join(20)
-            process.kill()
-    if failed := [report["error"] for report in reports if "error" in report]:
-        raise RuntimeError(f"a rank failed\n{failed[0]}")
-    return reports
+        group.stop()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,14 +9,10 @@ as few GPUs as possible, so that each keeps the memory that it has allocated, as
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
-import socket
 import statistics
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from verl_fn.state import Batch, concatenate
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip
 
 from . import measure, workload
+from .together import Group
 
 BAR = 0.92
 CALLS = ("logprobs", "update")
@@ -73,24 +70,22 @@ def repeated(vocab: int, ranks: int, rows: int) -> Batch:
     return concatenate([workload.batch(vocab).take(list(range(rows)))] * ranks)
 
 
-def _rank(rank: int, ranks: int, port: int, device: str, first: int, pipe: Any, arguments: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _serve(
+    rank: int, calls: Iterator[str], device: str, first: int, arguments: tuple[Any, ...]
+) -> Iterator[dict[str, float]]:
+    """Answers calls of a rank, on the GPU ``first + rank``."""
     import torch.distributed as dist
 
     # The GPUs compute. More threads of one process only take the cores from the others, at a time that varies.
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(first + rank)
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        engine = Engine(*arguments)
-        pipe.send({})
-        while (asked := pipe.recv()) is not None:
-            pipe.send(_timed(getattr(engine, asked), device))
-        dist.destroy_process_group()
-    except Exception:
-        pipe.send({"error": traceback.format_exc()})
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    engine = Engine(*arguments)
+    yield {}
+    for call in calls:
+        yield _timed(getattr(engine, call), device)
+    dist.destroy_process_group()
 
 
 def _timed(call: Callable[[], None], device: str) -> dict[str, float]:
@@ -109,54 +104,6 @@ def _timed(call: Callable[[], None], device: str) -> dict[str, float]:
     return {"seconds": time.perf_counter() - began}
 
 
-class Group:
-    """The ranks of one size, in processes of their own, on the GPUs from ``first`` on.
-
-    Raises:
-        RuntimeError: a rank failed; its traceback is in the message.
-    """
-
-    def __init__(self, ranks: int, device: str, first: int, *arguments: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            values = (rank, ranks, port, device, first, theirs, arguments)
-            process = context.Process(target=_rank, args=values, daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        self._reports()
-
-    def seconds(self, call: str) -> float:
-        """Returns how long the slowest rank took for one call."""
-        for pipe in self.pipes:
-            pipe.send(call)
-        return max(report["seconds"] for report in self._reports())
-
-    def stop(self) -> None:
-        """Ends the processes."""
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            process.kill()
-
-    def _reports(self) -> list[dict[str, float]]:
-        reports = []
-        for pipe in self.pipes:
-            report = pipe.recv()
-            if "error" in report:
-                for process in self.processes:
-                    process.kill()
-                raise RuntimeError(f"a rank failed\n{report['error']}")
-            reports.append(report)
-        return reports
-
-
 def measured(
     shape: str, sizes: Sequence[int], device: str, rounds: int, rows: int
 ) -> dict[str, dict[int, list[float]]]:
@@ -165,12 +112,16 @@ def measured(
     with tempfile.TemporaryDirectory() as folder:
         workload.write_model(Path(folder), shape, device)
         firsts = first_gpus(sizes)
-        groups = {size: Group(size, device, firsts[size], folder, shape, size, device, rows) for size in sizes}
+        groups: dict[int, Group] = {}
+        for size in sizes:
+            arguments = (folder, shape, size, device, rows)
+            groups[size] = Group(_serve, size, "a rank", device, firsts[size], arguments)
+            groups[size].reports()
         try:
             for call in CALLS:
                 for i in range(-WARM_UPS, rounds):
                     for size in list(sizes) if i % 2 else list(reversed(sizes)):
-                        took = groups[size].seconds(call)
+                        took = max(report["seconds"] for report in groups[size].ask(call))
                         if i >= 0:
                             seconds[call][size].append(took)
         finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ import attrs
 
 from .step_run import watch
 from .step_work import BUDGET, MEMORY, Work
+from .together import free_port
 
 
 def generation(work: Work) -> Iterator[dict[str, float]]:
@@ -50,9 +50,7 @@ def training(work: Work) -> Iterator[dict[str, float]]:
     """Seconds of verl's engine for the log-probs with entropy and for the update of a step, in each round."""
     from .peer_verl import Verl
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     rows = work.random_rows(work.rows, work.prompt + work.response, 0)
     engine = Verl(str(work.model), rows, work.prompt, checkpointing=False, device=work.device)

@@ -19,14 +19,11 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
-import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ import torch
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip
 
 from . import measure, megatron_loop, workload
+from .together import Group
 
 LR = 1e-6
 # Our tokens a second over the peer's.
@@ -111,19 +109,17 @@ ENGINES: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def _serve(pipe: Any, backend: str, name: str, port: int, device: str, arguments: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    try:
-        engine = ENGINES[backend][name](*arguments, device)
-        pipe.send({})
-        while (asked := pipe.recv()) is not None:
-            if asked == RELEASE:
-                torch.cuda.empty_cache()
-                pipe.send({})
-            else:
-                pipe.send(_timed(getattr(engine, asked), device))
-    except Exception:
-        pipe.send({"error": traceback.format_exc()})
+def _serve(
+    rank: int, calls: Iterator[str], backend: str, name: str, device: str, arguments: tuple[Any, ...]
+) -> Iterator[dict[str, float]]:
+    engine = ENGINES[backend][name](*arguments, device)
+    yield {}
+    for call in calls:
+        if call == RELEASE:
+            torch.cuda.empty_cache()
+            yield {}
+        else:
+            yield _timed(getattr(engine, call), device)
 
 
 def _timed(call: Callable[[], dict[str, float]], device: str) -> dict[str, float]:
@@ -145,14 +141,8 @@ class Process:
 
     def __init__(self, backend: str, name: str, device: str, *arguments: Any) -> None:
         self.name, self.release = name, backend != "fsdp"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        values = (theirs, backend, name, port, device, arguments)
-        self.process = context.Process(target=_serve, args=values, daemon=True)
-        self.process.start()
+        self._group = Group(_serve, 1, f"the engine {name}", backend, name, device, arguments)
+        self.stop = self._group.stop
 
     def wait(self) -> Process:
         """Returns it when its engine is made.
@@ -160,7 +150,7 @@ class Process:
         Raises:
             RuntimeError: that failed; its traceback is in the message.
         """
-        self._receive()
+        self._group.reports()
         return self
 
     def turn(self, what: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -169,27 +159,11 @@ class Process:
         Raises:
             RuntimeError: it failed; its traceback is in the message.
         """
-        first = last = self._call(what)
+        first = last = self._group.ask(what)[0]
         if self.release:
-            last = self._call(what)
-            self._call(RELEASE)
+            (last,) = self._group.ask(what)
+            self._group.ask(RELEASE)
         return first, last
-
-    def _call(self, what: str) -> dict[str, float]:
-        self.pipe.send(what)
-        return self._receive()
-
-    def stop(self) -> None:
-        """End the process."""
-        self.pipe.send(None)
-        self.process.join(20)
-        self.process.kill()
-
-    def _receive(self) -> dict[str, float]:
-        reply = self.pipe.recv()
-        if "error" in reply:
-            raise RuntimeError(f"the engine {self.name} failed\n{reply['error']}")
-        return reply
 
 
 def measured(args: argparse.Namespace, shape: str) -> dict[str, Any]:

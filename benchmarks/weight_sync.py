@@ -10,7 +10,6 @@ same time. The memory that a publication adds is measured in the first actor and
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ from verl_fn.state import Key
 from verl_fn.steps import frozen
 
 from . import measure, workload
+from .together import free_port
 
 # An engine may take this many copies of the bytes, and this much besides.
 COPIES, SECONDS = {"colocated": 3.0, "apart": 1.5}, 0.05
@@ -197,9 +197,7 @@ def _memory(added: dict[str, int], device: str, apart: bool) -> dict[str, Any]:
 
 def sent_seconds(nbytes: int, device: str) -> float:
     """Seconds that a process takes to send bytes to another, in buckets, once both have sent before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [context.Process(target=_send, args=(rank, port, nbytes, device, theirs)) for rank in range(2)]

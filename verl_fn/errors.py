@@ -1,10 +1,12 @@
 """What a user reads: errors that a user can cause and fix, what their messages name, and lines on the screen."""
 
+import contextlib
 import difflib
+import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -33,6 +35,22 @@ class ArgumentError(UserError, TypeError):
     """A function was called with a value of another kind than it takes."""
 
 
+@contextlib.contextmanager
+def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) -> Iterator[None]:
+    """Turns some errors inside into one for the user that begins with what it is about.
+
+    Example:
+        >>> with raised_as(UsageError, "a.json cannot be read", OSError):
+        ...     raise OSError("no such file")
+        Traceback (most recent call last):
+        verl_fn.errors.UsageError: a.json cannot be read: no such file
+    """
+    try:
+        yield
+    except caught as error:
+        raise becomes(f"{about}: {error}") from error
+
+
 def install(*requirements: str) -> str:
     """Returns the command that installs packages beside this one; ``make setup`` makes an environment without pip.
 
@@ -42,6 +60,19 @@ def install(*requirements: str) -> str:
     """
     uv = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
     return " ".join([str(uv if uv.is_file() else "uv"), "pip install --python", sys.executable, *requirements])
+
+
+def installed_version(distribution: str) -> str:
+    """Returns the version of an installed distribution; empty if there is none.
+
+    Example:
+        >>> installed_version("no-such-distribution")
+        ''
+    """
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def closest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:

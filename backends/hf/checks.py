@@ -31,6 +31,7 @@ from verl_fn.backends.hf.config import EXPERTS, ModelError, fingerprint, longest
 from verl_fn.backends.hf.past import Past
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.backends.hf.vision import attentions, family_of
+from verl_fn.errors import installed_version
 from verl_fn.state import Batch, one_thread
 
 LAYOUTS = ("auto", PACKED, PADDED)
@@ -407,10 +408,8 @@ def wrong_gradients() -> bool:
     if installed != {"fla"} or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     # A Triton under another name is left to the error of flash-linear-attention's own.
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = TorchVersion(importlib.metadata.version("triton"))
-        return TorchVersion("3.4") <= version < TorchVersion("3.7.1")
-    return False
+    version = TorchVersion(installed_version("triton") or "0")
+    return TorchVersion("3.4") <= version < TorchVersion("3.7.1")
 
 
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import attrs
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def logprobs_and_entropy(
     grad_buffer: Float[Tensor, "V H"] | None = None,
     softcap: float | None = None,
     kernels: Kernels | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -59,6 +61,8 @@ def logprobs_and_entropy(
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
         softcap: the bound c of logits c * tanh(logits / c), if they have one.
         kernels: of the forward pass; by default torch's product and ``reduce_rows``.
+        shard: which rows of the output layer ``weight`` has, if other ranks have the others. Results are the same on
+            all of these ranks; the gradient of ``hidden`` is this rank's part, whose sum over them is the gradient.
 
     Raises:
         ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``.
@@ -75,8 +79,10 @@ def logprobs_and_entropy(
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy, softcap)
     chunk = chunk or default_chunk(hidden, weight)
+    if shard is not None:
+        targets = _among(targets, shard.first, len(weight))
     logprobs, entropies, _ = _LogProbs.apply(
-        hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer, softcap, kernels or TORCH
+        hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer, softcap, kernels or TORCH, shard
     )
     return logprobs, entropies if entropy else None
 
@@ -90,6 +96,7 @@ def sum_pi_squared(
     *,
     chunk: int | None = None,
     softcap: float | None = None,
+    shard: Shard | None = None,
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
@@ -100,13 +107,14 @@ def sum_pi_squared(
         [0.25]
     """
     chunk = chunk or default_chunk(hidden, weight)
-    sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    sums = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
         logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part), softcap)
-        log_z = logits.logsumexp(-1)
-        sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
+        sums[0, part] = logits.logsumexp(-1)
+        sums[1, part] = logits.mul_(2.0).logsumexp(-1)
         del logits
-    return sums
+    log_z, log_squares = sums if shard is None else shard.log_sum(sums)
+    return (log_squares - 2.0 * log_z).exp()
 
 
 def _plain(
@@ -143,23 +151,26 @@ class _LogProbs(torch.autograd.Function):
         grad_buffer: Tensor | None,
         softcap: float | None,
         kernels: Kernels,
+        shard: Shard | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
+        rows = targets if shard is None else targets.clamp(min=0)
         for part in slices(len(hidden), chunk):
             logits = kernels.product(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
-            kernels.reduce(
-                logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part, softcap
-            )
+            kernels.reduce(logits, rows[part], at(temperature, part), logprobs[part], log_z[part], of_part, softcap)
             # Before the next chunk's are made.
             del logits
+        if shard is not None:
+            logits = torch.where(targets >= 0, logprobs + log_z, 0.0)
+            return shard.joined(logits, log_z, entropies if entropy else None)
         return logprobs, entropies, log_z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap, _ = inputs
+        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap, *_ = inputs
         _, entropies, log_z = output
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
         ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
@@ -172,7 +183,53 @@ class _LogProbs(torch.autograd.Function):
             d_entropies, ctx.needs_input_grad[:3], ctx.chunk * len(weight), ctx.grad_buffer,
             ctx.softcap,
         )  # fmt: skip
-        return *grads, None, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None, None
+
+
+@attrs.frozen(eq=False)
+class Shard:
+    """Some rows of an output layer; other ranks have the others.
+
+    With logits of this rank's rows r and their log-normaliser z_r, the log-normaliser of all is
+    z = log sum_r exp(z_r), and the entropy is sum_r w_r (H_r - log w_r), where w_r = exp(z_r - z) and H_r is the
+    entropy of softmax over only these rows.
+
+    Attributes:
+        first: the token id of the first of these rows.
+        group: the ranks that share the vocabulary.
+    """
+
+    first: int
+    group: Any
+
+    def log_sum(self, logs: Float[Tensor, "*n N"]) -> Float[Tensor, "*n N"]:
+        """Returns the logarithms of sums over the ranks, from the logarithm of each rank's part."""
+        by_rank = logs.new_empty(self.group.size(), *logs.shape)
+        dist.all_gather_into_tensor(by_rank.view(-1), logs.view(-1), group=self.group)
+        return by_rank.logsumexp(0)
+
+    def joined(
+        self, logits: Float[Tensor, " N"], log_z: Float[Tensor, " N"], entropies: Float[Tensor, " N"] | None
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Returns log-probs, entropies and log-normalisers over the whole vocabulary; entropies of None are zeros.
+
+        Args:
+            logits: of the targets, on the rank that has them; 0 on the others.
+            log_z: the log-normalisers of this rank's rows.
+            entropies: of softmax over only these rows.
+        """
+        whole_z = self.log_sum(log_z)
+        share = log_z - whole_z
+        parts = torch.zeros_like(log_z) if entropies is None else share.exp() * (entropies - share)
+        sums = torch.stack([logits, parts])
+        dist.all_reduce(sums, group=self.group)
+        return sums[0] - whole_z, sums[1], whole_z
+
+
+def _among(targets: Tensor, first: int, count: int) -> Tensor:
+    """Returns the places of targets among ``count`` rows from ``first`` on; -1 for a target that is none of them."""
+    own = targets - first
+    return torch.where((own >= 0) & (own < count), own, -1)
 
 
 def default_chunk(hidden: Tensor, weight: Tensor) -> int:
@@ -395,8 +452,7 @@ class _Head:
         d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
         for block in slices(len(weight), _block(self.size, len(hidden))):
             rows = weight[block]
-            own = self.targets - block.start
-            own = torch.where((own >= 0) & (own < len(rows)), own, -1)
+            own = _among(self.targets, block.start, len(rows))
             d_logits = self._d_logits(hidden, rows, None if bias is None else bias[block], own, slice(None))
             if d_hidden is not None:
                 _add_product(d_hidden, d_logits, rows)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from verl_fn.atomic import crc_of
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.tensor_file import TENSORS, checksum
-from verl_fn.errors import UserError, install
+from verl_fn.errors import UserError, install, raised_as
 from verl_fn.state import Key, Params, isolated
 from verl_fn.state.node import FrozenDict
 
@@ -254,10 +254,8 @@ def inject(
         # PEFT warns of weights stored as [in, out], but handles them correctly.
         warnings.simplefilter("ignore")
         torch.manual_seed(key.seed())
-        try:
+        with raised_as(LoraError, str(folder), ValueError):
             peft.inject_adapter_in_model(config, model)
-        except ValueError as error:
-            raise LoraError(f"{folder}: {error}") from error
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
     return Adapters(lora, tuple(adapted), frozenset(name for name, m in adapted.items() if m.fan_in_fan_out))
 
@@ -327,10 +325,8 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with raised_as(LoraError, f"{folder / ADAPTERS} cannot be read", OSError, SafetensorError):
         return {name.removeprefix(_PREFIX): t for name, t in load_file(folder / ADAPTERS).items()}
-    except (OSError, SafetensorError) as error:
-        raise LoraError(f"{folder / ADAPTERS} cannot be read: {error}") from error
 
 
 def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, out: Path, head: str = "") -> None:

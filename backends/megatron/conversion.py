@@ -27,6 +27,7 @@ from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
+from verl_fn.errors import raised_as
 
 # Families with images that Megatron trains, and what Bridge's names of their language models begin with.
 SEEING = ("qwen2_5_vl", "qwen3_vl")
@@ -285,11 +286,9 @@ def _converted(task: Task, tensors: Mapping[str, Tensor], shape: torch.Size) -> 
     assert task.module is not None
     named = {name.partition("[")[0]: _in_stack(name, t) for name, t in tensors.items()}
     given = task.bridge.maybe_modify_loaded_hf_weight(task.importing.hf_param, named)
-    try:
-        with _in_fp32(task.module):
-            converted: Tensor = task.importing.hf_to_megatron(given, task.module)
-    except RuntimeError as error:
-        raise ModelError(f"{task.leaf}: {type(task.mapping).__name__} cannot convert it: {error}") from error
+    what = f"{task.leaf}: {type(task.mapping).__name__} cannot convert it"
+    with raised_as(ModelError, what, RuntimeError), _in_fp32(task.module):
+        converted: Tensor = task.importing.hf_to_megatron(given, task.module)
     if converted.shape == shape:
         return converted
     vocabulary = task.mapping.megatron_param.startswith(("embedding.", "output_layer."))

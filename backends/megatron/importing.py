@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.storage
 
-from verl_fn.errors import UserError, install
+from verl_fn.errors import UserError, install, installed_version
 
 PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
 UNTESTED = "VERL_FN_UNTESTED_MEGATRON"  # the environment variable that allows other versions, if it is 1
@@ -132,10 +132,7 @@ def _version(name: str) -> str:
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = \"?([^\"\n]*)", text, re.MULTILINE))
     if {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
         return "{MAJOR}.{MINOR}.{PATCH}".format_map(numbers) + numbers.get("PRE_RELEASE", "")
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+    return installed_version(name) or "of an unknown version"
 
 
 def _folder(name: str) -> Path:

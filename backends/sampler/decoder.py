@@ -507,6 +507,23 @@ class Begun:
     targets: list[int]
 
 
+def recorded_graph(step: Callable[[], Any], **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Records a step, which runs once before, so that its kernels are compiled; returns its results, too.
+
+    Args:
+        options: of ``torch.cuda.graph``.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        result = step()
+    return graph, result
+
+
 @attrs.frozen(eq=False)
 class Recorded:
     """A step for so many rows as a CUDA graph, with the tensors that it reads and writes."""
@@ -577,14 +594,8 @@ class ExactDecoder(GeneralDecoder):
     def _record(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> Recorded:
         """Records a step; the one that is run first writes the same into the cache as the one that is replayed."""
         longest = self._cache.length
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            super().step(tokens, positions, longest)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = super().step(tokens, positions, longest)
+        step = super().step
+        graph, logits = recorded_graph(lambda: step(tokens, positions, longest))
         return Recorded(tokens, positions, logits, graph)
 
     def _head(self, skeleton: Skeleton, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:

@@ -5,6 +5,7 @@ The host looks at rows every few steps, and never at a token.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Run, Where
+from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Run, Where, recorded_graph
 from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
 from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
@@ -137,15 +138,8 @@ class FusedDecoder(LlamaDecoder):
     def _recorded(self, lanes: Lanes, n: int, draws: Draws) -> torch.cuda.CUDAGraph:
         """Records a step; the one that runs first compiles kernels, and decodes no row."""
         lanes.active.fill_(-1)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step(lanes, n, draws)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(lanes, n, draws)
-        return graph
+        step = functools.partial(self._step, lanes, n, draws)
+        return recorded_graph(step, pool=self._pool, capture_error_mode="thread_local")[0]
 
     def _step(self, lanes: Lanes, n: int, draws: Draws) -> None:
         """Appends the last token of each active row to the cache, and draws the next one."""

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.vision import family_of, merge_size, tokens_of_tile
 from verl_fn.backends.protocol import Request
-from verl_fn.errors import UserError, did_you_mean, install
+from verl_fn.errors import UserError, did_you_mean, install, installed_version
 
 TESTED = ("0.24.0",)
 INSTALL = install(f"vllm=={TESTED[0]}")
@@ -107,12 +106,7 @@ class UntestedVersion(UserError, ImportError):
 
 def check_version() -> None:
     """Raises UntestedVersion unless a vLLM that this adapter was tested with is installed."""
-    versions = []
-    for name in DISTRIBUTIONS:
-        try:
-            versions.append(metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
+    versions = list(filter(None, map(installed_version, DISTRIBUTIONS)))
     tested = " or ".join(TESTED)
     if not versions:
         raise UntestedVersion(

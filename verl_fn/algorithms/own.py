@@ -15,7 +15,7 @@ from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.names import is_reference
-from verl_fn.errors import closest, kind_of, place_of
+from verl_fn.errors import closest, kind_of, place_of, raised_as
 from verl_fn.state import PER_ROW, Batch, TokenOutputs, read_only, tree
 from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
@@ -57,10 +57,8 @@ def check_fields(options: PolicyOptimization) -> None:
     parts: dict[str, Callable[[], Any]] = {}
     if is_reference(options.policy_loss):
         loss = policy_loss(options)
-        try:
+        with raised_as(ConfigError, f"algorithm.policy_loss: the needs of {options.policy_loss}", ValueError):
             check_needs("lm", loss.needs)
-        except ValueError as error:
-            raise ConfigError(f"algorithm.policy_loss: the needs of {options.policy_loss}: {error}") from error
         outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
         parts["policy_loss"] = lambda: [term.values(outputs, batch) for term in loss.terms]
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):

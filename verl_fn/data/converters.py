@@ -43,7 +43,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
     final = re.search(r"#### (-?[0-9.,]+)", answer)
     if final is None:
         raise ValueError(f"the answer has no number after '#### ': {answer[-80:]!r}")
-    return _row(
+    return math_row(
         GSM8K,
         f"{question} {GSM8K_INSTRUCTION}",
         final[1].replace(",", ""),
@@ -72,7 +72,7 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     answer = boxed(solution)
     if answer is None:
         raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}")
-    return _row(
+    return math_row(
         MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, {k: v for k, v in row.items() if k != "problem"}
     )
 
@@ -117,7 +117,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]} | others
 
 
-def _row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:
+def math_row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Returns a question with a ground truth, in verl's columns."""
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": question}],

@@ -17,9 +17,10 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from verl_fn.atomic import replaced
-from verl_fn.data.converters import gsm8k
+from verl_fn.data.converters import gsm8k, math_row
 from verl_fn.data.rows import DataError, read_rows
 from verl_fn.data.tasks import ARITHMETIC, SQUARES
+from verl_fn.errors import raised_as
 from verl_fn.state import Key
 
 SPLITS = ("train", "test")
@@ -85,14 +86,11 @@ def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, i
         DataError: ``out`` cannot be written.
     """
     out = Path(out).expanduser()
-    try:
+    with raised_as(DataError, f"{out} cannot be written", OSError), contextlib.ExitStack() as stack:
         out.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            for split, table in tables.items():
-                aside = stack.enter_context(replaced(_target(out, split)))
-                pq.write_table(table, aside, write_page_checksum=True)
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}") from error
+        for split, table in tables.items():
+            aside = stack.enter_context(replaced(_target(out, split)))
+            pq.write_table(table, aside, write_page_checksum=True)
     return {split: table.num_rows for split, table in tables.items()}
 
 
@@ -104,10 +102,8 @@ def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in _gsm8k_files(source, out, split):
         for place, raw in read_rows(file, ("question", "answer")):
-            try:
+            with raised_as(DataError, place, ValueError):
                 row = gsm8k(raw)
-            except ValueError as error:
-                raise DataError(f"{place}: {error}") from error
             assert row is not None  # read_rows has checked that both columns are there
             rows.append(row | {"extra_info": {"split": split, "index": len(rows)} | row["extra_info"]})
     return rows
@@ -185,21 +181,13 @@ def _questions(seed: int) -> Iterator[tuple[str, str, int]]:
 
 
 def _worked_row(question: str, worked: str) -> dict[str, Any]:
-    return {"data_source": ARITHMETIC, "messages": [_asked(question), {"role": "assistant", "content": worked}]}
+    asked = {"role": "user", "content": f"{question} {INSTRUCTION}"}
+    return {"data_source": ARITHMETIC, "messages": [asked, {"role": "assistant", "content": worked}]}
 
 
 def _arithmetic_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": ARITHMETIC,
-        "prompt": [_asked(question)],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(answer)},
-        "extra_info": {"split": split, "index": index, "answer": str(answer), "question": question},
-    }
-
-
-def _asked(question: str) -> dict[str, str]:
-    return {"role": "user", "content": f"{question} {INSTRUCTION}"}
+    extra = {"split": split, "index": index, "answer": str(answer), "question": question}
+    return math_row(ARITHMETIC, f"{question} {INSTRUCTION}", str(answer), extra)
 
 
 def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Path:

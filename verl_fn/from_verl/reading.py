@@ -18,6 +18,7 @@ import yaml
 
 from verl_fn.config.load import flat
 from verl_fn.config.options import ConfigError, home
+from verl_fn.errors import raised_as
 
 from .keys import PPO_DEFAULTS, SFT_DEFAULTS
 
@@ -436,10 +437,8 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError("--from-verl: reading a script needs bash; give the words of its command in its place")
-    try:
+    with raised_as(ConfigError, f"--from-verl: {path} cannot be read", OSError, ValueError):
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--from-verl: {path} cannot be read: {error}") from error
     said, commands = _commands(bash, path, text, arguments)
     asked, ran = ([one[1:] for one in dict.fromkeys(commands) if one[:1] == kind] for kind in "\4\5")
     distinct = _starts(commands)

@@ -5,8 +5,6 @@ python -m verl_fn.levels.provenance    # prints what this Python imports, as JSO
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +18,7 @@ import attrs
 
 import verl_fn
 from verl_fn.backends.megatron.importing import UNTESTED, about, load_bridge
-from verl_fn.errors import UsageError
+from verl_fn.errors import UsageError, installed_version
 
 from .verdict import trap_in
 
@@ -124,13 +122,8 @@ def imported() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the libraries that are installed."""
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {name: version for name in PACKAGES if (version := installed_version(name))}
+    return {"python": sys.version.split()[0]} | installed
 
 
 def misplaced(files: Mapping[str, str], bridge: str) -> str:

@@ -24,6 +24,7 @@ from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.hf.config import ModelError, compute_dtype
 from verl_fn.backends.tensor_file import TENSORS
 from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.errors import raised_as
 from verl_fn.state import tree
 
 from . import RunError
@@ -138,11 +139,9 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
                 f"{folder} is of {manifest['algorithm']} with {', '.join(roles)}; "
                 f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}"
             )
-        try:
+        with raised_as(RunError, f"{folder} is of a run with other settings of its algorithm", ValueError):
             tensors = load_file(folder / STATE) if STATE in manifest["files"] else {}
             state = tree.unflatten(blank, tensors, manifest["state"])
-        except ValueError as error:
-            raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         state = attrs.evolve(state, waiting=read_waiting(manifest.get("waiting", ()), folder))
         return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
     except ModelError as error:
@@ -169,7 +168,7 @@ def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> 
         path = folder / name
         if not matters(name):
             continue
-        try:
+        with raised_as(CheckpointError, f"the checkpoint {folder} is damaged: {name} cannot be read", OSError):
             if not path.is_file():
                 raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
             if path.stat().st_size != size:
@@ -178,8 +177,6 @@ def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> 
                 )
             if crc_of(path) != crc:
                 raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
     return manifest
 
 

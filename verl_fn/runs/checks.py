@@ -47,7 +47,7 @@ from verl_fn.data.tasks import TASKS, Problem, Source, Task
 from verl_fn.driver import ranks
 from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
-from verl_fn.errors import install
+from verl_fn.errors import install, raised_as
 from verl_fn.rewards.reward import Answer, RewardError, by_rules, has_rule, odd_answers
 from verl_fn.state import Key
 
@@ -326,31 +326,22 @@ def check_ranks(plan: Plan, *, installed: bool = True) -> None:
             value = getattr(role.fsdp_config, name)
             if size % value:
                 raise ConfigError(f"{table}.fsdp_config.{name} = {value} does not divide the {size} training ranks")
-        try:
+        with raised_as(ConfigError, f"{table}.fsdp_config.ulysses_sequence_parallel_size", LayoutError):
             check_heads(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
-        except LayoutError as error:
-            raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
 
 
 def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -> None:
-    try:
+    with raised_as(ConfigError, f"{table}.strategy is megatron", MegatronMissing, ValueError):
         if installed:
             check_installed()
-    except MegatronMissing as error:
-        raise ConfigError(f"{table}.strategy is megatron: {error}") from error
-    try:
         check_updates_by(role.megatron.optimizer, build.optimizer(role.optim if role.trained else None, 1))
-    except ValueError as error:
-        raise ConfigError(f"{table}.strategy is megatron: {error}") from error
-    try:
+    with raised_as(ConfigError, f"{table}.megatron", LayoutError):
         sizes = build.megatron_sizes(role.megatron)
         config = read_config(role.folder).get_text_config()
         sizes.check(size)
         sizes.check_model(config)
         if role.megatron.use_megatron_fsdp:
             check_fully_sharded(sizes, adapters=role.lora is not None, updates_by=role.megatron.optimizer)
-    except LayoutError as error:
-        raise ConfigError(f"{table}.megatron: {error}") from error
     if role.router_replay and not experts_of(config):
         raise ConfigError(f"actor.router_replay.mode needs a model with experts, and {role.folder} has none")
     if role.lora and role.lora[0] % sizes.tp:

@@ -7,7 +7,6 @@ what a run computes, and of the identity before, so runs that compute the same h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -27,6 +26,7 @@ from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
 from verl_fn.data.hub import is_set, recorded, set_files
+from verl_fn.errors import installed_version
 from verl_fn.user_files import code_files, with_imports
 
 from . import RunError
@@ -216,8 +216,8 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     prints |= {"verl_fn": _VERSION + __version__, "python": _VERSION + platform.python_version()}
     for library in ("torch", "transformers", *(["vllm"] if plan.rollout.name == "vllm" else [])):
         # A cluster may have a library that this process lacks.
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            prints[library] = _VERSION + importlib.metadata.version(library)
+        if version := installed_version(library):
+            prints[library] = _VERSION + version
     # A folder that was copied from the hub is recorded by its commit there.
     return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
+from verl_fn.backends.hf.logprobs import Shard, logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
-from verl_fn.backends.megatron.schedule import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, residency
 from verl_fn.cli import main
@@ -518,15 +517,14 @@ def vocabulary_shared(entropy, heated, chunk):
     own = weight[rank * each : (rank + 1) * each].clone().requires_grad_()
     here, there, whole = (t.clone().requires_grad_() for t in (hidden, hidden, weight))
     wanted = logprobs_and_entropy(there, whole, None, targets, heat, entropy=entropy)
-    found = shared_logprobs_and_entropy(
-        here, own, targets, heat, first=rank * each, group=dist.group.WORLD, entropy=entropy, chunk=chunk
-    )
+    shard = Shard(rank * each, dist.group.WORLD)
+    found = logprobs_and_entropy(here, own, None, targets, heat, entropy=entropy, chunk=chunk, shard=shard)
     for outputs in (wanted, found):
         sum((t * w).sum() for t, w in zip(outputs, d, strict=True) if t is not None).backward()
     dist.all_reduce(here.grad)
     pairs = [(here.grad, there.grad), (own.grad, whole.grad[rank * each : (rank + 1) * each])]
     pairs += [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None]
-    squares = shared_sum_pi_squared(hidden, own.detach(), heat, group=dist.group.WORLD, chunk=chunk)
+    squares = sum_pi_squared(hidden, own.detach(), None, heat, chunk=chunk, shard=shard)
     pairs.append((squares, sum_pi_squared(hidden, weight, None, heat)))
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
