@@ -123,6 +123,16 @@ def test_options_of_other_losses_are_reported(capsys):
     assert 'critic.optim.lr has no effect with algorithm.name = "reward_model"' in capsys.readouterr().err
 
 
+def test_held_out_prompts_of_a_reward_model_are_refused_before_a_step(tiny, tmp_path):
+    asked = {"prompt": "ab>", "data_source": "reverse", "reward_model": {"ground_truth": "ba"}}
+    pairs, prompts = (write(tmp_path / f"{i}.jsonl", row) for i, row in enumerate((pair(data_source="x"), asked)))
+    files = [f"data.train_files={pairs}", f'data.val_files=["{pairs}", "{prompts}"]']
+    with pytest.raises(ConfigError, match=r"1\.jsonl, line 1 has no responses chosen and rejected, and reward_m"):
+        prepare(plan(tiny, tmp_path / "run", "reward_model", *files), silent)
+    prepare(plan(tiny, tmp_path / "run", "dpo", *files), silent)
+    prepare(plan(tiny, tmp_path / "run", "reward_model", *files, "data.val_size=1"), silent)
+
+
 def test_held_out_rows_without_a_rule_do_not_keep_others_from_being_sampled(tiny, tmp_path):
     judged = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "5"}}
     file = write(tmp_path / "pairs.jsonl", pair(**judged), pair(prompt="cd>", chosen="dc", rejected="c"))

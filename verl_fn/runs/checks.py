@@ -40,7 +40,7 @@ from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.plan import check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import COMPLETION, Conversation
-from verl_fn.data.files import FileData, encode_prompts
+from verl_fn.data.files import FileData, encode_prompts, label_of
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
@@ -78,6 +78,7 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
             "eval_dataset"
         )
     _check_rules(plan, source, tokenizer)
+    _check_pairs(plan, source)
     _check_tools(plan, source, tokenizer)
     _check_images(plan, source, tokenizer)
     check_other_models(plan, tokenizer)
@@ -267,6 +268,17 @@ def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
     by_rules([Answer(problem, "") for problem in sampled(plan, held_out)])
     if plan.needs_reward:
         by_rules([Answer(source.training[i], "") for i in _with_rules(traits_of(source.training, tokenizer))])
+
+
+def _check_pairs(plan: Plan, source: Source) -> None:
+    """Checks that held-out rows of a model that gives no answers hold pairs; others could not be evaluated."""
+    if plan.roles["actor"].head == "lm" or plan.learns_from != "pairs" or not isinstance(source, FileData):
+        return
+    if others := [one for one in source.held_out(plan.data.val_size) if not isinstance(one, Judged)]:
+        raise ConfigError(
+            f"data.val_files: {label_of(others[0])} has no responses chosen and rejected, and {plan.algorithm} "
+            "answers no prompts; name files of pairs"
+        )
 
 
 def _with_rules(traits: Traits) -> list[int]:
