@@ -421,3 +421,63 @@ def test_a_function_of_convert_makes_what_a_file_may_have(tmp_path, made, says):
 def test_a_function_of_convert_that_ends_the_process_is_named(tmp_path):
     with pytest.raises(DataError, match=r"exit of data.convert failed: SystemExit"):
         read_files([jsonl(tmp_path, LAYOUTS["samples"])], "samples", convert=[sys.exit])
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_tools_beside_a_string_that_does_not_name_them_are_not_dropped(write, learns, tmp_path):
+    texts = {"samples": {}, "answers": {"completion": "b"}, "pairs": {"chosen": "b", "rejected": "c"}}
+    row = texts.get(learns, {"completion": "b", "label": True}) | {"tools": json.dumps(TOOLS)}
+    row |= LAYOUTS["samples"] if learns == "samples" else {}
+    made, end = char_tokenizer("abcdef()"), None if learns == "samples" else 2
+    for prompt in ("fa", "a_f", "a"):
+        table = DataConfig(train_files=(write(tmp_path, row | {"prompt": prompt}),))
+        with pytest.raises(
+            DataError, match=r" (line 1|row 0): the row has tools such as 'f', and its prompt is a string"
+        ):
+            file_data(table, made, learns_from=learns, end_tokens=end)
+    table = DataConfig(train_files=(write(tmp_path, row | {"prompt": "f(a)"}),))
+    assert len(file_data(table, made, learns_from=learns, end_tokens=end).training) == 1
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path):
+    row, unused = LAYOUTS[learns], Counter()
+    rows = [row | {"enable_thinking": value} for value in (False, None, True)]
+    found = [p.chat_template_kwargs for p in read_files([write(tmp_path, *rows)], learns, unused=unused)]
+    assert found == [{"enable_thinking": False}, {}, {"enable_thinking": True}] and not +unused
+    for more in ({"enable_thinking": "no"}, {"enable_thinking": True, "chat_template_kwargs": rows[0]}):
+        with pytest.raises(
+            DataError, match=r" (line 1|row 0): enable_thinking must be true or false, and the same as in chat_temp"
+        ):
+            read_files([write(tmp_path, row | more)], learns)
+
+
+def test_a_part_of_text_with_more_than_text_is_named_by_what_it_has(tmp_path):
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    with pytest.raises(
+        DataError, match=r"message 0 of messages has a part of the type text with cache_control; noth"
+    ):
+        read_files([jsonl(tmp_path, {"messages": [{"role": "user", "content": [part]}, SAID]})], "answers")
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0)])
+def test_each_file_has_the_rows_that_its_own_columns_say(weights, tmp_path):
+    texts = {"prompt": "a", "completion": "b"}
+    files = []
+    for name, row in {"talk": LAYOUTS["answers"], "texts": texts, "verl": LAYOUTS["samples"]}.items():
+        (tmp_path / name).mkdir()
+        files.append(jsonl(tmp_path / name, row))
+    table = DataConfig(train_files=tuple(files), val_files=tuple(files[::-1]), weights=weights)
+    made = char_tokenizer("abc\n")
+    made.chat_template = CHAT_TEMPLATE
+    data = file_data(table, made, learns_from="answers", end_tokens=2)
+    assert [one.answer for one in (*data.training, *data.validation)] == ["b"] * 6
+    with pytest.raises(DataError, match=r"verl/rows\.jsonl, line 1: there is no column 'chosen'"):
+        (tmp_path / "pairs").mkdir()
+        file_data(DataConfig(train_files=(jsonl(tmp_path / "pairs", LAYOUTS["pairs"]), files[2])), made,
+                  learns_from="pairs", end_tokens=2)  # fmt: skip
+    pairs = (str(tmp_path / "pairs/rows.jsonl"), files[2])
+    data = file_data(DataConfig(val_files=pairs), made, learns_from="pairs", end_tokens=2)
+    assert [hasattr(one, "chosen") for one in data.validation] == [True, False]

@@ -85,7 +85,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
 
 
 EXACT = 2**53  # from here on, neighbouring whole numbers are the same float
-OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", *COLUMNS)
+THINKING = "enable_thinking"
+OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", THINKING, *COLUMNS)
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
@@ -258,19 +259,26 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
 
 
 def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
-    """Returns the ``chat_template_kwargs`` of a row.
+    """Returns the ``chat_template_kwargs`` of a row, with its ``enable_thinking``: a column of verl's for answers.
 
     Raises:
-        DataError: they are no mapping, or name something that the run decides.
+        DataError: they are no mapping, or name something that the run decides; or the column is neither true nor
+            false, or another value than theirs.
 
     Example:
         >>> template_kwargs_of("a.jsonl, line 1", {"chat_template_kwargs": {"enable_thinking": False}})
         {'enable_thinking': False}
     """
-    if (kwargs := row.get("chat_template_kwargs")) is None:
-        return {}
+    kwargs = {} if row.get("chat_template_kwargs") is None else row["chat_template_kwargs"]
     if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
+    if (thinks := row.get(THINKING)) is not None:
+        if thinks not in (0, 1) or kwargs.get(THINKING) not in (None, thinks):
+            raise DataError(
+                f"{place}: {THINKING} must be true or false, and the same as in chat_template_kwargs if it is there, "
+                f"not {thinks!r:.40}"
+            )
+        kwargs = kwargs | {THINKING: bool(thinks)}
     if taken := sorted(TAKEN_BY_TEMPLATES & kwargs.keys()):
         raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
     # Parquet gives each row all keys of the column.

@@ -18,7 +18,7 @@ from verl_fn.backends.hf.tokenizer import DROPS, begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
-from verl_fn.data.rendering import prompt_text, token_counts, token_ids
+from verl_fn.data.rendering import name_of, prompt_text, times_named, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, RowImages
@@ -159,7 +159,20 @@ def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
 
 
 def _texts(problems: Sequence[Problem], tokenizer: Any) -> list[str]:
-    return watched(lambda: [p.prompt if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems])
+    return watched(lambda: [_plain(p) if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems])
+
+
+def _plain(problem: Problem) -> str:
+    """Returns a prompt that is a string, after looking that it has the row's tools, since no template shows them."""
+    assert isinstance(problem.prompt, str)
+    for tool in problem.tools:
+        if not times_named(tool, problem.prompt):
+            raise DataError(
+                f"{label_of(problem)}: the row has tools such as {name_of(tool)!r}, and its prompt is a string that "
+                "no chat template renders, so the model would not see them; write the prompt as messages, or remove "
+                "the column tools (a function of data.convert can)"
+            )
+    return problem.prompt
 
 
 def truncated(ids: list[int], max_length: int, side: str) -> list[int]:

@@ -239,9 +239,8 @@ def _check_seen(
     """Raises DataError unless a prompt shows its tools and what ``check_shown`` looks at."""
     said = _json(messages)
     for place, tool in enumerate(tools):
-        # A tool's name may also be a word of the conversation, or a part of another tool's.
-        name = re.compile(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])")
-        if len(name.findall(text)) > len(name.findall(said)):
+        # A tool's name may also be a word of the conversation.
+        if times_named(tool, text) > times_named(tool, said):
             continue
         others = (*tools[:place], *tools[place + 1 :])
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
@@ -388,6 +387,11 @@ def _otherwise(call: Message) -> Message:
     text = isinstance(inner["arguments"], str)
     changed = {**inner, "arguments": '{"other": "value"}' if text else {"other": "value"}}
     return {**call, "function": changed} if "function" in call else changed
+
+
+def times_named(tool: Message, text: str) -> int:
+    """Returns how often a text has the name of a tool, other than as a part of another tool's."""
+    return len(re.findall(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])", text))
 
 
 def name_of(function: Message) -> str:
