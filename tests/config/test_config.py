@@ -259,6 +259,7 @@ def test_every_key_has_documentation():
         (["data.train_files=a.jsonl", "trainer.test_freq=5"], "without data.val_files"),
         (["algorithm.name=sft", "data.train_files=a.jsonl", "reward.functions=a.py:f"], "no answer is scored"),
         (["algorithm.name=dpo", "data.train_files=a.jsonl", "env.name=a.py:E"], "nothing is sampled"),
+        (["algorithm.name=dpo", "trainer.rollout_data_dir=r"], "nothing is sampled in a step"),
         (["algorithm.name=reward_model", "data.val_files=a.jsonl", "reward.functions=a.py:f"], '"reward_model": no'),
     ],
 )  # fmt: skip

@@ -210,13 +210,15 @@ def _of_answers(cfg: Config) -> Iterator[tuple[str, str]]:
     answers = evaluates and actor is not None and actor.head == "lm"
     if not evaluates:
         yield from dict.fromkeys(("trainer.test_freq", "data.val_size"), lacking.strip()).items()
-    name = f'with algorithm.name = "{cfg.algorithm.name}"{lacking}'
-    if not answers and outline.learns_from != "samples":
-        yield "env", f"{name}: nothing is sampled"
+    this, samples = f'with algorithm.name = "{cfg.algorithm.name}"', outline.learns_from == "samples"
+    if not samples:
+        yield "trainer.rollout_data_dir", f"{this}: nothing is sampled in a step"
     if not answers:
-        yield "rollout.val_kwargs", f"{name}: no held-out prompt is answered"
-    if not answers and not (outline.needs_reward and outline.learns_from == "samples"):
-        yield "reward", f"{name}: no answer is scored"
+        yield "rollout.val_kwargs", f"{this}{lacking}: no held-out prompt is answered"
+    if not answers and not samples:
+        yield "env", f"{this}{lacking}: nothing is sampled"
+    if not answers and not (samples and outline.needs_reward):
+        yield "reward", f"{this}{lacking}: no answer is scored"
 
 
 def _unmet(table: Any, prefix: str, cfg: Config) -> Iterator[tuple[str, str]]:

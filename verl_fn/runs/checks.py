@@ -115,7 +115,7 @@ class RowLengths:
     """The lengths of the longest rows of a run in tokens.
 
     Attributes:
-        sampled: of a row that is sampled.
+        sampled: of a row that is sampled; 0 in a run that samples none.
         trained: of a row that is trained on.
         together: of the rows that are trained on together, such as a pair.
         padded: of these rows if each is as long as the longest of them.
@@ -146,17 +146,20 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
             )
     # An environment begins conversations with messages of its own.
     opening = data.max_prompt_length if plan.env.name else prompt
-    sampled = opening + data.max_response_length
+    answered = opening + data.max_response_length
     if plan.learns_from == "samples":
-        return RowLengths(sampled, sampled, sampled, sampled, "a row: prompt and data.max_response_length")
+        return RowLengths(answered, answered, answered, answered, "a row: prompt and data.max_response_length")
+    # vLLM makes room for such rows before it gets any.
+    if plan.rollout.name == "sampler" and not sampled(plan, source.held_out(data.val_size)):
+        answered = 0
     # What the data holds is not limited by data.max_response_length.
     trained = (
         prompt + source.max_answer + 1 if isinstance(source, Task | TaskPairs) else getattr(source, "max_row", 0)
     )
     if plan.learns_from != "pairs":
-        return RowLengths(sampled, trained, trained, trained, "a row: prompt, answer and end token")
+        return RowLengths(answered, trained, trained, trained, "a row: prompt, answer and end token")
     together = 2 * trained if isinstance(source, TaskPairs) else getattr(source, "max_group", 0)
-    return RowLengths(sampled, trained, together, 2 * trained, "a pair: twice prompt, response and end token")
+    return RowLengths(answered, trained, together, 2 * trained, "a pair: twice prompt, response and end token")
 
 
 def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
