@@ -16,9 +16,9 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS
+from verl_fn.data.columns import MARKS, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of, loses
-from verl_fn.data.rendering import Message, in_parts, token_ids
+from verl_fn.data.rendering import REASONING, Message, in_parts, opens_reasoning, token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
@@ -373,10 +373,23 @@ def _unread(problems: Sequence[Problem], traits: Traits, tokenizer: Any) -> Coun
                 texts = [(seen[: i + 1], not said[i]) for i in range(len(seen)) if said[i] or i == len(seen) - 1]
                 try:
                     chat_texts(tokenizer, texts, problem.tools, problem.chat_template_kwargs)
+                    read |= _thought(problem, messages, tokenizer)
                 except ModelError:
                     read.update(group.fields)  # it may fail at any of them, and is an error later
         unread.update(dict.fromkeys(set(group.fields) - read, len(places)))
     return unread
+
+
+def _thought(problem: Problem, messages: Sequence[Message], tokenizer: Any) -> set[str]:
+    """Returns the fields whose reasoning begins an answer to learn, behind a tag that its prompt opens."""
+    if not hasattr(problem, "messages") and not hasattr(problem, "chosen"):
+        return set()
+    turns = learned_turns(messages, 0 if hasattr(problem, "messages") else len(problem.prompt))
+    fields = {i: {f"assistant.{name}" for name in REASONING if messages[i].get(name)} for i in turns}
+    asked = [(messages[: i + said], not said) for i in turns for said in (0, 1)] if any(fields.values()) else []
+    texts = chat_texts(tokenizer, asked, problem.tools, problem.chat_template_kwargs)
+    pairs = zip(turns, texts[::2], texts[1::2], strict=False)
+    return {name for i, before, after in pairs if opens_reasoning(before, after) for name in fields[i]}
 
 
 def of_template(

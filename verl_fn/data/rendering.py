@@ -202,7 +202,7 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
     """Returns what the model writes after the prompt ``before``, of the template's text of the turn ``after``."""
     if after.startswith(before):
         return after[len(before) :]
-    opened = _OPENED.search(before)
+    opened = opens_reasoning(before, after)
     if opened is None or not after.startswith(before[: opened.start()]):
         raise DataError(
             f"the chat template begins message {number} otherwise than the prompt of an answer "
@@ -214,6 +214,11 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
     thought = next((message[name] for name in REASONING if message.get(name)), within)
     answer = after[opened.start() :]
     return f"{thought.strip()}{line}{close}{line}{line}{answer.rpartition(close)[2].lstrip(line)}"
+
+
+def opens_reasoning(before: str, after: str) -> re.Match[str] | None:
+    """Returns the tag that the prompt of an answer opens and the template's text of the turn lacks, or None."""
+    return None if after.startswith(before) else _OPENED.search(before)
 
 
 def _ended(text: str, ends: Sequence[str], number: int) -> str:
