@@ -239,7 +239,7 @@ KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k2"}
 )  # fmt: skip
 def test_every_option_of_a_loss_reaches_it(options, made):
     """Ratios from 0.02 to 100 lie on all sides of all bounds, beside advantages of both signs."""
-    old = torch.tensor([-4.7, -2.0, -1.0, -1.2, -4.0, -1.0] * 2)
+    old = torch.tensor([-4.7, -2.0, -1.0, -1.2, -4.0, -1.0, -9.0, -2.0, -1.0, -1.2, -4.0, -1.0])
     fields = {"old_log_probs": old, "ref_log_prob": old - 0.5, "cov_selected": old > -1.5}
     fields |= {"advantages": torch.tensor([1.0, -2.0] * 6), "response_mask": torch.ones(12)}
     batch = Batch.from_rows([[1] * 4, [2] * 5, [3] * 3]).with_tokens(**fields)
@@ -247,7 +247,7 @@ def test_every_option_of_a_loss_reaches_it(options, made):
     found = []
     for loss in (policy_loss(GRPO(**options)), made):
         logprobs = (
-            old + torch.tensor([4.6, 0.25, -0.13, 0.3, -3.9, 0.9, 3.5, 0.7, -0.3, 0.05, 1.0, -0.5])
+            old + torch.tensor([4.6, 0.25, -0.13, 0.3, -3.9, 0.9, 1.6, 0.7, -0.3, 0.05, 1.0, -0.5])
         ).requires_grad_()
         spread = torch.linspace(0.1, 2.0, 12).requires_grad_()
         value = steps.total_loss(loss, TokenOutputs({"logprobs": logprobs, "entropy": spread}), batch)[0]
