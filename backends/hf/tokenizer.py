@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,11 @@ GENERATION = "generation_config.json"
 END = "eos_token_id"
 # A template takes milliseconds; one that takes so long has a loop without an end.
 LONGEST = 30.0
+UNUSUAL = "\u00e9\u0416\u4e16"  # characters that no alphabet of a few letters has all of
 
 
-# The attribute of a tokenizer that has the arguments of its template.
-ARGUMENTS = "chat_arguments"
+# Attributes of a tokenizer: the arguments of its template, and whether it makes no token of some characters.
+ARGUMENTS, DROPS = "chat_arguments", "drops_characters"
 
 
 def read_tokenizer(
@@ -53,6 +55,7 @@ def read_tokenizer(
     with refused(f"{folder} has no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         _try(tokenizer)
+        _look_for_unknown(tokenizer)
     return with_chat_arguments(tokenizer, chat_template_kwargs or {}, date)
 
 
@@ -69,6 +72,23 @@ def _try(tokenizer: Any) -> None:
         token = getattr(tokenizer, name)
         if token is not None and type(token) is not int:
             raise ModelError(f"{tokenizer.name_or_path}: the tokenizer has {token!r} as {name}")
+
+
+def _look_for_unknown(tokenizer: Any) -> None:
+    """Gives a tokenizer the unknown token of its model if its settings name none, and notes whether it has neither.
+
+    Otherwise nobody would see that characters are lost.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.unk_token is not None:
+        return
+    token = getattr(backend.model, "unk_token", None)
+    if type(backend.model).__name__ == "Unigram":
+        number = json.loads(backend.to_str())["model"].get("unk_id")
+        token = None if number is None else backend.id_to_token(number)
+    if token is not None and backend.token_to_id(token) is not None:
+        tokenizer.unk_token = token
+    setattr(tokenizer, DROPS, not all(tokenizer.encode(one, add_special_tokens=False) for one in UNUSUAL))
 
 
 def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:

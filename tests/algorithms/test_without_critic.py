@@ -4,7 +4,10 @@ import attrs
 import pytest
 import torch
 
+from verl_fn import steps
 from verl_fn.algorithms import Workers, dapo, grpo, remax, rloo
+from verl_fn.algorithms.experience import update_batches
+from verl_fn.algorithms.policy import policy_loss
 from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
 from verl_fn.algorithms.workers import no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
@@ -14,7 +17,7 @@ from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward
-from verl_fn.state import Batch, Key, Sampling, tree
+from verl_fn.state import Batch, Key, Sampling, TokenOutputs, tree
 from verl_fn.steps import adamw, penalize_overlong
 from verl_fn.steps import grpo as grpo_advantages
 from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch
@@ -205,3 +208,63 @@ def test_keys_without_effect_are_reported():
     off = ["algorithm.name=dapo", "algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=acc"]
     assert "algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable" in said(*off)
     assert "penalty_factor has no effect" in said("algorithm.name=dapo", "algorithm.overlong_buffer.penalty_factor=2")
+
+
+RANGE = {"clip_ratio": 0.1, "clip_ratio_low": 0.15, "clip_ratio_high": 0.4}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({}, steps.ppo_clip(0.2, clip_ratio_c=3.0)),
+        (RANGE | {"clip_ratio_c": 1.5}, steps.ppo_clip(0.1, 0.15, 0.4, 1.5)),
+        ({"policy_loss": "gspo"} | RANGE, steps.gspo(0.1, 0.15, 0.4)),
+        ({"policy_loss": "geo_mean"} | RANGE, steps.geo_mean(0.1, 0.15, 0.4)),
+        ({"policy_loss": "cispo"} | RANGE, steps.cispo(0.1, 0.15, 0.4)),
+        ({"policy_loss": "sapo", "tau_pos": 2.0, "tau_neg": 3.0}, steps.sapo(2.0, 3.0)),
+        ({"policy_loss": "dro", "dro_beta": 0.5}, steps.dro(0.5)),
+        ({"policy_loss": "dppo_tv"}, steps.dppo_tv(0.2, clip_ratio_c=20.0)),
+        ({"policy_loss": "dppo_kl"}, steps.dppo_kl(0.2, clip_ratio_c=20.0)),
+        ({"policy_loss": "dppo_tv", "clip_ratio_c": 1.5} | RANGE, steps.dppo_tv(0.1, 0.15, 0.4, 1.5)),
+        ({"policy_loss": "dppo_kl", "clip_ratio_c": 1.5} | RANGE, steps.dppo_kl(0.1, 0.15, 0.4, 1.5)),
+        ({"policy_loss": "clip_cov"} | RANGE, steps.clip_cov(0.1, 0.15, 0.4)),
+        ({"policy_loss": "kl_cov", "ppo_kl_coef": 0.7}, steps.kl_cov(0.7)),
+        ({"policy_loss": "gpg"}, steps.reinforce()),
+        ({"policy_loss": "reinforce", "entropy_coeff": 0.5}, steps.reinforce() - 0.5 * steps.entropy()),
+        ({"policy_loss": "reinforce", "entropy_coeff": 0.5, "entropy_cap": 1.0},
+         steps.reinforce() - 0.5 * steps.entropy(1.0)),
+        ({"policy_loss": "reinforce"} | KL, steps.reinforce() + 0.3 * steps.kl_to_reference("k2")),
+    ],
+)  # fmt: skip
+def test_every_option_of_a_loss_reaches_it(options, made):
+    """Ratios from 0.02 to 100 lie on all sides of all bounds, beside advantages of both signs."""
+    old = torch.tensor([-4.7, -2.0, -1.0, -1.2, -4.0, -1.0, -9.0, -2.0, -1.0, -1.2, -4.0, -1.0])
+    fields = {"old_log_probs": old, "ref_log_prob": old - 0.5, "cov_selected": old > -1.5}
+    fields |= {"advantages": torch.tensor([1.0, -2.0] * 6), "response_mask": torch.ones(12)}
+    batch = Batch.from_rows([[1] * 4, [2] * 5, [3] * 3]).with_tokens(**fields)
+    batch = steps.aggregate_rows(steps.aggregate(batch, "token-mean"))
+    found = []
+    for loss in (policy_loss(GRPO(**options)), made):
+        logprobs = (
+            old + torch.tensor([4.6, 0.25, -0.13, 0.3, -3.9, 0.9, 1.6, 0.7, -0.3, 0.05, 1.0, -0.5])
+        ).requires_grad_()
+        spread = torch.linspace(0.1, 2.0, 12).requires_grad_()
+        value = steps.total_loss(loss, TokenOutputs({"logprobs": logprobs, "entropy": spread}), batch)[0]
+        found.append([value, *torch.autograd.grad(value, [logprobs, spread], allow_unused=True)])
+    assert all(tree.equal(one, other) for one, other in zip(*found, strict=True))
+    if options:
+        default = steps.total_loss(
+            policy_loss(GRPO()), TokenOutputs({"logprobs": logprobs, "entropy": spread}), batch
+        )[0]
+        assert default != value, "the options make a difference"
+
+
+def test_a_pass_has_as_many_minibatches_as_the_schedule_counts():
+    """Seven rows of three problems are divided into three parts, and not by rows."""
+    batch = Batch.from_rows([[i] for i in range(7)], {"response_mask": [[1.0]] * 7})
+    for size, count in ((1, 3), (2, 2), (3, 1)):
+        options = GRPO(ppo_mini_batch_size=size)
+        parts = list(update_batches(workers(), batch, 3, options, KEY, policy_loss(options)))
+        assert len(parts) == options.minibatches(3) == count
+        assert torch.cat([part.tokens for part in parts]).tolist() == list(range(7))

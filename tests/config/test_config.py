@@ -254,6 +254,13 @@ def test_every_key_has_documentation():
         (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=64"], "above data.train_batch_size = 8"),
         (["algorithm.adv_estimator_kwargs={power=0.5}"], "algorithm.adv_estimator is no function of yours"),
         (["algorithm.policy_loss_kwargs={x=1}"], "algorithm.policy_loss is no function of yours"),
+        (["rollout.val_kwargs.top_p=0.9"], "with rollout.val_kwargs.temperature = 0"),
+        (["rollout.max_restarts=1"], 'with driver.kind = "local"'),
+        (["data.train_files=a.jsonl", "trainer.test_freq=5"], "without data.val_files"),
+        (["algorithm.name=sft", "data.train_files=a.jsonl", "reward.functions=a.py:f"], "no answer is scored"),
+        (["algorithm.name=dpo", "data.train_files=a.jsonl", "env.name=a.py:E"], "nothing is sampled"),
+        (["algorithm.name=dpo", "trainer.rollout_data_dir=r"], "nothing is sampled in a step"),
+        (["algorithm.name=reward_model", "data.val_files=a.jsonl", "reward.functions=a.py:f"], '"reward_model": no'),
     ],
 )  # fmt: skip
 def test_a_key_without_effect_is_noted(overrides, noted):
@@ -267,6 +274,10 @@ def test_a_key_without_effect_is_noted(overrides, noted):
 
 
 def test_keys_with_an_effect_and_keys_at_their_default_are_not_noted(tmp_path):
+    judged = ["reward.functions=a.py:f", "env.name=a.py:E", "trainer.test_freq=5", "data.val_size=4"]
+    for more in (["algorithm.name=sft", "data.val_files=a.jsonl"], ["algorithm.name=distill"]):
+        assert notes(None, [*more, *judged]) == []
+    assert notes(None, ["data.train_files=a.jsonl", *judged[:2]]) == []
     assert notes(None, ["algorithm.name=grpo", "rollout.n=4", "algorithm.lam=1.0", "reward.timeout=30"]) == []
     assert notes(None, ["algorithm.clip_ratio=0.5", "algorithm.clip_ratio_high=0.6", "algorithm.gamma=0.9"]) == []
     for recipe in RECIPES:

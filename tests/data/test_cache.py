@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_long_is_named_by_file_and_line_also_after_a_move(t
 
 def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
     made = [row | {"more": 1} for row in rows(20)]
-    made[7] |= {"prompt": "{}", "reward_model": {"ground_truth": ""}, "tools": [{"name": "f"}]}
+    made[7] |= {"prompt": '{"x":1}', "reward_model": {"ground_truth": ""}, "tools": [{"name": "x"}]}
     made[9]["prompt"][0] |= {"content": "a<eos>", "name": "b"}
     file, heard = write(tmp_path / "a.jsonl", made), []
     using = tokenizer(LETTERS + '{"}: 1x')

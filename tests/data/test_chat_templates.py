@@ -9,9 +9,11 @@ from chat_templates import FAMILIES, PHI3_FIRST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation, encode_examples, encode_rows
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import Judged
+from verl_fn.data.notices import of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 
@@ -281,3 +283,17 @@ def test_arguments_of_templates_reach_what_is_learned():
     ((ids, mask),) = encode_rows([problem], made, ends)[0]
     assert made.decode(ids) == rendered("Qwen3.5", [ASKS], prompt=True, enable_thinking=False) + "5<|im_end|>"
     assert made.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "5<|im_end|>"
+
+
+def test_reasoning_that_begins_an_answer_is_not_said_to_be_unseen():
+    """R1's template leaves reasoning out of every turn, and the prompt of an answer opens it."""
+    made, _ = tokenizer("DeepSeek-R1")
+    thinks = SAYS | {"reasoning_content": "2+3 is 5"}
+    learned = [talk(ASKS, thinks), Judged((ASKS,), "", chosen=((thinks,),), rejected=((SAYS,),))]
+    unseen = [talk(ASKS, thinks | {"weight": 0}, MORE, ADDS), Problem((ASKS, thinks, MORE), "9")]
+    assert "2+3 is 5\n</think>" in rows("DeepSeek-R1", learned[0])[0][0]
+    for problem, lines in [(one, 0) for one in learned] + [(one, 1) for one in unseen]:
+        said = list(of_template([[problem]], DataConfig(), made))
+        assert len(said) == lines and all(
+            "does not see them: assistant.reasoning_content (1 rows)" in one for one in said
+        )

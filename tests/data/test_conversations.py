@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.examples import Conversation, pack_examples, pack_pairs
@@ -63,6 +65,15 @@ def test_only_what_the_assistant_says_is_learned_turn_by_turn():
     system = ({"role": "system", "content": "dd"}, *messages[:2])
     ids, mask = turn_tokens(made, system)
     assert made.decode(ids).startswith("Udd<eos>\nUab") and learned(ids, mask, made) == ["c<eos>"]
+
+
+def test_no_token_reaches_from_a_prompt_into_its_answer():
+    """As they are sampled: the model is given the whole prompt, and draws the first token of its answer."""
+    letters = {letter: i for i, letter in enumerate(["e", "b", "c", "bc", "cb"])}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [("b", "c"), ("c", "b")])))
+    assert made.encode("bcb") == [3, 1]
+    ((ids, mask), (apart, _)) = encode_parts([[("b", False), ("cb", True)], [("bc", False), ("b", True)]], made)
+    assert (ids, mask) == ([1, 4], [0.0, 1.0]) and apart == [3, 1]
 
 
 def test_one_turn_is_the_same_row_as_a_prompt_and_its_answer():

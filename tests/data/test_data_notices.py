@@ -74,6 +74,18 @@ def test_what_a_chat_template_takes_from_outside():
     assert list(of_template([[]], table, tokenizer)) == []
 
 
+def test_arguments_of_templates_beside_prompts_that_no_template_renders():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = "{{ thinking }}{{ messages[0].content }}"
+    everywhere, rows = DataConfig(chat_template_kwargs={"thinking": True}), problems("a", chat("b"), "c")
+    line = "chat_template_kwargs have no effect on {} prompts, which are strings: the chat template renders messages"
+    assert list(of_template([rows[:2], rows[2:]], everywhere, tokenizer)) == [line.format("2 of 3")]
+    assert list(of_template([rows], everywhere, tokenizer, converses=True)) == []
+    assert list(of_template([rows], DataConfig(), tokenizer)) == []
+    own = [attrs.evolve(one, chat_template_kwargs={"thinking": True}) for one in rows[:2]]
+    assert list(of_template([[*own, rows[2]]], DataConfig(), tokenizer)) == [line.format("1 of 2")]
+
+
 def test_a_batch_larger_than_the_data():
     assert lines(problems("a", "b"), train_batch_size=3) == [
         "data.train_batch_size is 3, but data.train_files has only 2 prompts: "

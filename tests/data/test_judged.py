@@ -81,9 +81,10 @@ def test_pairs_in_columns_and_in_messages(tmp_path, name):
 
 
 def test_labels_come_alone_or_from_pairs(tmp_path):
-    rows = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": 0}]
-    good, bad = read_labelled([write(tmp_path, *rows)])
-    assert (good.chosen, good.rejected, bad.chosen, bad.rejected) == (("b",), (), (), ("c",))
+    for yes, no in ((True, False), (1, 0), (1.0, 0.0)):
+        rows = [{"prompt": "a", "completion": "b", "label": yes}, {"prompt": "a", "completion": "c", "label": no}]
+        good, bad = read_labelled([write(tmp_path, *rows)])
+        assert (good.chosen, good.rejected, bad.chosen, bad.rejected) == (("b",), (), (), ("c",))
     (both,) = read_labelled([write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})])
     assert both.responses == [("b", True), ("c", False)]
 

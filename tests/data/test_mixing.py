@@ -51,6 +51,12 @@ def test_each_file_has_epochs_of_its_own(shuffle):
     assert (len({tuple(epoch) for epoch in epochs}) > 1) == shuffle == (large[:50] != large[50:100])
 
 
+def test_files_of_one_size_have_orders_of_their_own():
+    prompts = [problem.prompt.split(".") for problem in mixed((20, 20), (1.0, 1.0)).train(KEY, 0, 30)]
+    first, second = ([row for of, row in prompts if of == file] for file in "01")
+    assert first[:8] != second[:8]
+
+
 def write(file, source, lengths):
     row = {"data_source": source, "reward_model": {"ground_truth": "a"}}
     file.write_text("".join(json.dumps(row | {"prompt": "a" * n}) + "\n" for n in lengths))

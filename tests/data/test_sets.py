@@ -272,7 +272,7 @@ def test_conversations_of_sharegpt(tmp_path):
     tools = [{"name": "add", "parameters": {"type": "object"}}]
     call = {"name": "add", "arguments": {"a": 2}}
     turns = [
-        {"from": "human", "value": "2+3?"}, {"from": "function_call", "value": json.dumps(call)},
+        {"from": "human", "value": "2+3?"}, {"from": "Function_Call", "value": json.dumps(call)},
         {"from": "observation", "value": "5"}, {"from": "gpt", "value": "5", "weight": 0},
         {"role": "user", "content": "Sure?"}, {"from": "GPT", "value": "Yes"},
     ]  # fmt: skip

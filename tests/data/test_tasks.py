@@ -57,3 +57,9 @@ def test_characters_of_messages_are_named():
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     said = describe_unknown("prompt", [{"role": "user", "content": "axb"}, called], char_tokenizer("abc"))
     assert said.endswith(": it lacks 'x'")
+
+
+def test_what_follows_an_answer_costs():
+    task = TASKS["reverse"]
+    problem = Problem("abc>", "cba")
+    assert [task.score(problem, said) for said in ("cba", "cbab", "cb")] == [1.0, 0.5 * 3 / 4, 0.5 * 2 / 3]

@@ -1,5 +1,6 @@
 """What a user wrote: columns and fields that are used, reported as unused, or refused."""
 
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -421,3 +422,119 @@ def test_a_function_of_convert_makes_what_a_file_may_have(tmp_path, made, says):
 def test_a_function_of_convert_that_ends_the_process_is_named(tmp_path):
     with pytest.raises(DataError, match=r"exit of data.convert failed: SystemExit"):
         read_files([jsonl(tmp_path, LAYOUTS["samples"])], "samples", convert=[sys.exit])
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_tools_beside_a_string_that_does_not_name_them_are_not_dropped(write, learns, tmp_path):
+    texts = {"samples": {}, "answers": {"completion": "b"}, "pairs": {"chosen": "b", "rejected": "c"}}
+    row = texts.get(learns, {"completion": "b", "label": True}) | {"tools": json.dumps(TOOLS)}
+    row |= LAYOUTS["samples"] if learns == "samples" else {}
+    made, end = char_tokenizer("abcdef()"), None if learns == "samples" else 2
+    for prompt in ("fa", "a_f", "a"):
+        table = DataConfig(train_files=(write(tmp_path, row | {"prompt": prompt}),))
+        with pytest.raises(
+            DataError, match=r" (line 1|row 0): the row has tools such as 'f', and its prompt is a string"
+        ):
+            file_data(table, made, learns_from=learns, end_tokens=end)
+    table = DataConfig(train_files=(write(tmp_path, row | {"prompt": "f(a)"}),))
+    assert len(file_data(table, made, learns_from=learns, end_tokens=end).training) == 1
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path):
+    row, unused = LAYOUTS[learns], Counter()
+    rows = [row | {"enable_thinking": value} for value in (False, None, True)]
+    found = [p.chat_template_kwargs for p in read_files([write(tmp_path, *rows)], learns, unused=unused)]
+    assert found == [{"enable_thinking": False}, {}, {"enable_thinking": True}] and not +unused
+    for more in ({"enable_thinking": "no"}, {"enable_thinking": True, "chat_template_kwargs": rows[0]}):
+        with pytest.raises(
+            DataError, match=r" (line 1|row 0): enable_thinking must be true or false, and the same as in chat_temp"
+        ):
+            read_files([write(tmp_path, row | more)], learns)
+
+
+def test_a_part_of_text_with_more_than_text_is_named_by_what_it_has(tmp_path):
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    with pytest.raises(
+        DataError, match=r"message 0 of messages has a part of the type text with cache_control; noth"
+    ):
+        read_files([jsonl(tmp_path, {"messages": [{"role": "user", "content": [part]}, SAID]})], "answers")
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0)])
+def test_each_file_has_the_rows_that_its_own_columns_say(weights, tmp_path):
+    texts = {"prompt": "a", "completion": "b"}
+    files = []
+    for name, row in {"talk": LAYOUTS["answers"], "texts": texts, "verl": LAYOUTS["samples"]}.items():
+        (tmp_path / name).mkdir()
+        files.append(jsonl(tmp_path / name, row))
+    table = DataConfig(train_files=tuple(files), val_files=tuple(files[::-1]), weights=weights)
+    made = char_tokenizer("abc\n")
+    made.chat_template = CHAT_TEMPLATE
+    data = file_data(table, made, learns_from="answers", end_tokens=2)
+    assert [one.answer for one in (*data.training, *data.validation)] == ["b"] * 6
+    with pytest.raises(DataError, match=r"verl/rows\.jsonl, line 1: there is no column 'chosen'"):
+        (tmp_path / "pairs").mkdir()
+        file_data(DataConfig(train_files=(jsonl(tmp_path / "pairs", LAYOUTS["pairs"]), files[2])), made,
+                  learns_from="pairs", end_tokens=2)  # fmt: skip
+    pairs = (str(tmp_path / "pairs/rows.jsonl"), files[2])
+    data = file_data(DataConfig(val_files=pairs), made, learns_from="pairs", end_tokens=2)
+    assert [hasattr(one, "chosen") for one in data.validation] == [True, False]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_column_that_the_messages_repeat_is_no_loss(write, tmp_path):
+    system, unused = {"role": "system", "content": "Be very brief."}, Counter()
+    row = {"messages": [system, USER, SAID], "system": "Be very brief.", "history": [["a", "b"]]}
+    assert len(read_files([write(tmp_path, row)], "answers", unused=unused)) == 1
+    assert +unused == Counter(system=1, history=1)
+    for other in ({"system": "Be brief."}, {"system": "Be"}, {"history": [["a", "c"]]}):
+        with pytest.raises(DataError, match=rf"the column {next(iter(other))} is not used, so the model would not"):
+            read_files([write(tmp_path, row | other)], "answers")
+
+
+def test_a_part_of_a_long_text_may_be_in_the_prompt(tmp_path):
+    words = [f"word{i}" for i in range(100)]
+    row = LAYOUTS["samples"] | {"context": " ".join(words)}
+    for part, fits in ((words[:50], True), (words[50:], True), (words[40:60], True), (words[:7], False)):
+        prompt = [USER | {"content": f"Read: {' '.join(part)} ..."}]
+        with contextlib.nullcontext() if fits else pytest.raises(DataError, match="the prompt has nothing of it"):
+            read_files([jsonl(tmp_path, row | {"prompt": prompt})], "samples")
+
+
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_texts_are_no_weights(learns, tmp_path):
+    row, unused = LAYOUTS[learns], Counter()
+    assert read_files([jsonl(tmp_path, row | {"weight": "70 kg", "train": "train"})], learns, unused=unused)
+    assert +unused == Counter(weight=1, train=1)
+    for name, value in {"weight": "0.5", "train": "False", "loss": "-1e-3"}.items():
+        with pytest.raises(
+            DataError, match=rf"the column {name} has '{value}', and rows have no weights of their own"
+        ):
+            read_files([jsonl(tmp_path, row | {name: value})], learns)
+    talk = {"messages": [USER | {"label": "safe"}, SAID | {"label": "safe"}]}
+    assert read_files([jsonl(tmp_path, talk)], "answers")[0].messages[1]["label"] == "safe"
+    for value in (0, "0", [0, 1], True):
+        with pytest.raises(DataError, match="message 1 of messages has the field label, which is not understood"):
+            read_files([jsonl(tmp_path, {"messages": [USER, SAID | {"label": value}]})], "answers")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_mark"),
+    [
+        ("How does the <video> tag work?", False),
+        ("What is `<image>`, or `<audio>`?", False),
+        ("<video>a</video>", False),
+        ("<video>\nWhat happens?", True),
+        ("What happens?\n<audio>", True),
+        ("See <image> here.", True),
+        ("a <|video|> b <|image_pad|>", True),
+        ("a <video_pad> b", True),
+    ],
+)
+def test_tags_of_html_are_text_and_marks_of_media_are_not(text, is_mark, tmp_path):
+    file = jsonl(tmp_path, {"messages": [USER | {"content": text}, SAID]})
+    with pytest.raises(DataError, match="of an image, video or sound") if is_mark else contextlib.nullcontext():
+        read_files([file], "answers")

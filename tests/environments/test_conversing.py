@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import threading
 import time
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -25,7 +26,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.processes import EnvError, Failure, Opening
-from verl_fn.environments.rendering import Renderer, TemplateArguments
+from verl_fn.environments.rendering import Conversation, Renderer, TemplateArguments, TokenRow
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.steps import counts_of, ledger
@@ -122,6 +123,11 @@ def test_a_template_that_rewrites_replies_makes_rows():
     assert report["rollout/rows_learned"] == 4 and report["env/turns/mean"] == 2.0
 
 
+def test_only_the_last_row_of_a_conversation_that_is_cut_off_has_no_end():
+    samples, _, _ = play(script(ab=user("ab")), {"ab\n?\n": ids("gggg")}, template=FORGETFUL, reply=4)
+    assert [(s.finish_reason, s.outcome.reason) for s in samples] == [("stop", "length"), ("length", "length")]
+
+
 @pytest.mark.parametrize(
     ("reason", "results", "options"),
     [
@@ -146,6 +152,7 @@ def test_every_conversation_ends_for_a_reason_and_the_ledger_closes(reason, resu
         samples, _, problems = play(results, replies, ("ab", "ba"), **({"reply": 8} | options))
     assert [s.outcome.reason for s in samples] == [reason, "done"]
     assert [s.outcome.score for s in samples] == [0.0, 1.0]
+    assert reason != "turn_limit" or samples[0].outcome.turns == 2
     assert (samples[0].finish_reason == "length") == (reason == "length")
     assert all(len(s.prompt) + len(s.tokens) <= 4 + options.get("room", 40) for s in samples)
     again = unpack(pack(samples))
@@ -325,6 +332,42 @@ def test_texts_are_continued_as_whole_conversations_are_rendered():
         whole = renderer._by_tokens(said, user(answer))
         assert renderer.continuation(said, user(answer)) == whole == renderer._by_text(said, user(answer))
         said += user(answer)
+
+
+def test_each_conversation_has_a_seed_of_its_own_for_all_its_turns():
+    seen = []
+
+    def environment(jobs):
+        seen.append({job.number: job.seed for job in jobs})
+        return [Done(1.0, 1.0) if len(job.replies) > 1 else user("ab") for job in jobs]
+
+    for _ in range(2):
+        play(environment, {}, ("ab", "ba"), n=2)
+    assert len(set(seen[0].values())) == 4 and seen == [seen[0]] * 6
+
+
+def test_a_row_keeps_near_ties_experts_and_uncut_log_probs_of_all_its_replies():
+    def sample(size, ties, *experts):
+        zeros = torch.zeros(size)
+        routed = torch.tensor(experts).reshape(-1, 1, 1)
+        return SimpleNamespace(tokens=zeros, log_probs=zeros, full_log_probs=None, mask=zeros, versions=zeros,
+                               near_ties=ties, routed_experts=routed)  # fmt: skip
+
+    row = TokenRow([4])
+    row.draw(sample(2, 1, 10, 11, 99))
+    row.write([5], version=0)
+    # What the engine computes again of the first three tokens, it may send to other experts.
+    row.draw(sample(1, 2, 20, 21, 22, 23, 99))
+    row.parts[0] = (row.parts[0][0], torch.tensor([-0.5, -0.25]), torch.tensor([-1.0, -2.0]), *row.parts[0][3:])
+    (request,) = requests_for([[4]], Sampling(8, top_k=2), Key.from_seed(0))
+    whole = Conversation(0, attrs.evolve(request, problem={}), 0, 0, rows=[row], reason="done").samples(0)[0]
+    assert whole.log_probs.tolist() == [-0.5, -0.25, 0.0, 0.0] and whole.full_log_probs.tolist() == [
+        -1.0,
+        -2.0,
+        0.0,
+        0.0,
+    ]
+    assert row.near_ties == 3 and row.routes().flatten().tolist() == [10, 11, 22, 23, 23]
 
 
 def test_requests_without_a_problem_obey_the_laws_of_engines():

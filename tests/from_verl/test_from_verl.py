@@ -565,6 +565,15 @@ def test_the_schedule_of_an_actor_that_learns_late_is_verls(late, warmup):
     assert rates == pytest.approx([verls_rate(step, 20, warmup, 1e-6, 0.1) for step in range(learns)])
 
 
+@pytest.mark.parametrize(("late", "complete"), [(0, True), (1, True), (2, False)])
+def test_an_actor_that_waits_without_a_critic_is_refused(late, complete):
+    """verl's actor learns from step ``critic_warmup`` on, whether there is a critic or not."""
+    found = translated(f"{GRPO_LORA} trainer.critic_warmup={late}")
+    assert found.complete == complete
+    assert complete or "learns from step 2 on, also without a critic; set it to 0" in " ".join(found.not_possible)
+    assert translated(f"{PPO} trainer.critic_warmup={late}").complete
+
+
 def test_megatrons_optimizer_leaves_biases_and_norms_out_of_weight_decay():
     tensors = {"norm.weight": torch.zeros(3), "q.bias": torch.zeros(3), "q.weight": torch.zeros(3, 3)}
     for line, decayed in ((MEGATRON, {"q.weight"}), (PPO, set(tensors))):

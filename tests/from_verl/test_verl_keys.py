@@ -33,6 +33,18 @@ SAME_TABLE = {
 }  # fmt: skip
 
 
+# Without these, the keys have no effect here.
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
+DRAWN, HELD_OUT = (
+    {f"{VALIDATION}.do_sample": True, f"{VALIDATION}.temperature": 0.5},
+    {"data.val_files": ["v.parquet"]},
+)
+NEEDS = {
+    **dict.fromkeys((f"{VALIDATION}.top_k", f"{VALIDATION}.top_p"), DRAWN),
+    **dict.fromkeys(("trainer.test_freq", "data.val_max_samples"), HELD_OUT),
+}
+
+
 @cache
 def defaults(kind):
     """Returns verl's keys with their defaults, references replaced."""
@@ -91,9 +103,10 @@ def test_another_value_of_each_key_is_translated_without_effect_or_refused(kind)
         lines = translated(kind, {key: changed[key]}).not_possible
         assert len(lines) == 1 and key in lines[0], key
     for key in set(moved) - set(before.get("translated", ())):
-        translation = translated(kind, {key: changed[key]})
+        needs = NEEDS.get(key, {})
+        translation, beside = translated(kind, needs | {key: changed[key]}), translated(kind, needs)
         assert translation.complete and any(key in line for line in translation.translated), key
-        assert (translation.table != plain.table) is (key not in SAME_TABLE), key
+        assert (translation.table != beside.table) is (key not in SAME_TABLE), key
 
 
 def test_what_backends_and_engines_refuse_is_refused():

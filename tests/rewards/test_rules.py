@@ -50,6 +50,12 @@ def test_made_tasks_give_their_own_score_and_nothing_to_what_did_not_end():
     assert rule(problem, "cba", False) == {"score": 0.0, "acc": 0.0, "pred": "cba"}
 
 
+def test_geometry_pays_for_thoughts_before_a_wrong_box_too():
+    rule, problem = rule_for("hiyouga/geometry3k"), Problem("<image>Find x.", "3")
+    scores = [rule(problem, text, True)["score"] for text in (r"<think>a</think> \boxed{4}", r"\boxed{3}", "3")]
+    assert scores == [0.1, 0.9, 0.0]
+
+
 def test_each_answer_is_judged_by_its_own_source():
     answers = [
         Answer(Problem("2,3,6>", "2*3", data_source="countdown"), "3*2"),

@@ -49,6 +49,14 @@ def test_each_source_has_its_own_metrics_and_every_answer_its_row():
     assert {a["response"] for a in answers} == {"b"}
 
 
+def test_problems_count_in_the_accuracy_if_all_their_answers_have_one():
+    problems = [Problem("a", "b", id=i, data_source="x") for i in (0, 1)]
+    batch = scored(2, [1.0, float("nan"), 0.0, 1.0], score=[1.0, 1.0, 0.0, 1.0])
+    report, answers = evaluation_of(batch, problems, char_tokenizer("ab"), [2])
+    assert report["val-core/x/acc/mean@2"] == 0.5 and report["val-aux/x/acc/count"] == 1.0
+    assert report["val-aux/x/reward/mean@2"] == 0.75 and [a["acc"] for a in answers] == [1.0, None, 0.0, 1.0]
+
+
 def test_without_acc_or_with_one_answer_there_is_no_pass_at_k():
     problems = [Problem("a", "b", data_source="x")]
     alone, _ = evaluation_of(scored(1, [1.0]), problems, char_tokenizer("ab"), [2])

@@ -1,16 +1,40 @@
 """Losses on held-out rows of algorithms that learn from given answers, against the model's own log-probabilities."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from run_configs import tiny_run
 from transformers import AutoModelForCausalLM
 
-from verl_fn.backends.hf.new_model import new_model
+from verl_fn.algorithms.judged import DPOState, dpo
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+from verl_fn.config import DPO
+from verl_fn.data.judged import Judged
 from verl_fn.runs.evaluate import evaluation_line
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.state import Key, TokenOutputs
+
+
+def test_a_labelled_response_has_gained_if_it_is_above_the_reference_point():
+    """Each token gains 2 nats, so responses of 2 and 4 tokens gain 4 and 8, and the reference point is 6."""
+
+    def role(logprob):
+        def forward(params, batch, needs):
+            return TokenOutputs({"logprobs": torch.full((batch.num_tokens,), logprob)})
+
+        return SimpleNamespace(forward=forward)
+
+    trainers = {"actor": role(-1.0), "reference": role(-3.0)}
+    w = SimpleNamespace(trainers=trainers, tokenizer=char_tokenizer("ab"), end_tokens=(2,), get=lambda value: value)
+    state = DPOState(SimpleNamespace(params=None), SimpleNamespace(params=None), Key.from_seed(0), 0)
+    for good, right in (("b", 0.0), ("bbb", 1.0)):
+        other = "bbb" if good == "b" else "b"
+        known = [Judged("a", "", 0, "s", chosen=(good,)), Judged("aa", "", 1, "s", rejected=(other,))]
+        report = dpo(DPO(loss_type="kto")).evaluate(state, known, w)
+        assert report["val-aux/s/label_acc/mean@1"] == right
 
 
 def talk(*contents):

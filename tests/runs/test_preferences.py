@@ -1,6 +1,7 @@
 """Runs that learn from preferences: two steps of every loss, resume, evaluation, files, and what cannot be used."""
 
 import json
+import shutil
 
 import pytest
 from run_configs import tiny_run
@@ -121,6 +122,37 @@ def test_options_of_other_losses_are_reported(capsys):
     assert 'rollout.n has no effect with algorithm.name = "dpo"' in notes
     assert main(["config", "algorithm.name=reward_model", "critic.optim.lr=1e-3"]) == 0
     assert 'critic.optim.lr has no effect with algorithm.name = "reward_model"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_the_limit_of_sampled_answers_counts_only_if_some_are_sampled(name, tiny, tmp_path):
+    """The tiny model has 256 positions, and no row of the data has as many."""
+    rows = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]}, pair()]
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    file = write(tmp_path / "rows.jsonl", rows[name != "sft"])
+    files = [f"data.train_files={file}", f"data.val_files={file}", "data.max_response_length=256"]
+    prepare(plan(model, tmp_path / "run", name, *files), silent)
+    judged = [*files, "reward.functions=verl_fn.scores:exact"]
+    if name == "reward_model":
+        prepare(plan(model, tmp_path / "run", name, *judged), silent)
+        return
+    with pytest.raises(
+        ConfigError, match=r"tokens \(prompt and data.max_response_length\), but .* has only 256 positions"
+    ):
+        prepare(plan(model, tmp_path / "run", name, *judged), silent)
+
+
+def test_held_out_prompts_of_a_reward_model_are_refused_before_a_step(tiny, tmp_path):
+    asked = {"prompt": "ab>", "data_source": "reverse", "reward_model": {"ground_truth": "ba"}}
+    pairs, prompts = (write(tmp_path / f"{i}.jsonl", row) for i, row in enumerate((pair(data_source="x"), asked)))
+    files = [f"data.train_files={pairs}", f'data.val_files=["{pairs}", "{prompts}"]']
+    with pytest.raises(ConfigError, match=r"1\.jsonl, line 1 has no responses chosen and rejected, and reward_m"):
+        prepare(plan(tiny, tmp_path / "run", "reward_model", *files), silent)
+    prepare(plan(tiny, tmp_path / "run", "dpo", *files), silent)
+    prepare(plan(tiny, tmp_path / "run", "reward_model", *files, "data.val_size=1"), silent)
 
 
 def test_held_out_rows_without_a_rule_do_not_keep_others_from_being_sampled(tiny, tmp_path):

@@ -53,7 +53,9 @@ def test_equal_probabilities_change_nothing(masks, seed):
     batch = batch.with_tokens(rollout_log_probs=batch["old_log_probs"])
     mask = batch["response_mask"].bool()
     for level in ("token", "sequence", "geometric"):
-        assert torch.equal(importance_weights(batch, level)[mask], torch.ones(int(mask.sum()), dtype=torch.float64))
+        for bounds in ({}, {"low": 1.0, "high": 1.0, "outside": "mask"}):
+            weights = importance_weights(batch, level, **bounds)[mask]
+            assert torch.equal(weights, torch.ones(int(mask.sum()), dtype=torch.float64))
     if mask.any():
         measured = numbers(rollout_gap(batch))
         # The probabilities of a single token have no correlation.

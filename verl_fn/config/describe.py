@@ -196,9 +196,29 @@ def _reasons(cfg: Config) -> Iterator[tuple[str, str]]:
     yield from dict.fromkeys(elsewhere(chosen), f'with algorithm.name = "{cfg.algorithm.name}"').items()
     used = completed(cfg)
     yield from _unmet(used, "", used)
+    yield from _of_answers(cfg)
     roles = role_names(cfg)
     if absent := [role for role in cfg.ray.separate if role not in roles]:
         yield "ray.separate", f"for {' and '.join(absent)}: this run trains with {', '.join(roles)}"
+
+
+def _of_answers(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yields the keys about answers and their evaluation in a run that samples or evaluates none."""
+    outline, lacking = cfg.algorithm.outline, "" if cfg.data.val_files else " without data.val_files"
+    evaluates = bool(cfg.data.val_files) or not cfg.data.train_files
+    actor = outline.roles.get("actor")
+    answers = evaluates and actor is not None and actor.head == "lm"
+    if not evaluates:
+        yield from dict.fromkeys(("trainer.test_freq", "data.val_size"), lacking.strip()).items()
+    this, samples = f'with algorithm.name = "{cfg.algorithm.name}"', outline.learns_from == "samples"
+    if not samples:
+        yield "trainer.rollout_data_dir", f"{this}: nothing is sampled in a step"
+    if not answers:
+        yield "rollout.val_kwargs", f"{this}{lacking}: no held-out prompt is answered"
+    if not answers and not samples:
+        yield "env", f"{this}{lacking}: nothing is sampled"
+    if not answers and not (samples and outline.needs_reward):
+        yield "reward", f"{this}{lacking}: no answer is scored"
 
 
 def _unmet(table: Any, prefix: str, cfg: Config) -> Iterator[tuple[str, str]]:

@@ -52,6 +52,7 @@ COLOCATED, OVER_RAY = given("placement", "colocated"), unless("driver.kind", "lo
 SAMPLING = provided(
     lambda o, cfg: cfg.algorithm.outline.learns_from == "samples", 'with algorithm.name = "{cfg.algorithm.name}"'
 )
+DRAWN = unless("temperature", 0.0)
 WANDB = provided(lambda o, cfg: "wandb" in o.logger, "without wandb in trainer.logger")
 IS_READ = provided(lambda o, cfg: o.is_read, "without data.train_files")
 FROM_FILES = provided(lambda o, cfg: o.from_files, "without data.train_files")
@@ -71,8 +72,8 @@ class ValConfig:
 
     n: int = opt(1, "responses per held-out prompt; above 1 adds best@N, maj@N and pass@k", ge(1))
     temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0), le(MOST))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
-    top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some, when=DRAWN)
+    top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1), when=DRAWN)
 
     def __attrs_post_init__(self) -> None:
         if self.n > 1 and self.temperature == 0:
@@ -132,7 +133,10 @@ class RolloutConfig:
         "with them",
     )
     max_restarts: int = opt(
-        3, "restarts of an engine over Ray that dies or hangs and answers nothing in between; 0 ends the run", ge(0)
+        3,
+        "restarts of an engine that dies or hangs and answers nothing meanwhile; 0 ends the run",
+        ge(0),
+        when=OVER_RAY,
     )
     tensor_parallel_size: int = opt(1, "GPUs that share a model, for engines placed apart", ge(1), le(64), when=VLLM)
     gpu_memory_utilization: float | None = opt(

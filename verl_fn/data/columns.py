@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
-from verl_fn.data.entries import is_filled, is_media
+from verl_fn.data.entries import is_filled, is_media, is_text
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
 from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
 
@@ -29,7 +29,12 @@ _LIKE_MARKS = re.compile(
     re.IGNORECASE,
 )
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
-_MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
+# A tag of HTML within a sentence, or in backticks, is text.
+_MEDIA_MARK = re.compile(
+    r"<\|?(image|video|audio)_pad\|?>|<\|(image|video|audio)\|?>|(?<!`)<image>|<start_of_image>|<\|vision_start\|>"
+    r"|^<(video|audio)>|<(video|audio)>$",
+    re.MULTILINE,
+)
 _NO_MEDIA = (
     "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
 )
@@ -85,7 +90,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
 
 
 EXACT = 2**53  # from here on, neighbouring whole numbers are the same float
-OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", *COLUMNS)
+THINKING = "enable_thinking"
+OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", THINKING, *COLUMNS)
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
@@ -258,19 +264,26 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
 
 
 def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
-    """Returns the ``chat_template_kwargs`` of a row.
+    """Returns the ``chat_template_kwargs`` of a row, with its ``enable_thinking``: a column of verl's for answers.
 
     Raises:
-        DataError: they are no mapping, or name something that the run decides.
+        DataError: they are no mapping, or name something that the run decides; or the column is neither true nor
+            false, or another value than theirs.
 
     Example:
         >>> template_kwargs_of("a.jsonl, line 1", {"chat_template_kwargs": {"enable_thinking": False}})
         {'enable_thinking': False}
     """
-    if (kwargs := row.get("chat_template_kwargs")) is None:
-        return {}
+    kwargs = {} if row.get("chat_template_kwargs") is None else row["chat_template_kwargs"]
     if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
+    if (thinks := row.get(THINKING)) is not None:
+        if thinks not in (0, 1) or kwargs.get(THINKING) not in (None, thinks):
+            raise DataError(
+                f"{place}: {THINKING} must be true or false, and the same as in chat_template_kwargs if it is there, "
+                f"not {thinks!r:.40}"
+            )
+        kwargs = kwargs | {THINKING: bool(thinks)}
     if taken := sorted(TAKEN_BY_TEMPLATES & kwargs.keys()):
         raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
     # Parquet gives each row all keys of the column.
@@ -372,7 +385,7 @@ def _check_marks(place: str, text: str, what: str) -> None:
 def _check_weights(place: str, message: Mapping[str, Any]) -> None:
     for name, value in message.items():
         if name not in MARKS:
-            if _LIKE_MARKS.search(name):
+            if _LIKE_MARKS.search(name) and not is_text(value):
                 raise DataError(
                     f"{place} has the field {name}, which is not understood; mark a turn that is not learned with "
                     '"weight": 0, and remove other fields of this kind'

@@ -104,11 +104,12 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    role = SHAREGPT.get(str(speaker).lower())
+    named = str(speaker).lower()
+    role = SHAREGPT.get(named)
     if role is None:
         raise ValueError(f"a turn is of {speaker!r}, and the known speakers are {', '.join(SHAREGPT)}")
     others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
-    if speaker != "function_call":
+    if named != "function_call":
         return {"role": role, "content": text} | others
     calls = parsed(text)
     calls = calls if isinstance(calls, list) else [calls]

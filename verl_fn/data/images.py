@@ -184,6 +184,9 @@ def _part(place: str, part: Any) -> str:
         return str(held.get("text", ""))
     if kind == "image" and held.keys() <= {"text"}:
         return MARK
+    if kind == "text":
+        more = ", ".join(sorted(held.keys() - {"text"}))
+        raise DataError(f"{place} has a part of the type text with {more}; nothing but text is read of such a part")
     if kind == "image":
         raise DataError(f"{place} holds its image in {', '.join(sorted(held))}; write it into the column images")
     raise DataError(f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read")

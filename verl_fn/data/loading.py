@@ -91,28 +91,32 @@ def kinds_of(
     file of pairs gives two labelled responses a row.
 
     Args:
-        files: the files, in order; the columns of the first one say what all of them hold.
+        files: each has the kind that its own columns say.
         convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
 
     Raises:
         DataError: a data set cannot be read, or a function fails on the first row.
     """
-    columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
-    kind = problem_rows(prompt_key, OF_ANSWERS if learns_from == "answers" else "")
-    if learns_from == "answers" and MESSAGES in columns:
-        kind = conversation_rows(prompt_key)
-    elif learns_from == "answers" and COMPLETION in columns and not {"reward_model", "label"} & columns:
-        kind = completion_rows(prompt_key)
-    elif learns_from in ("pairs", "labels"):
-        judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
-        if not held_out or judged or "reward_model" not in columns:
-            pairs, labelled = pair_rows(prompt_key), labelled_rows(prompt_key)
-            if learns_from == "pairs":
-                kind = pairs
-            else:
-                own = [set(entry_columns(file, convert)) for file in files]
-                return tuple(pairs if set(PAIR_COLUMNS) <= names else labelled for names in own)
-    return (kind,) * len(files)
+    return tuple(_kind_of(file, learns_from, prompt_key, held_out, convert) for file in files)
+
+
+def _kind_of(
+    file: Entry, learns_from: LearnsFrom, prompt_key: str, held_out: bool, convert: Sequence[Convert]
+) -> Kind:
+    if learns_from == "samples":
+        return problem_rows(prompt_key)
+    columns = set(entry_columns(file, convert))
+    if learns_from == "answers":
+        if MESSAGES in columns:
+            return conversation_rows(prompt_key)
+        if COMPLETION in columns and not {"reward_model", "label"} & columns:
+            return completion_rows(prompt_key)
+        return problem_rows(prompt_key, OF_ANSWERS)
+    pairs = set(PAIR_COLUMNS) <= columns
+    judged = pairs or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
+    if held_out and not judged and "reward_model" in columns:
+        return problem_rows(prompt_key)
+    return pair_rows(prompt_key) if pairs or learns_from == "pairs" else labelled_rows(prompt_key)
 
 
 def read_files(
@@ -213,8 +217,7 @@ def file_data(
         return _streamed(table, encoder, held_out, learns_from, say)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
-    of_each = [kind for file in table.train_files for kind in kinds([file])] if weights else kinds(table.train_files)
-    found = encoded_files(table.train_files, attrs.evolve(encoder, kinds=of_each), table.convert)
+    found = encoded_files(table.train_files, attrs.evolve(encoder, kinds=kinds(table.train_files)), table.convert)
     _report_unused("data.train_files", found.unused, learns_from, say)
     training = short_enough("data.train_files", found, table, say, each=bool(weights))
     validation = short_enough("data.val_files", held_out, table, say)

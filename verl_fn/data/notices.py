@@ -16,13 +16,15 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS
-from verl_fn.data.files import describe_unknown, has_unknown, label_of
-from verl_fn.data.rendering import Message, in_parts, token_ids
+from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.files import describe_unknown, has_unknown, label_of, loses
+from verl_fn.data.rendering import REASONING, Message, in_parts, opens_reasoning, token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED = (1 << bit for bit in range(10))
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED, TEXT = (
+    1 << bit for bit in range(11)
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -59,7 +61,8 @@ class Traits:
         flags: bits: ``JSON`` for a prompt that is JSON, ``EMPTY`` for an empty answer, ``SPECIAL`` and
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
             its images, ``BEGUN`` for a prompt that ends with a turn of the assistant, ``GOOD`` and ``BAD`` for
-            responses that are labelled so, ``REPEATED`` for responses that begin with the last text of the prompt.
+            responses that are labelled so, ``REPEATED`` for responses that begin with the last text of the prompt,
+            ``TEXT`` for a prompt that no template renders.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -166,6 +169,7 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= GOOD if getattr(problem, "chosen", ()) else 0
     flags |= BAD if getattr(problem, "rejected", ()) else 0
     flags |= REPEATED if _is_repeated(problem) else 0
+    flags |= TEXT if isinstance(problem.prompt, str) else 0
     if special is not None:
         flags |= SPECIAL if any(map(special.search, _texts(problem))) else 0
         flags |= SPECIAL_ANSWER if any(map(special.search, _answers(problem))) else 0
@@ -304,10 +308,10 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
 
 def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
     """Returns the problems whose ground truth has characters that the tokenizer does not know."""
-    if tokenizer is None or tokenizer.unk_token_id is None:
+    if tokenizer is None or not loses(tokenizer):
         return []
     ids = token_ids([one.answer for one in problems], tokenizer)
-    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
+    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer, one.answer)]
 
 
 class _Read(dict[str, Any]):
@@ -369,18 +373,34 @@ def _unread(problems: Sequence[Problem], traits: Traits, tokenizer: Any) -> Coun
                 texts = [(seen[: i + 1], not said[i]) for i in range(len(seen)) if said[i] or i == len(seen) - 1]
                 try:
                     chat_texts(tokenizer, texts, problem.tools, problem.chat_template_kwargs)
+                    read |= _thought(problem, messages, tokenizer)
                 except ModelError:
                     read.update(group.fields)  # it may fail at any of them, and is an error later
         unread.update(dict.fromkeys(set(group.fields) - read, len(places)))
     return unread
 
 
-def of_template(known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer: Any) -> Iterator[str]:
+def _thought(problem: Problem, messages: Sequence[Message], tokenizer: Any) -> set[str]:
+    """Returns the fields whose reasoning begins an answer to learn, behind a tag that its prompt opens."""
+    if not hasattr(problem, "messages") and not hasattr(problem, "chosen"):
+        return set()
+    turns = learned_turns(messages, 0 if hasattr(problem, "messages") else len(problem.prompt))
+    fields = {i: {f"assistant.{name}" for name in REASONING if messages[i].get(name)} for i in turns}
+    asked = [(messages[: i + said], not said) for i in turns for said in (0, 1)] if any(fields.values()) else []
+    texts = chat_texts(tokenizer, asked, problem.tools, problem.chat_template_kwargs)
+    pairs = zip(turns, texts[::2], texts[1::2], strict=False)
+    return {name for i, before, after in pairs if opens_reasoning(before, after) for name in fields[i]}
+
+
+def of_template(
+    known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer: Any, *, converses: bool = False
+) -> Iterator[str]:
     """Yields a line if the chat template prints the date, and for what it does not show of arguments and messages.
 
     Args:
         known: problems for training, and others; their rows may have arguments of their own.
         tokenizer: the model's tokenizer, with the run's arguments.
+        converses: whether an environment makes messages of all prompts.
     """
     if prints_date(tokenizer):
         yield (
@@ -392,6 +412,14 @@ def of_template(known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer
     for name in sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)}):
         if not re.search(rf"\b{re.escape(name)}\b", text):
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
+    everywhere = bool(table.chat_template_kwargs)
+    asked = sum(count for group, count in groups if everywhere or group.arguments)
+    plain = joined([one[(one.flags & TEXT) != 0] for one in traits]).rows_of()
+    if not converses and (lost := sum(count for group, count in plain if everywhere or group.arguments)):
+        yield (
+            f"chat_template_kwargs have no effect on {lost} of {asked} prompts, which are strings: the chat template "
+            "renders messages"
+        )
     if not text:
         return
     if unread := sum((_unread(*one, tokenizer) for one in zip(known, traits, strict=True)), Counter[str]()):

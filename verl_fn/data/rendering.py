@@ -202,7 +202,7 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
     """Returns what the model writes after the prompt ``before``, of the template's text of the turn ``after``."""
     if after.startswith(before):
         return after[len(before) :]
-    opened = _OPENED.search(before)
+    opened = opens_reasoning(before, after)
     if opened is None or not after.startswith(before[: opened.start()]):
         raise DataError(
             f"the chat template begins message {number} otherwise than the prompt of an answer "
@@ -214,6 +214,11 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
     thought = next((message[name] for name in REASONING if message.get(name)), within)
     answer = after[opened.start() :]
     return f"{thought.strip()}{line}{close}{line}{line}{answer.rpartition(close)[2].lstrip(line)}"
+
+
+def opens_reasoning(before: str, after: str) -> re.Match[str] | None:
+    """Returns the tag that the prompt of an answer opens and the template's text of the turn lacks, or None."""
+    return None if after.startswith(before) else _OPENED.search(before)
 
 
 def _ended(text: str, ends: Sequence[str], number: int) -> str:
@@ -239,9 +244,8 @@ def _check_seen(
     """Raises DataError unless a prompt shows its tools and what ``check_shown`` looks at."""
     said = _json(messages)
     for place, tool in enumerate(tools):
-        # A tool's name may also be a word of the conversation, or a part of another tool's.
-        name = re.compile(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])")
-        if len(name.findall(text)) > len(name.findall(said)):
+        # A tool's name may also be a word of the conversation.
+        if times_named(tool, text) > times_named(tool, said):
             continue
         others = (*tools[:place], *tools[place + 1 :])
         without = chat_texts(tokenizer, [(messages, True)], others, problem.chat_template_kwargs)[0]
@@ -388,6 +392,11 @@ def _otherwise(call: Message) -> Message:
     text = isinstance(inner["arguments"], str)
     changed = {**inner, "arguments": '{"other": "value"}' if text else {"other": "value"}}
     return {**call, "function": changed} if "function" in call else changed
+
+
+def times_named(tool: Message, text: str) -> int:
+    """Returns how often a text has the name of a tool, other than as a part of another tool's."""
+    return len(re.findall(rf"(?<![\w.-]){re.escape(name_of(tool))}(?![\w-])", text))
 
 
 def name_of(function: Message) -> str:

@@ -195,15 +195,18 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
     updates = 1
     if not settings.sft:
         updates = values[ACTOR + "ppo_epochs"] * -(-batch // min(batch, values[ACTOR + "ppo_mini_batch_size"]))
-    late = 0
+    late, uses_critic = 0, values.get("algorithm.adv_estimator") == "gae"
     if not settings.sft:
         # verl counts steps from 1, and updates the actor from step critic_warmup on.
         late = max(0, (first := values["trainer.critic_warmup"]) - 1)
         remark = f"verl's actor learns from step {first} on" if first else ""
-        yield Move(("trainer.critic_warmup",), "algorithm.critic_warmup", late, remark)
+        if late and not uses_critic:
+            yield Move(("trainer.critic_warmup",), problem=f"{remark}, also without a critic; set it to 0")
+        else:
+            yield Move(("trainer.critic_warmup",), "algorithm.critic_warmup", late, remark)
     for verl, ours in [*ROLES.items()][: 1 if settings.sft else 2]:
         yield from _schedule(values, verl + "optim.", ours + ".optim.", steps or 0, updates)
-        after = late if verl == ACTOR and values.get("algorithm.adv_estimator") == "gae" else 0
+        after = late if verl == ACTOR and uses_critic else 0
         yield from _decay(values, verl + "optim.", ours + ".optim.", steps or 0, updates, after)
 
 

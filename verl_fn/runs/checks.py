@@ -40,7 +40,7 @@ from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.plan import check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import COMPLETION, Conversation
-from verl_fn.data.files import FileData, encode_prompts
+from verl_fn.data.files import FileData, encode_prompts, label_of
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.notices import IMAGES, TOOLS, Traits, traits_of
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
@@ -78,6 +78,7 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
             "eval_dataset"
         )
     _check_rules(plan, source, tokenizer)
+    _check_pairs(plan, source)
     _check_tools(plan, source, tokenizer)
     _check_images(plan, source, tokenizer)
     check_other_models(plan, tokenizer)
@@ -114,7 +115,7 @@ class RowLengths:
     """The lengths of the longest rows of a run in tokens.
 
     Attributes:
-        sampled: of a row that is sampled.
+        sampled: of a row that is sampled; 0 in a run that samples none.
         trained: of a row that is trained on.
         together: of the rows that are trained on together, such as a pair.
         padded: of these rows if each is as long as the longest of them.
@@ -145,17 +146,20 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
             )
     # An environment begins conversations with messages of its own.
     opening = data.max_prompt_length if plan.env.name else prompt
-    sampled = opening + data.max_response_length
+    answered = opening + data.max_response_length
     if plan.learns_from == "samples":
-        return RowLengths(sampled, sampled, sampled, sampled, "a row: prompt and data.max_response_length")
+        return RowLengths(answered, answered, answered, answered, "a row: prompt and data.max_response_length")
+    # vLLM makes room for such rows before it gets any.
+    if plan.rollout.name == "sampler" and not sampled(plan, source.held_out(data.val_size)):
+        answered = 0
     # What the data holds is not limited by data.max_response_length.
     trained = (
         prompt + source.max_answer + 1 if isinstance(source, Task | TaskPairs) else getattr(source, "max_row", 0)
     )
     if plan.learns_from != "pairs":
-        return RowLengths(sampled, trained, trained, trained, "a row: prompt, answer and end token")
+        return RowLengths(answered, trained, trained, trained, "a row: prompt, answer and end token")
     together = 2 * trained if isinstance(source, TaskPairs) else getattr(source, "max_group", 0)
-    return RowLengths(sampled, trained, together, 2 * trained, "a pair: twice prompt, response and end token")
+    return RowLengths(answered, trained, together, 2 * trained, "a pair: twice prompt, response and end token")
 
 
 def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
@@ -267,6 +271,17 @@ def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
     by_rules([Answer(problem, "") for problem in sampled(plan, held_out)])
     if plan.needs_reward:
         by_rules([Answer(source.training[i], "") for i in _with_rules(traits_of(source.training, tokenizer))])
+
+
+def _check_pairs(plan: Plan, source: Source) -> None:
+    """Checks that held-out rows of a model that gives no answers hold pairs; others could not be evaluated."""
+    if plan.roles["actor"].head == "lm" or plan.learns_from != "pairs" or not isinstance(source, FileData):
+        return
+    if others := [one for one in source.held_out(plan.data.val_size) if not isinstance(one, Judged)]:
+        raise ConfigError(
+            f"data.val_files: {label_of(others[0])} has no responses chosen and rejected, and {plan.algorithm} "
+            "answers no prompts; name files of pairs"
+        )
 
 
 def _with_rules(traits: Traits) -> list[int]:

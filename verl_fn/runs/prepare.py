@@ -171,7 +171,7 @@ def _of_models(plan: Plan) -> Iterator[str]:
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
-    yield from of_template(known, plan.data, tokenizer)
+    yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
