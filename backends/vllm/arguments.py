@@ -218,8 +218,8 @@ def corrections(config: Any) -> dict[str, Any]:
     """Returns fields of a text model's config that make vLLM compute what transformers computes.
 
     Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
-    their position in Ministral 3 under another name. Its models with latent keys read all of it. Layers get a window that
-    the config turns off in models that vLLM takes from transformers, and in all models if no layer has one.
+    their position in Ministral 3 under another name. Its models with latent keys read all of it. Layers get a window
+    that the config turns off in models that vLLM takes from transformers, and in all models if no layer has one.
 
     Source:
         vllm-project/vllm#49795, of a window that no layer has.

@@ -41,6 +41,9 @@ def folder():
     if arch == "glm4_moe":
         sizes |= {"head_dim": 32, "vocab_size": 12, "moe_intermediate_size": 32, "n_shared_experts": 1}
         return tiny_folder(arch, tempfile.mkdtemp(), **sizes)
+    if arch == "vaultgemma":
+        sizes |= {"head_dim": 32, "vocab_size": 12, "sliding_window": 4, "layer_types": ["full_attention"] * 4}
+        return tiny_folder(arch, tempfile.mkdtemp(), **sizes, final_logit_softcapping=2.0)
     return new_model(tempfile.mkdtemp(), chars="abcdefgh>", arch=arch, initializer_range=0.2, **sizes)
 
 
