@@ -72,6 +72,9 @@ OWN_MODELS = {
     "SmolVLMForConditionalGeneration": "Idefics3OfTiles",
 }
 
+# Families whose log-probs differ in vLLM by nats, without an error (`verl-fn bench families --backend vllm`).
+OTHERWISE = ("jetmoe",)
+
 # Variables of vLLM that the engine needs as they are here, and why.
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "on a CPU, the core's process would start another one for its worker"),
@@ -290,9 +293,13 @@ def _known_arguments() -> frozenset[str]:
     )
 
 
-def check_heads(folder: Path, device: str) -> None:
-    """Raises ModelError for heads that vLLM does not compute on a CPU; on GPUs it has kernels for all."""
+def check_served(folder: Path, device: str) -> None:
+    """Raises ModelError for a family that vLLM computes otherwise, and for heads that it does not compute on a CPU."""
     text = read_config(folder).get_text_config()
+    if text.model_type in OTHERWISE:
+        raise ModelError(
+            f"{folder}: vLLM computes other log-probs for {text.model_type} than transformers: set rollout.name=sampler"
+        )
     if device != "cpu" or getattr(text, "kv_lora_rank", None):
         return
     prepare_environment(device)

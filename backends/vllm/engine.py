@@ -36,8 +36,8 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 from .adapters import adapter_arguments, adapter_request
 from .arguments import (
     EngineError,
-    check_heads,
     check_names,
+    check_served,
     check_version,
     engine_arguments,
     prompt_with_images,
@@ -135,7 +135,7 @@ class Vllm(Growing):
             if routed_experts:
                 arguments["enable_return_routed_experts"] = True
             check_names(arguments)
-            check_heads(Path(folder), device)
+            check_served(Path(folder), device)
             from .core import started
 
             self._engine = started(arguments, type(skeleton.model).__name__, process)

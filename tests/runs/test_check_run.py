@@ -17,7 +17,8 @@ from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import WIDTHS, new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.vllm.arguments import check_heads
+from verl_fn.backends.vllm.arguments import check_served
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.environments.processes import EnvError
@@ -439,17 +440,22 @@ def test_random_models_are_served_by_every_engine(tmp_path):
     plan = make_plan(load(overrides=[*vllm, "driver.device=cpu"]))
     assert "vllm, float32" in check_run(plan).text
     assert main(["new-model", str(tmp_path / "made"), "num_attention_heads=8"]) == 0
-    check_heads(tmp_path / "made", "cpu")
+    check_served(tmp_path / "made", "cpu")
     assert read_config(tmp_path / "made").head_dim == 32
     with pytest.raises(ModelError, match=r"set rollout\.name=sampler, or take a model with such heads"):
-        check_heads(new_model(tmp_path / "narrow", chars="ab"), "cpu")
+        check_served(new_model(tmp_path / "narrow", chars="ab"), "cpu")
+
+
+def test_a_family_that_vllm_computes_otherwise_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"vLLM computes other log-probs for jetmoe .*: set rollout\.name=sampler"):
+        check_served(tiny_folder("jetmoe", tmp_path), "cuda")
 
 
 def test_a_check_of_heads_keeps_vllm_quiet(tmp_path, monkeypatch):
     """vLLM reads its level of logging when it is imported, and says what it has found in lines of INFO."""
     pytest.importorskip("vllm")
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    check_heads(new_model(tmp_path / "model", chars="ab", head_dim=32), "cpu")
+    check_served(new_model(tmp_path / "model", chars="ab", head_dim=32), "cpu")
     assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
 
 

@@ -28,7 +28,7 @@ from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_r
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.hf.ulysses import LayoutError, check_served
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.fidelity import check_head, check_sight
@@ -342,7 +342,7 @@ def check_ranks(plan: Plan, *, installed: bool = True) -> None:
             if size % value:
                 raise ConfigError(f"{table}.fsdp_config.{name} = {value} does not divide the {size} training ranks")
         with raised_as(ConfigError, f"{table}.fsdp_config.ulysses_sequence_parallel_size", LayoutError):
-            check_heads(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
+            check_served(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -> None:
@@ -637,7 +637,7 @@ def _elsewhere(plan: Plan, reference: str) -> bool:
 
 
 def _check_vllm(plan: Plan) -> None:
-    from verl_fn.backends.vllm.arguments import check_heads, check_names, check_version, engine_arguments
+    from verl_fn.backends.vllm.arguments import check_names, check_served, check_version, engine_arguments
 
     r, device = plan.rollout, build.device(plan.driver)
     check_version()
@@ -654,4 +654,4 @@ def _check_vllm(plan: Plan) -> None:
             engine_kwargs=r.engine_kwargs,
         )
     )
-    check_heads(Path(r.folder), device)
+    check_served(Path(r.folder), device)

@@ -266,8 +266,9 @@ def wide_gap(step: int, report: Report) -> str:
         return ""
     return (
         f"in step {step} the engine's log-probs differ from the trainer's: KL {kl:.2g} per token. Likely causes: "
-        "rollout.dtype differs from actor.dtype; the model's kernels round differently in the engine; or samples "
-        "are older than the weights (driver.max_lag). algorithm.rollout_is corrects for the difference"
+        "rollout.dtype differs from actor.dtype; the model's kernels round differently in the engine; samples are "
+        "older than the weights (driver.max_lag); or the engine computes this model otherwise, if a run with "
+        "rollout.name=sampler has no such gap. algorithm.rollout_is corrects for the difference"
     )
 
 
