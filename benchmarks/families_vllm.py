@@ -42,7 +42,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "glm4_moe": {"head_dim": 64},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), {"attention_multiplier": 0.015625}),
+    **{name: {"attention_multiplier": 0.015625} for name in ("granitemoe", "granitemoeshared")},
     "hunyuan_v1_dense": {"use_qk_norm": True},
     "hunyuan_v1_moe": {"use_qk_norm": True, "moe_intermediate_size": 128, "num_shared_expert": 1,
                        "use_mixed_mlp_moe": True, "moe_topk": 2},

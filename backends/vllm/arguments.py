@@ -294,11 +294,12 @@ def _known_arguments() -> frozenset[str]:
 
 
 def check_served(folder: Path, device: str) -> None:
-    """Raises ModelError for a family that vLLM computes otherwise, and for heads that it does not compute on a CPU."""
+    """Raises ModelError for families that vLLM computes otherwise, and heads that it does not compute on a CPU."""
     text = read_config(folder).get_text_config()
     if text.model_type in OTHERWISE:
         raise ModelError(
-            f"{folder}: vLLM computes other log-probs for {text.model_type} than transformers: set rollout.name=sampler"
+            f"{folder}: vLLM computes other log-probs for {text.model_type} than transformers; "
+            "set rollout.name=sampler"
         )
     if device != "cpu" or getattr(text, "kv_lora_rank", None):
         return

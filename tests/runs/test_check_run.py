@@ -447,7 +447,7 @@ def test_random_models_are_served_by_every_engine(tmp_path):
 
 
 def test_a_family_that_vllm_computes_otherwise_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"vLLM computes other log-probs for jetmoe .*: set rollout\.name=sampler"):
+    with pytest.raises(ModelError, match=r"vLLM computes other log-probs for jetmoe .*; set rollout\.name=sampler"):
         check_served(tiny_folder("jetmoe", tmp_path), "cuda")
 
 
