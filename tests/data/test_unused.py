@@ -1,6 +1,5 @@
 """What a user wrote: columns and fields that are used, reported as unused, or refused."""
 
-import contextlib
 import json
 import sys
 from collections import Counter
@@ -482,59 +481,3 @@ def test_each_file_has_the_rows_that_its_own_columns_say(weights, tmp_path):
     pairs = (str(tmp_path / "pairs/rows.jsonl"), files[2])
     data = file_data(DataConfig(val_files=pairs), made, learns_from="pairs", end_tokens=2)
     assert [hasattr(one, "chosen") for one in data.validation] == [True, False]
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_column_that_the_messages_repeat_is_no_loss(write, tmp_path):
-    system, unused = {"role": "system", "content": "Be very brief."}, Counter()
-    row = {"messages": [system, USER, SAID], "system": "Be very brief.", "history": [["a", "b"]]}
-    assert len(read_files([write(tmp_path, row)], "answers", unused=unused)) == 1
-    assert +unused == Counter(system=1, history=1)
-    for other in ({"system": "Be brief."}, {"system": "Be"}, {"history": [["a", "c"]]}):
-        with pytest.raises(DataError, match=rf"the column {next(iter(other))} is not used, so the model would not"):
-            read_files([write(tmp_path, row | other)], "answers")
-
-
-def test_a_part_of_a_long_text_may_be_in_the_prompt(tmp_path):
-    words = [f"word{i}" for i in range(100)]
-    row = LAYOUTS["samples"] | {"context": " ".join(words)}
-    for part, fits in ((words[:50], True), (words[50:], True), (words[40:60], True), (words[:7], False)):
-        prompt = [USER | {"content": f"Read: {' '.join(part)} ..."}]
-        with contextlib.nullcontext() if fits else pytest.raises(DataError, match="the prompt has nothing of it"):
-            read_files([jsonl(tmp_path, row | {"prompt": prompt})], "samples")
-
-
-@pytest.mark.parametrize("learns", LAYOUTS)
-def test_texts_are_no_weights(learns, tmp_path):
-    row, unused = LAYOUTS[learns], Counter()
-    assert read_files([jsonl(tmp_path, row | {"weight": "70 kg", "train": "train"})], learns, unused=unused)
-    assert +unused == Counter(weight=1, train=1)
-    for name, value in {"weight": "0.5", "train": "False", "loss": "-1e-3"}.items():
-        with pytest.raises(
-            DataError, match=rf"the column {name} has '{value}', and rows have no weights of their own"
-        ):
-            read_files([jsonl(tmp_path, row | {name: value})], learns)
-    talk = {"messages": [USER | {"label": "safe"}, SAID | {"label": "safe"}]}
-    assert read_files([jsonl(tmp_path, talk)], "answers")[0].messages[1]["label"] == "safe"
-    for value in (0, "0", [0, 1], True):
-        with pytest.raises(DataError, match="message 1 of messages has the field label, which is not understood"):
-            read_files([jsonl(tmp_path, {"messages": [USER, SAID | {"label": value}]})], "answers")
-
-
-@pytest.mark.parametrize(
-    ("text", "is_mark"),
-    [
-        ("How does the <video> tag work?", False),
-        ("What is `<image>`, or `<audio>`?", False),
-        ("<video>a</video>", False),
-        ("<video>\nWhat happens?", True),
-        ("What happens?\n<audio>", True),
-        ("See <image> here.", True),
-        ("a <|video|> b <|image_pad|>", True),
-        ("a <video_pad> b", True),
-    ],
-)
-def test_tags_of_html_are_text_and_marks_of_media_are_not(text, is_mark, tmp_path):
-    file = jsonl(tmp_path, {"messages": [USER | {"content": text}, SAID]})
-    with pytest.raises(DataError, match="of an image, video or sound") if is_mark else contextlib.nullcontext():
-        read_files([file], "answers")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
-from verl_fn.data.entries import is_filled, is_media, is_text
+from verl_fn.data.entries import is_filled, is_media
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
 from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
 
@@ -29,12 +29,7 @@ _LIKE_MARKS = re.compile(
     re.IGNORECASE,
 )
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
-# A tag of HTML within a sentence, or in backticks, is text.
-_MEDIA_MARK = re.compile(
-    r"<\|?(image|video|audio)_pad\|?>|<\|(image|video|audio)\|?>|(?<!`)<image>|<start_of_image>|<\|vision_start\|>"
-    r"|^<(video|audio)>|<(video|audio)>$",
-    re.MULTILINE,
-)
+_MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
 _NO_MEDIA = (
     "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
 )
@@ -385,7 +380,7 @@ def _check_marks(place: str, text: str, what: str) -> None:
 def _check_weights(place: str, message: Mapping[str, Any]) -> None:
     for name, value in message.items():
         if name not in MARKS:
-            if _LIKE_MARKS.search(name) and not is_text(value):
+            if _LIKE_MARKS.search(name):
                 raise DataError(
                     f"{place} has the field {name}, which is not understood; mark a turn that is not learned with "
                     '"weight": 0, and remove other fields of this kind'

@@ -154,7 +154,6 @@ _TURNS = {
 # Columns of text to answer about. A prompt that has none of it is seen without.
 _TEXTS = ("context", "contexts", "input", "passage", "passages")
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-RUN = 8  # words in a row that no other text has; a prompt may have a part of a long one
 
 
 @functools.lru_cache(1024)
@@ -207,10 +206,7 @@ def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
                 f"image are trained on; write them there, leave such rows out, {remove}"
             )
     elif name in _TURNS:
-        texts, whole = _texts(value), list(map("".join, _texts(shown)))
-        seen = "\n".join(whole)
-        known = ["".join(words) in (seen if len(words) >= WORDS else whole) for words in texts]
-        if is_filled(value) and not (texts and all(known)):
+        if is_filled(value):
             raise DataError(
                 f"{place}: the column {name} is not used, so the model would not see it; write "
                 f"{_TURNS[name]}, {remove}"
@@ -219,8 +215,7 @@ def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
         seen = "\n".join(map("".join, _texts(shown)))
         texts = list(filter(None, _texts(value)))
         texts = [words for words in texts if len(words) >= WORDS] or texts
-        parts = [words[start:][:RUN] for words in texts for start in {0, len(words) // 2 * (len(words) > RUN), -RUN}]
-        if texts and not any("".join(words) in seen for words in parts):
+        if texts and not any("".join(words) in seen for words in texts):
             raise DataError(
                 f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
                 f"see it; write it into the prompt, {remove}"
@@ -236,18 +231,8 @@ def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
 
 
 def _is_one(weight: Any) -> bool:
-    """Returns whether a weight, or each of several, is 1 or nothing, or a text that is no weight."""
-    return all(map(_is_one, weight)) if isinstance(weight, list) else weight == 1 or is_text(weight)
-
-
-def is_text(value: Any) -> bool:
-    """Returns whether a value is a text other than a number, true, false and the like.
-
-    Example:
-        >>> is_text("70 kg"), is_text("0.5"), is_text("False"), is_text(0)
-        (True, False, False, False)
-    """
-    return isinstance(value, str) and not re.fullmatch(r"\s*([-+.\d]*\d[-+.e\d]*|true|false|yes|no)\s*", value, re.I)
+    """Returns whether a weight, or each of several, is 1 or nothing."""
+    return all(map(_is_one, weight)) if isinstance(weight, list) else weight in (1, "")
 
 
 def _is_file(entry: Entry) -> TypeGuard[str | Path]:
