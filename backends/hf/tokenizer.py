@@ -25,11 +25,10 @@ GENERATION = "generation_config.json"
 END = "eos_token_id"
 # A template takes milliseconds; one that takes so long has a loop without an end.
 LONGEST = 30.0
-UNUSUAL = "\u00e9\u0416\u4e16"  # characters that no alphabet of a few letters has all of
 
 
-# Attributes of a tokenizer: the arguments of its template, and whether it makes no token of some characters.
-ARGUMENTS, DROPS = "chat_arguments", "drops_characters"
+# The attribute of a tokenizer that has the arguments of its template.
+ARGUMENTS = "chat_arguments"
 
 
 def read_tokenizer(
@@ -55,7 +54,7 @@ def read_tokenizer(
     with refused(f"{folder} has no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         _try(tokenizer)
-        _look_for_unknown(tokenizer)
+        _name_unknown(tokenizer)
     return with_chat_arguments(tokenizer, chat_template_kwargs or {}, date)
 
 
@@ -74,11 +73,8 @@ def _try(tokenizer: Any) -> None:
             raise ModelError(f"{tokenizer.name_or_path}: the tokenizer has {token!r} as {name}")
 
 
-def _look_for_unknown(tokenizer: Any) -> None:
-    """Gives a tokenizer the unknown token of its model if its settings name none, and notes whether it has neither.
-
-    Otherwise nobody would see that characters are lost.
-    """
+def _name_unknown(tokenizer: Any) -> None:
+    """Gives a tokenizer the unknown token of its model if its settings name none: its characters are lost."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.unk_token is not None:
         return
@@ -88,7 +84,6 @@ def _look_for_unknown(tokenizer: Any) -> None:
         token = None if number is None else backend.id_to_token(number)
     if token is not None and backend.token_to_id(token) is not None:
         tokenizer.unk_token = token
-    setattr(tokenizer, DROPS, not all(tokenizer.encode(one, add_special_tokens=False) for one in UNUSUAL))
 
 
 def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ def encode_rows(
         for ids, _ in results[-1]:
             with named(problem):
                 held.append(kept(ids, of_problem))
-            if has_unknown(ids, tokenizer, _texts(problem)):
+            if has_unknown(ids, tokenizer):
                 raise DataError(f"{label_of(problem)}: {describe_unknown('messages', _texts(problem), tokenizer)}")
             if ids[-1] not in ends:
                 raise DataError(
@@ -402,7 +402,7 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence
         kind, texts = "response", [str(response) for response, _ in problem.responses]
     rows = []
     for text, ids in zip(texts, token_ids(texts, tokenizer), strict=True):
-        if has_unknown(ids, tokenizer, text):
+        if has_unknown(ids, tokenizer):
             raise DataError(f"{label_of(problem)}: {describe_unknown(kind, text, tokenizer)}")
         ids = ended(ids, tokenizer, ends)
         if inside := [token for token in ids[:-1] if token in ends]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import DROPS, begun, watched
+from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
@@ -149,7 +149,7 @@ def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
     """
     strings = any(isinstance(problem.prompt, str) for problem in problems)
     shown = any(problem.images for problem in problems)
-    if shown or loses(tokenizer) or (strings and tokenizer.bos_token_id is not None):
+    if shown or _unknown(tokenizer) is not None or (strings and tokenizer.bos_token_id is not None):
         return list(map(len, encode_prompts(problems, tokenizer)))
     counts = token_counts(_texts(problems, tokenizer), tokenizer)
     for problem, count in zip(problems, counts, strict=True):
@@ -196,7 +196,7 @@ def truncated(ids: list[int], max_length: int, side: str) -> list[int]:
 def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: int | None) -> None:
     if not ids:
         raise DataError(f"{label_of(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
-    if has_unknown(ids, tokenizer, problem.prompt):
+    if has_unknown(ids, tokenizer):
         raise DataError(f"{label_of(problem)}: {describe_unknown('prompt', problem.prompt, tokenizer)}")
     if max_length is not None and len(ids) > max_length:
         raise too_long(problem, len(ids), max_length)
@@ -211,29 +211,10 @@ def too_long(problem: Problem, tokens: int, max_length: int) -> DataError:
     )
 
 
-def loses(tokenizer: Any) -> bool:
-    """Returns whether a tokenizer may lose characters: by an unknown token, or without a token."""
-    return _unknown(tokenizer) is not None or getattr(tokenizer, DROPS, False)
-
-
-def has_unknown(ids: Sequence[int], tokenizer: Any, text: Any) -> bool:
-    """Returns whether token ids contain the unknown token: it stands for characters that are lost.
-
-    A tokenizer without such a token may drop them; white space is no loss.
-
-    Args:
-        text: the text of the ids, a string or chat messages.
-    """
+def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
+    """Returns whether token ids contain the unknown token: it stands for characters that are lost."""
     unknown = _unknown(tokenizer)
-    if unknown is not None or not loses(tokenizer):
-        return unknown in ids
-    left = [character for character in _characters(text) if not character.isspace()]
-    return not all(token_ids(left, tokenizer))
-
-
-def _characters(text: Any) -> list[str]:
-    parts = [text] if isinstance(text, str) else [message.get("content") or "" for message in text]
-    return sorted(set().union(*parts))
+    return unknown is not None and unknown in ids
 
 
 def _unknown(tokenizer: Any) -> int | None:
@@ -253,9 +234,10 @@ def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
         >>> describe_unknown("prompt", "cab!", char_tokenizer("abc"))
         "the tokenizer does not know every character of the prompt 'cab!': it lacks '!'"
     """
-    characters = _characters(text)
+    parts = [text] if isinstance(text, str) else [message.get("content") or "" for message in text]
+    characters = sorted(set().union(*parts))
     encoded = zip(characters, token_ids(characters, tokenizer), strict=True)
-    lost = [character for character, ids in encoded if has_unknown(ids, tokenizer, character)]
+    lost = [character for character, ids in encoded if has_unknown(ids, tokenizer)]
     lacks = f": it lacks {', '.join(map(repr, lost[:10]))}" if lost else ""
     if not lost and not isinstance(text, str):
         lacks = ": it lacks one that the chat template adds to the messages"

@@ -17,7 +17,7 @@ from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, learned_turns
-from verl_fn.data.files import describe_unknown, has_unknown, label_of, loses
+from verl_fn.data.files import describe_unknown, has_unknown, label_of
 from verl_fn.data.rendering import REASONING, Message, in_parts, opens_reasoning, token_ids
 from verl_fn.data.tasks import Problem
 
@@ -308,10 +308,10 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
 
 def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
     """Returns the problems whose ground truth has characters that the tokenizer does not know."""
-    if tokenizer is None or not loses(tokenizer):
+    if tokenizer is None or tokenizer.unk_token_id is None:
         return []
     ids = token_ids([one.answer for one in problems], tokenizer)
-    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer, one.answer)]
+    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
 
 
 class _Read(dict[str, Any]):

@@ -217,8 +217,7 @@ class Renderer:
             self._shown.add(kind)
         for message in messages:
             content = message["content"].replace(MARK, "")
-            ids = self._tokenizer(content, add_special_tokens=False)["input_ids"]
-            if has_unknown(ids, self._tokenizer, content):
+            if has_unknown(self._tokenizer(content, add_special_tokens=False)["input_ids"], self._tokenizer):
                 raise EnvError(f"{label}: {describe_unknown('message of the environment', content, self._tokenizer)}")
             if self._special is not None and (found := self._special.search(content)):
                 self._special = None
