@@ -72,8 +72,12 @@ class Group:
             RuntimeError: a rank failed; its traceback is in the message.
         """
         reports = []
-        for pipe in self.pipes:
-            reports.append(pipe.recv())
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                reports.append(pipe.recv())
+            except EOFError:
+                self.processes[rank].join()
+                raise RuntimeError(f"rank {rank} ended with status {self.processes[rank].exitcode}") from None
             if "error" in reports[-1]:
                 for process in self.processes:
                     process.kill()

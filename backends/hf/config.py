@@ -129,11 +129,18 @@ def read_config(folder: str | Path) -> Any:
 def _turn_as_released(config: Any) -> None:
     """Makes MiniMax-M2 rotate so many elements of a head as ``rotary_dim`` says; transformers 5.9 rotates all.
 
+    Raises:
+        ValueError: it is no even number up to the width of a head.
+
     Source:
         huggingface/transformers#48241.
     """
-    if config.model_type == "minimax_m2" and (turned := getattr(config, "rotary_dim", None)):
-        config.rope_parameters.setdefault("partial_rotary_factor", turned / config.head_dim)
+    turned = getattr(config, "rotary_dim", None)
+    if config.model_type != "minimax_m2" or turned is None:
+        return
+    if turned not in range(2, config.head_dim + 1, 2):
+        raise ValueError(f"rotary_dim must be an even number up to head_dim = {config.head_dim}, not {turned!r}")
+    config.rope_parameters.setdefault("partial_rotary_factor", turned / config.head_dim)
 
 
 def _check_adapters(folder: str | Path) -> None:

@@ -3,7 +3,7 @@
 The first are the reductions of log-probabilities, the gradient in the logits' place, and draws of tokens. Each reads
 the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact`` models: a
 program computes a tile of rows, and adds over the inner dimension in one order. What a call's number of rows decides
-is how many programs run, and no more: sizes of tiles depend on the shapes of weights and heads only.
+is how many programs run, and the size of a product's tiles, among sizes that add in the same order.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
@@ -12,6 +12,7 @@ is how many programs run, and no more: sizes of tiles depend on the shapes of we
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from torch import Tensor
 from verl_fn.backends.draws import ONE
 
 BLOCK = 4096
-# Tiles of a product, from large to small. Those of less than the largest size are used if a test of the shape shows
-# that they add in the same order.
+# Tiles of a product, from large to small. Smaller ones are used if a test of the shape shows that they add in the
+# same order as the largest ones.
 MANY = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 TALL = {"ROWS": 128, "COLUMNS": 64, "INNER": 64, "num_warps": 8, "num_stages": 4}
 SOME = {"ROWS": 64, "COLUMNS": 64, "INNER": 64, "num_warps": 4, "num_stages": 4}
 FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
-# The programs for each processor of a GPU from which on tiles are the fastest, by measurements on an H200.
+# The least number of programs per processor of a GPU at which tiles of a size are the fastest, measured on an H200.
 LEAST = ((MANY, 1.0), (TALL, 0.7), (SOME, 0.7), (FEW, 0.0))
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
@@ -240,7 +241,9 @@ def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> 
     """Returns the largest tiles whose programs keep the GPU busy; small products have small tiles."""
     if dtype == torch.float32:
         return WIDE
-    place = next(i for i, (tiles, least) in enumerate(LEAST) if _programs(tiles, T, N) >= least * _processors(device))
+    few = FEW["ROWS"] >= T
+    enough = (few or _programs(tiles, T, N) < least * _processors(device) for tiles, least in LEAST[:-1])
+    place = sum(itertools.takewhile(bool, enough))
     return LEAST[place][0] if place == 0 or _same_order(place, N, K, dtype, device) else MANY
 
 

@@ -65,7 +65,7 @@ def logprobs_and_entropy(
             all of these ranks; the gradient of ``hidden`` is this rank's part, whose sum over them is the gradient.
 
     Raises:
-        ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``.
+        ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``, as ``shard`` does.
 
     Example:
         >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
@@ -76,6 +76,8 @@ def logprobs_and_entropy(
         raise ValueError(
             "plain=True has no grad_buffer" if plain else f"grad_buffer is {grad_buffer.dtype}, not float32"
         )
+    if plain and shard is not None:
+        raise ValueError("plain=True has no shard")
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy, softcap)
     chunk = chunk or default_chunk(hidden, weight)

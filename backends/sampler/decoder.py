@@ -508,7 +508,7 @@ class Begun:
 
 
 def recorded_graph(step: Callable[[], Any], **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Records a step, which runs once before, so that its kernels are compiled; returns its results, too.
+    """Runs a step once to compile its kernels, then records it; returns the graph and what a replay fills.
 
     Args:
         options: of ``torch.cuda.graph``.

@@ -222,7 +222,8 @@ def corrections(config: Any) -> dict[str, Any]:
 
     Under YaRN vLLM takes a scale from the factor, whatever the config says of it. It reads the growth of queries with
     their position in Ministral 3 under another name. Its models with latent keys read all of it. Layers get a window
-    that the config turns off in models that vLLM takes from transformers, and in all models if no layer has one.
+    that the config turns off in models that vLLM takes from transformers, and in all models if no layer has one. Some
+    configs must have a window, so they keep it.
 
     Source:
         vllm-project/vllm#49795, of a window that no layer has.
@@ -238,9 +239,11 @@ def corrections(config: Any) -> dict[str, Any]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     fields: dict[str, Any] = {}
-    without = "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    without = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
     if getattr(config, "sliding_window", None) and (without or getattr(config, "use_sliding_window", None) is False):
-        fields["sliding_window"] = None
+        known = getattr(type(config), "__dataclass_fields__", {}).get("sliding_window")
+        if known is None or "None" in str(known.type):
+            fields["sliding_window"] = None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn" or getattr(config, "kv_lora_rank", None):
         return fields

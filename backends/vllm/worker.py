@@ -54,6 +54,8 @@ def nothing(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
 use_kernel(nothing)
 
 
+# Where vLLM has the classes of models that it takes from transformers.
+FROM_TRANSFORMERS = "vllm.model_executor.models.transformers"
 # Methods of ``DrawingSampler`` that the engine calls on all workers, too.
 OF_SAMPLER = ("begin", "extend", "collected")
 
@@ -93,10 +95,10 @@ class Extension:
         self._verl_fn_names: dict[str, Any] = {"buffers": frozenset(buffers), "conversions": conversions}
         use_kernel(_kernel)
         runner = self.model_runner
-        # The models that vLLM takes from transformers get no soft cap of their logits.
-        head = getattr(runner.get_model(), "logits_processor", None)
-        if head is not None and head.soft_cap is None:
-            head.soft_cap = getattr(runner.model_config.hf_text_config, "final_logit_softcapping", None)
+        model, text = runner.get_model(), runner.model_config.hf_text_config
+        if any(FROM_TRANSFORMERS in kind.__module__ for kind in type(model).__mro__):
+            # vLLM's own models have a soft cap if transformers' have one; these never get one.
+            model.logits_processor.soft_cap = getattr(text, "final_logit_softcapping", None)
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
         if self.device.type == "cuda":
             self.sleep = beside_others(self.sleep)

@@ -432,9 +432,7 @@ def test_tools_beside_a_string_that_does_not_name_them_are_not_dropped(write, le
     made, end = char_tokenizer("abcdef()"), None if learns == "samples" else 2
     for prompt in ("fa", "a_f", "a"):
         table = DataConfig(train_files=(write(tmp_path, row | {"prompt": prompt}),))
-        with pytest.raises(
-            DataError, match=r" (line 1|row 0): the row has tools such as 'f', and its prompt is a string"
-        ):
+        with pytest.raises(DataError, match=r" (line 1|row 0): the prompt is a string .* name the row's tool 'f'"):
             file_data(table, made, learns_from=learns, end_tokens=end)
     table = DataConfig(train_files=(write(tmp_path, row | {"prompt": "f(a)"}),))
     assert len(file_data(table, made, learns_from=learns, end_tokens=end).training) == 1
@@ -447,10 +445,11 @@ def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path
     rows = [row | {"enable_thinking": value} for value in (False, None, True)]
     found = [p.chat_template_kwargs for p in read_files([write(tmp_path, *rows)], learns, unused=unused)]
     assert found == [{"enable_thinking": False}, {}, {"enable_thinking": True}] and not +unused
-    for more in ({"enable_thinking": "no"}, {"enable_thinking": True, "chat_template_kwargs": rows[0]}):
-        with pytest.raises(
-            DataError, match=r" (line 1|row 0): enable_thinking must be true or false, and the same as in chat_temp"
-        ):
+    missing = read_files([write(tmp_path, row | {"enable_thinking": float("nan")})], learns)
+    assert missing[0].chat_template_kwargs == {}
+    both = {"enable_thinking": True, "chat_template_kwargs": rows[0]}
+    for more, says in (({"enable_thinking": "no"}, "must be true or false, not 'no'"), (both, "is .*, and chat_")):
+        with pytest.raises(DataError, match=rf" (line 1|row 0): (the column )?enable_thinking {says}"):
             read_files([write(tmp_path, row | more)], learns)
 
 

@@ -570,7 +570,8 @@ def test_an_actor_that_waits_without_a_critic_is_refused(late, complete):
     """verl's actor learns from step ``critic_warmup`` on, whether there is a critic or not."""
     found = translated(f"{GRPO_LORA} trainer.critic_warmup={late}")
     assert found.complete == complete
-    assert complete or "learns from step 2 on, also without a critic; set it to 0" in " ".join(found.not_possible)
+    waits = "learns from step 2 on, and without a critic there is no such wait; set it to 0"
+    assert complete or waits in " ".join(found.not_possible)
     assert translated(f"{PPO} trainer.critic_warmup={late}").complete
 
 

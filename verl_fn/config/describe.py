@@ -204,21 +204,20 @@ def _reasons(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _of_answers(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yields the keys about answers and their evaluation in a run that samples or evaluates none."""
-    outline, lacking = cfg.algorithm.outline, "" if cfg.data.val_files else " without data.val_files"
+    actor, this = cfg.algorithm.outline.roles.get("actor"), f'with algorithm.name = "{cfg.algorithm.name}"'
+    samples, without = cfg.algorithm.outline.learns_from == "samples", "without data.val_files"
     evaluates = bool(cfg.data.val_files) or not cfg.data.train_files
-    actor = outline.roles.get("actor")
-    answers = evaluates and actor is not None and actor.head == "lm"
     if not evaluates:
-        yield from dict.fromkeys(("trainer.test_freq", "data.val_size"), lacking.strip()).items()
-    this, samples = f'with algorithm.name = "{cfg.algorithm.name}"', outline.learns_from == "samples"
+        keys = ("test_freq", "val_before_train", "log_val_generations")
+        yield from dict.fromkeys(("data.val_size", *(f"trainer.{key}" for key in keys)), without).items()
     if not samples:
         yield "trainer.rollout_data_dir", f"{this}: nothing is sampled in a step"
-    if not answers:
-        yield "rollout.val_kwargs", f"{this}{lacking}: no held-out prompt is answered"
-    if not answers and not samples:
-        yield "env", f"{this}{lacking}: nothing is sampled"
-    if not answers and not (samples and outline.needs_reward):
-        yield "reward", f"{this}{lacking}: no answer is scored"
+    why = this if actor is None or actor.head != "lm" else "" if evaluates else without
+    if why:
+        yield "rollout.val_kwargs", f"{why}: no held-out prompt is answered"
+    if why and not samples:
+        yield "env", f"{why}: nothing is sampled"
+        yield "reward", f"{why}: no answer is scored"
 
 
 def _unmet(table: Any, prefix: str, cfg: Config) -> Iterator[tuple[str, str]]:

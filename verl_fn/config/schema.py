@@ -134,7 +134,7 @@ class RolloutConfig:
     )
     max_restarts: int = opt(
         3,
-        "restarts of an engine that dies or hangs and answers nothing meanwhile; 0 ends the run",
+        "restarts in a row of an engine that dies or hangs, without an answer between them; 0 ends the run",
         ge(0),
         when=OVER_RAY,
     )

@@ -263,7 +263,7 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
 
     Raises:
         DataError: they are no mapping, or name something that the run decides; or the column is neither true nor
-            false, or another value than theirs.
+            false, or theirs is another value.
 
     Example:
         >>> template_kwargs_of("a.jsonl, line 1", {"chat_template_kwargs": {"enable_thinking": False}})
@@ -272,11 +272,15 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
     kwargs = {} if row.get("chat_template_kwargs") is None else row["chat_template_kwargs"]
     if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
-    if (thinks := row.get(THINKING)) is not None:
-        if thinks not in (0, 1) or kwargs.get(THINKING) not in (None, thinks):
+    thinks = row.get(THINKING)
+    # pandas writes NaN for what is missing.
+    if thinks is not None and thinks == thinks:
+        if thinks not in (0, 1):
+            raise DataError(f"{place}: {THINKING} must be true or false, not {thinks!r:.40}")
+        if kwargs.get(THINKING) not in (None, thinks):
             raise DataError(
-                f"{place}: {THINKING} must be true or false, and the same as in chat_template_kwargs if it is there, "
-                f"not {thinks!r:.40}"
+                f"{place}: the column {THINKING} is {thinks!r:.40}, and chat_template_kwargs has "
+                f"{kwargs[THINKING]!r:.40}; give one of them"
             )
         kwargs = kwargs | {THINKING: bool(thinks)}
     if taken := sorted(TAKEN_BY_TEMPLATES & kwargs.keys()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
-from verl_fn.data.rendering import name_of, prompt_text, times_named, token_counts, token_ids
+from verl_fn.data.rendering import name_of, prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, RowImages
@@ -166,11 +167,11 @@ def _plain(problem: Problem) -> str:
     """Returns a prompt that is a string, after looking that it has the row's tools, since no template shows them."""
     assert isinstance(problem.prompt, str)
     for tool in problem.tools:
-        if not times_named(tool, problem.prompt):
+        if not re.search(rf"(?<!\w){re.escape(name_of(tool))}(?!\w)", problem.prompt):
             raise DataError(
-                f"{label_of(problem)}: the row has tools such as {name_of(tool)!r}, and its prompt is a string that "
-                "no chat template renders, so the model would not see them; write the prompt as messages, or remove "
-                "the column tools (a function of data.convert can)"
+                f"{label_of(problem)}: the prompt is a string that no chat template renders, and it does not name "
+                f"the row's tool {name_of(tool)!r}, so the model would not see it; write the prompt as messages, or "
+                "remove the column tools (a function of data.convert can)"
             )
     return problem.prompt
 

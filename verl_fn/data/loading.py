@@ -114,7 +114,8 @@ def _kind_of(
         return problem_rows(prompt_key, OF_ANSWERS)
     pairs = set(PAIR_COLUMNS) <= columns
     judged = pairs or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
-    if held_out and not judged and "reward_model" in columns:
+    # One of these columns without the others is a mistake, and no prompt to answer.
+    if held_out and "reward_model" in columns and not judged and not columns & {*PAIR_COLUMNS, *LABEL_COLUMNS}:
         return problem_rows(prompt_key)
     return pair_rows(prompt_key) if pairs or learns_from == "pairs" else labelled_rows(prompt_key)
 

@@ -201,7 +201,8 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         late = max(0, (first := values["trainer.critic_warmup"]) - 1)
         remark = f"verl's actor learns from step {first} on" if first else ""
         if late and not uses_critic:
-            yield Move(("trainer.critic_warmup",), problem=f"{remark}, also without a critic; set it to 0")
+            waits = f"{remark}, and without a critic there is no such wait; set it to 0"
+            yield Move(("trainer.critic_warmup",), problem=waits)
         else:
             yield Move(("trainer.critic_warmup",), "algorithm.critic_warmup", late, remark)
     for verl, ours in [*ROLES.items()][: 1 if settings.sft else 2]:

@@ -138,7 +138,7 @@ ONLY: Mapping[str, Rule] = {
     "data.reward_fn_key": (("data_source",), "the column is data_source; rename it"),
     "data.messages_key": (("messages",), "the column is messages; rename it"),
     "data.tools_key": (("tools",), "the column is tools; rename it"),
-    "data.enable_thinking_key": (("enable_thinking",), "give it in the rows' column chat_template_kwargs"),
+    "data.enable_thinking_key": (("enable_thinking",), "rename the column to enable_thinking"),
     "data.multiturn.enable": ((True,), "write prompts and answers as messages, in a column messages"),
     "data.custom_cls.*": ((), "rows are read only from files; write them with the class, or set data.convert"),
     "data.sampler.*": ((), "data.shuffle decides on the order of rows; write the file in another order"),

@@ -90,7 +90,7 @@ PRETRAINED = (
 RANDOM = (
     "algorithm.name=grpo", "rollout.n=8", "data.train_batch_size=16", "algorithm.ppo_mini_batch_size=8",
     "actor.optim.weight_decay=0.0", "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=4",
-    # At a constant rate the answers to a question become one, and then the policy changes them all at once.
+    # At a constant rate all answers to a question become the same, and a single update then changes all of them.
     "actor.optim.lr_scheduler_type=linear",
 )  # fmt: skip
 # A policy of random weights draws from its whole vocabulary, and rewards for so few draws teach it nothing within a
@@ -402,10 +402,14 @@ def trends(rows: Sequence[Mapping[str, Any]], vocabulary: int) -> list[Check]:
     shown = ", ".join(f"{name} {min(v):.2g} to {max(v):.2g}" for name, v in norms.items() if None not in v)
     return [
         finite(steps),
-        Check(GRADIENTS, bool(norms) and not still, ", ".join(still) or shown or "all advantages are 0"),
+        Check(GRADIENTS, bool(norms) and not still, ", ".join(still) or shown or _no_norms(steps, asked)),
         Check(ENTROPY, in_range, spread),
         Check(KL, bool(steps) and max(kls) <= MOST_KL, f"at most {max(kls, default=0):.1e} nats, bar {MOST_KL}"),
     ]
+
+
+def _no_norms(steps: Sequence[Any], asked: Sequence[Any]) -> str:
+    return "no metric grad_norm" if asked else "all advantages are 0" if steps else "no step"
 
 
 def gains(

@@ -28,7 +28,7 @@ from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_r
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.hf.ulysses import LayoutError, check_served
+from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.hf.vision import family_of
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.fidelity import check_head, check_sight
@@ -342,7 +342,7 @@ def check_ranks(plan: Plan, *, installed: bool = True) -> None:
             if size % value:
                 raise ConfigError(f"{table}.fsdp_config.{name} = {value} does not divide the {size} training ranks")
         with raised_as(ConfigError, f"{table}.fsdp_config.ulysses_sequence_parallel_size", LayoutError):
-            check_served(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
+            check_heads(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -> None:
