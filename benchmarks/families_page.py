@@ -28,8 +28,9 @@ POPULAR = {
 OF_VLLM = (
     "`--backend vllm` compares the log-probs of [vLLM](vllm.md)'s draws with the trainer's, before and after an",
     f"update: in fp32 on a CPU within {BAR:g} nats for each token; in bf16 on an H200 on average within three",
-    "times what training in bf16 differs from fp32, plus 0.001. The column has the dtypes in which that holds;",
-    "an empty cell means that it was not run, or that vLLM does not run it at these sizes.",
+    "times what training in bf16 differs from fp32, plus 0.001. The column has the dtypes in which that holds,",
+    "or by how many nats log-probs differ in fp32: use the embedded engine for such a family. An empty cell means",
+    "that it was not run, or that vLLM does not run it at these sizes.",
 )
 
 
@@ -85,7 +86,7 @@ def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         errors = " | ".join(f"{r[key]:.1e}" for key in ("logprobs", "gradient", "sampled"))
         fsdp = results["fsdp"].get(name, {}).get("outcome", "")
         start = f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']}"
-        vllm = ", ".join(_right_in(results, "vllm", name))
+        vllm = ", ".join(_right_in(results, "vllm", name)) or _wrong_in(results, name)
         lines.append(f"{start} | {errors} | {'cache' if r['cached'] else 'rows'} | {fsdp} | {vllm} |")
     lines += _refusals(own, of[REFUSED])
     without_model = [name for name, r in own.items() if r["outcome"] == NO_MODEL]
@@ -113,6 +114,12 @@ def _right_in(results: Mapping[str, Mapping[str, Any]], backend: str, name: str)
     return [
         dtype for dtype in ("fp32", "bf16") if results[f"{backend} {dtype}"].get(name, {}).get("outcome") == RIGHT
     ]
+
+
+def _wrong_in(results: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """Returns by how much the log-probs of a family in vLLM are wrong in fp32; nothing if they are not."""
+    found = results["vllm fp32"].get(name, {})
+    return f"{max(one for one, _ in found['errors']):.1e} nats" if found.get("outcome") == WRONG else ""
 
 
 def _in_words(dtypes: Sequence[str]) -> str:

@@ -43,6 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     **{name: {"attention_multiplier": 0.015625} for name in ("granitemoe", "granitemoeshared")},
+    **{name: {"vocab_size_per_layer_input": 128} for name in ("gemma3n_text", "gemma4_text")},
     "hunyuan_v1_dense": {"use_qk_norm": True},
     "hunyuan_v1_moe": {"use_qk_norm": True, "moe_intermediate_size": 128, "num_shared_expert": 1,
                        "use_mixed_mlp_moe": True, "moe_topk": 2},
