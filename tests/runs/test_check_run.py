@@ -446,9 +446,10 @@ def test_random_models_are_served_by_every_engine(tmp_path):
         check_served(new_model(tmp_path / "narrow", chars="ab"), "cpu")
 
 
-def test_a_family_that_vllm_computes_otherwise_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"vLLM computes other log-probs for jetmoe .*; set rollout\.name=sampler"):
-        check_served(tiny_folder("jetmoe", tmp_path), "cuda")
+@pytest.mark.parametrize("name", ["gemma3n_text", "jetmoe"])
+def test_a_family_that_vllm_computes_otherwise_is_refused(name, tmp_path):
+    with pytest.raises(ModelError, match=rf"vLLM computes other log-probs for {name} .*; set rollout\.name=sampler"):
+        check_served(tiny_folder(name, tmp_path), "cuda")
 
 
 def test_a_check_of_heads_keeps_vllm_quiet(tmp_path, monkeypatch):
