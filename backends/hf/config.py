@@ -127,10 +127,10 @@ def read_config(folder: str | Path) -> Any:
 
 
 def _turn_as_released(config: Any) -> None:
-    """Makes MiniMax-M2 rotate so many elements of a head as ``rotary_dim`` says; transformers 5.9 rotates all.
+    """Makes MiniMax-M2 rotate the first ``rotary_dim`` elements of a head; transformers 5.9 rotates the whole head.
 
     Raises:
-        ValueError: it is no even number up to the width of a head.
+        ValueError: ``rotary_dim`` is no even number up to the width of a head.
 
     Source:
         huggingface/transformers#48241.

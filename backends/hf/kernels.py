@@ -12,7 +12,6 @@ is how many programs run, and the size of a product's tiles, among sizes that ad
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -241,9 +240,10 @@ def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> 
     """Returns the largest tiles whose programs keep the GPU busy; small products have small tiles."""
     if dtype == torch.float32:
         return WIDE
-    few = FEW["ROWS"] >= T
-    enough = (few or _programs(tiles, T, N) < least * _processors(device) for tiles, least in LEAST[:-1])
-    place = sum(itertools.takewhile(bool, enough))
+    place = len(LEAST) - 1
+    if FEW["ROWS"] < T:
+        busy = (_programs(tiles, T, N) >= least * _processors(device) for tiles, least in LEAST)
+        place = next(place for place, enough in enumerate(busy) if enough)
     return LEAST[place][0] if place == 0 or _same_order(place, N, K, dtype, device) else MANY
 
 

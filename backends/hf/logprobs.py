@@ -65,7 +65,7 @@ def logprobs_and_entropy(
             all of these ranks; the gradient of ``hidden`` is this rank's part, whose sum over them is the gradient.
 
     Raises:
-        ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``, as ``shard`` does.
+        ValueError: ``grad_buffer`` is not in fp32, or ``plain`` goes with ``grad_buffer`` or ``shard``.
 
     Example:
         >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)

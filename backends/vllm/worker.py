@@ -192,7 +192,6 @@ class DrawingSampler(Sampler):
         super().__init__(logprobs_mode=runner.model_config.logprobs_mode)
         self.runner, self.vocab, self.noise = runner, vocab, noise
         self._draws: Draws | None = None
-        self._kernel = on_cuda().draw if runner.device.type == "cuda" else None
 
     def begin(self, sampling: Sampling) -> None:
         """Starts a run without rows.
@@ -200,7 +199,8 @@ class DrawingSampler(Sampler):
         Args:
             sampling: how all of its rows are drawn.
         """
-        self._draws = Draws(sampling, self.vocab, self.noise, kernel=self._kernel)
+        kernel = on_cuda().draw if self.runner.device.type == "cuda" else None
+        self._draws = Draws(sampling, self.vocab, self.noise, kernel=kernel)
         self._seeds = torch.zeros(0, dtype=torch.int64, device=self.runner.device)
         self._rows: list[Any] = []
         self._places: list[Tensor] = []

@@ -78,7 +78,8 @@ def test_arguments_of_templates_beside_prompts_that_no_template_renders():
     tokenizer = char_tokenizer("abc")
     tokenizer.chat_template = "{{ thinking }}{{ messages[0].content }}"
     everywhere, rows = DataConfig(chat_template_kwargs={"thinking": True}), problems("a", chat("b"), "c")
-    line = "chat_template_kwargs have no effect on {} prompts, which are strings: the chat template renders messages"
+    line = "chat_template_kwargs have no effect on {} prompts: "
+    line += "these are strings, and the chat template renders messages"
     assert list(of_template([rows[:2], rows[2:]], everywhere, tokenizer)) == [line.format("2 of 3")]
     assert list(of_template([rows], everywhere, tokenizer, converses=True)) == []
     assert list(of_template([rows], DataConfig(), tokenizer)) == []

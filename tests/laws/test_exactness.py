@@ -204,3 +204,20 @@ def test_what_cannot_be_exact_is_refused(tmp_path, folder):
         Sampler(folder, dtype="bfloat16", exact=True)
     with pytest.raises(ValueError, match="in_flight=False"):
         Sampler(folder, in_flight=True, exact=True)
+
+
+def test_small_products_on_a_gpu_have_small_tiles(monkeypatch):
+    """On one with 132 processors; tiles that would add in another order are not used."""
+    pytest.importorskip("triton")
+    from verl_fn.backends.hf import kernels
+
+    def tiles(T, N, dtype=torch.bfloat16):
+        return kernels._tiles(T, N, 896, dtype, torch.device("cuda"))
+
+    monkeypatch.setattr(kernels, "_processors", lambda device: 132)
+    monkeypatch.setattr(kernels, "_same_order", lambda *args: True)
+    assert tiles(512, 8960) is kernels.MANY and tiles(512, 1536) is kernels.TALL and tiles(256, 1536) is kernels.SOME
+    assert tiles(128, 1536) is kernels.FEW and tiles(64, 151936) is kernels.FEW
+    assert tiles(1, 8, torch.float32) is kernels.WIDE
+    monkeypatch.setattr(kernels, "_same_order", lambda *args: False)
+    assert tiles(64, 8960) is tiles(256, 1536) is kernels.MANY

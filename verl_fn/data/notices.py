@@ -417,8 +417,8 @@ def of_template(
     plain = joined([one[(one.flags & TEXT) != 0] for one in traits]).rows_of()
     if not converses and (lost := sum(count for group, count in plain if everywhere or group.arguments)):
         yield (
-            f"chat_template_kwargs have no effect on {lost} of {asked} prompts, which are strings: the chat template "
-            "renders messages"
+            f"chat_template_kwargs have no effect on {lost} of {asked} prompts: these are strings, and the chat "
+            "template renders messages"
         )
     if not text:
         return
