@@ -265,7 +265,9 @@ def step_attention(
         True
     """
     if q.is_cuda:
-        return logprobs.on_cuda().step_attention(q, keys, values, positions, scaling, window)
+        slots = torch.arange(len(q), device=q.device)
+        lanes = slots, slots, torch.zeros_like(slots)
+        return logprobs.on_cuda().step_attention(q, keys, values, positions, lanes, scaling, window)
     n, heads, dim = q.shape
     kv = keys.shape[1]
     group = heads // kv

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
+from torch.nn.functional import linear
 
 from verl_fn.backends.draws import ONE
 
@@ -33,6 +34,8 @@ FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
 LEAST = ((MANY, 1.0), (TALL, 0.7), (SOME, 0.7), (FEW, 0.0))
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
+# The most rows and the largest weight whose product by the library is tested.
+DECODED, TESTED = 1024, 2**27
 # Neighbouring programs share columns of the weight.
 GROUP = 8
 QUERIES, KEYS = 64, 64
@@ -231,9 +234,32 @@ def _draw(
 def product(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"], bias: Tensor | None = None
 ) -> Float[Tensor, "T N"]:
-    """Returns ``x @ weight.T + bias``, summed in fp32."""
-    N, K = weight.shape
-    return _product_by(_tiles(len(x), N, K, x.dtype, x.device), x, weight, bias)
+    """Returns ``x @ weight.T + bias``, summed in fp32.
+
+    The library's product, which is faster, is used for numbers of rows that a decoder has, if a test of the shape
+    shows that it adds in the same order.
+    """
+    (T, K), N = x.shape, len(weight)
+    if _for_decoding(T, N, K, x.dtype) and _library_same_order(T, N, K, bias is not None, x.dtype, x.device):
+        return linear(x, weight, bias)
+    return _product_by(_tiles(T, N, K, x.dtype, x.device), x, weight, bias)
+
+
+def _for_decoding(T: int, N: int, K: int, dtype: torch.dtype) -> bool:
+    """Returns whether a test of this shape of the library's product is worth its time and memory."""
+    return dtype != torch.float32 and T <= DECODED and T % 8 == 0 and N * K <= TESTED
+
+
+@functools.cache
+def _library_same_order(T: int, N: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether the library's product and the largest tiles give equal bits for this shape, in every row."""
+    generator = torch.Generator(device).manual_seed(N * K)
+    x, weight, column = (
+        torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+        for shape in ((T, K), (N, K), (N,))
+    )
+    bias = column if biased else None
+    return torch.equal(linear(x, weight, bias), _product_by(MANY, x, weight, bias))
 
 
 def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
@@ -313,20 +339,26 @@ def _product(
 
 def gated(gate: Float[Tensor, "*T F"], up: Float[Tensor, "*T F"]) -> Float[Tensor, "*T F"]:
     """Returns silu(gate) * up; the activation is rounded to the dtype before the product."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    _gated[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
-    return out
+    width = gate.shape[-1]
+    # Halves of one product stay where they are.
+    rows = [x.reshape(-1, width) for x in (gate, up)]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+    out = rows[0].new_empty(rows[0].shape)
+    _gated[(len(out), triton.cdiv(width, 1024))](
+        *rows, out, width, rows[0].stride(0), rows[1].stride(0), BLOCK=1024, num_warps=4
+    )
+    return out.view(gate.shape)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _gated(gate, up, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(gate + at, mask=at < count, other=0.0)
+@triton.jit
+def _gated(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(gate + row * gate_row + at, mask=at < width, other=0.0)
     wide = value.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
-    product = active * tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(value.dtype), mask=at < count)
+    product = active * tl.load(up + row * up_row + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, product.to(value.dtype), mask=at < width)
 
 
 def store(
@@ -357,23 +389,49 @@ def _store(
 
 def norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*T H"]:
     """Returns the RMS norm: in fp32, cast, and then times the weight."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, 1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
-    width = rows.shape[1]
-    _norm[(len(rows),)](rows, weight, out, eps, H=width, BLOCK=triton.next_power_of_2(width), num_warps=4)
+    _norm_by(rows, None, weight, out, eps)
     return out.view(x.shape)
 
 
+def norm_heads(x: Float[Tensor, "T heads dim"], weight: Float[Tensor, " dim"], eps: float) -> None:
+    """Overwrites each head, which is contiguous, with its RMS norm."""
+    _norm_by(x, None, weight, x, eps)
+
+
+def add_norm(
+    x: Float[Tensor, "T H"], delta: Float[Tensor, "T H"] | None, weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "T H"]:
+    """Adds ``delta`` to ``x`` in place, and returns the RMS norm of the sum."""
+    out = torch.empty_like(x)
+    _norm_by(x[:, None], delta, weight, out, eps)
+    return out
+
+
+def _norm_by(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    T, parts, H = x.shape
+    _norm[(T, parts)](
+        x, x if delta is None else delta, weight, out, eps, x.stride(0), H=H, BLOCK=triton.next_power_of_2(H),
+        ADD=delta is not None, num_warps=4,
+    )  # fmt: skip
+
+
 @triton.jit
-def _norm(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * H
+def _norm(x, delta, weight, out, eps, stride, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * stride + tl.program_id(1) * H
     at = tl.arange(0, BLOCK)
-    value = tl.load(x + row + at, mask=at < H, other=0.0)
+    there = at < H
+    value = tl.load(x + row + at, mask=there, other=0.0)
+    if ADD:
+        more = tl.load(delta + row + at, mask=there, other=0.0)
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        tl.store(x + row + at, value, mask=there)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)
     narrow = (wide * scale).to(value.dtype).to(tl.float32)
-    scaled = narrow * tl.load(weight + at, mask=at < H, other=0.0).to(tl.float32)
-    tl.store(out + row + at, scaled.to(out.dtype.element_ty), mask=at < H)
+    scaled = narrow * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row + at, scaled.to(value.dtype), mask=there)
 
 
 def packed_attention(
@@ -388,20 +446,26 @@ def packed_attention(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     strides = [(0, x.stride(0), x.stride(1)) for x in (k, v)]
     rows, cu = (packing.rows, packing.longest), packing.cu_seqlens
-    return _attention_of(q, k, v, strides, cu, rows, scaling, window, step=False)
+    return _attention_of(q, k, v, strides, cu, None, rows, scaling, window)
 
 
 def step_attention(
     q: Float[Tensor, "n heads dim"],
-    keys: Float[Tensor, "n kv places dim"],
-    values: Float[Tensor, "n kv places dim"],
+    keys: Float[Tensor, "slots kv places dim"],
+    values: Float[Tensor, "slots kv places dim"],
     positions: Int[Tensor, " n"],
+    lanes: tuple[Tensor, Tensor, Tensor],
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "n heads dim"]:
-    """Returns the attention of one token of each row over a cache."""
+    """Returns the attention of one token of each row over a cache.
+
+    Args:
+        positions: the place of each token; -1 for a token of no row, whose result is 0.
+        lanes: the slot of each token; and by slot, the one from which its first places are read, and how many.
+    """
     strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
-    return _attention_of(q, keys, values, strides, positions, (len(q), 1), scaling, window, step=True)
+    return _attention_of(q, keys, values, strides, positions, lanes, (len(q), 1), scaling, window)
 
 
 def _attention_of(
@@ -410,11 +474,10 @@ def _attention_of(
     v: Tensor,
     strides: list[tuple[int, int, int]],
     places: Tensor,
+    lanes: tuple[Tensor, Tensor, Tensor] | None,
     rows: tuple[int, int],
     scaling: float,
     window: int | None,
-    *,
-    step: bool,
 ) -> Tensor:
     """Runs the kernel; strides of keys and values are of a row, a place and a head, ``rows`` count and longest."""
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -425,17 +488,18 @@ def _attention_of(
     queries = max(QUERIES, triton.next_power_of_2(group))
     grid = (triton.cdiv(rows[1], queries // group), rows[0] * kv)
     _attention[grid](
-        q, k, v, out, places, q.stride(0), q.stride(1), *strides[0], *strides[1], out.stride(0), out.stride(1),
-        scaling, window or 0, KV=kv, GROUP=group, DIM=dim, BLOCK=max(16, triton.next_power_of_2(dim)),
-        QUERIES=queries, KEYS=KEYS, WINDOWED=window is not None, STEP=step, num_warps=4, num_stages=2,
+        q, k, v, out, places, *(lanes or [places] * 3), q.stride(0), q.stride(1), *strides[0], *strides[1],
+        out.stride(0), out.stride(1), scaling, window or 0, KV=kv, GROUP=group, DIM=dim,
+        BLOCK=max(16, triton.next_power_of_2(dim)), QUERIES=queries, KEYS=KEYS, WINDOWED=window is not None,
+        STEP=lanes is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["window"])
 def _attention(
-    q, k, v, out, places, q_token, q_head, k_row, k_place, k_head, v_row, v_place, v_head, o_token, o_head,
-    scaling, window,
+    q, k, v, out, places, slots, sources, shared, q_token, q_head, k_row, k_place, k_head, v_row, v_place, v_head,
+    o_token, o_head, scaling, window,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -461,9 +525,12 @@ def _attention(
     d = tl.arange(0, BLOCK)
     q_at = q + (token + of)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + d[None, :]
     query = tl.load(q_at, mask=asked[:, None] & (d < DIM)[None, :], other=0.0)
-    # Keys of packed rows lie at the row's first token, of a cache in the row's slot.
+    # Keys of packed rows lie at the row's first token, of a cache in the row's slot or in the one it shares.
     if STEP:
-        k_base, v_base = k + base * k_row + head * k_head, v + base * v_row + head * v_head
+        slot = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
+        border, source = tl.load(shared + slot).to(tl.int32), tl.load(sources + slot).to(tl.int64)
+        k_base, v_base = k + slot * k_row + head * k_head, v + slot * v_row + head * v_head
+        k_other, v_other = (source - slot) * k_row, (source - slot) * v_row
     else:
         k_base, v_base = k + base * k_place + head * k_head, v + base * v_place + head * v_head
     top = tl.full((QUERIES,), -float("inf"), tl.float32)
@@ -476,8 +543,11 @@ def _attention(
     for first in range(begin, end, KEYS):
         n = first + tl.arange(0, KEYS)
         there = (n < end)[:, None] & (d < DIM)[None, :]
-        keys = tl.load(k_base + n.to(tl.int64)[:, None] * k_place + d[None, :], mask=there, other=0.0)
-        values = tl.load(v_base + n.to(tl.int64)[:, None] * v_place + d[None, :], mask=there, other=0.0)
+        at_k, at_v = n.to(tl.int64) * k_place, n.to(tl.int64) * v_place
+        if STEP:
+            at_k, at_v = at_k + tl.where(n < border, k_other, 0), at_v + tl.where(n < border, v_other, 0)
+        keys = tl.load(k_base + at_k[:, None] + d[None, :], mask=there, other=0.0)
+        values = tl.load(v_base + at_v[:, None] + d[None, :], mask=there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
         seen = (n[None, :] <= at[:, None]) & asked[:, None]
         if WINDOWED:
@@ -490,6 +560,6 @@ def _attention(
         mass = mass * shrink + tl.sum(shares, 1)
         total = tl.dot(shares.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
         top = new
-    result = total / tl.where(asked, mass, 1.0)[:, None]
+    result = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
     o_at = out + (token + of)[:, None] * o_token + (head * GROUP + member)[:, None] * o_head + d[None, :]
     tl.store(o_at, result.to(out.dtype.element_ty), mask=asked[:, None] & (d < DIM)[None, :])

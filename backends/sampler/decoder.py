@@ -15,7 +15,6 @@ import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from verl_fn.backends.draws import Draws
 from verl_fn.backends.hf import exact
@@ -524,79 +523,26 @@ def recorded_graph(step: Callable[[], Any], **options: Any) -> tuple[torch.cuda.
     return graph, result
 
 
-@attrs.frozen(eq=False)
-class Recorded:
-    """A step for so many rows as a CUDA graph, with the tensors that it reads and writes."""
-
-    tokens: Int[Tensor, " n"]
-    positions: Int[Tensor, " n"]
-    logits: Float[Tensor, "n V"]
-    graph: torch.cuda.CUDAGraph
-
-
 class ExactDecoder(GeneralDecoder):
-    """Runs a model with the kernels of ``hf.exact``; see ``Decoder``.
-
-    On CUDA a step is a graph, recorded for powers of two of rows: the result of a row does not depend on how many
-    others there are, so a step of fewer rows computes some that nothing reads.
-    """
+    """Runs a model with the kernels of ``hf.exact``; see ``Decoder``."""
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._recorded: dict[int, Recorded] = {}
         super().__init__(skeleton, shapes, device, dtype)
         register(EXACT_NAME, exact_slot_attention)
         exact.adopt(skeleton, EXACT_NAME)
-        self.graphs = device.type == "cuda"
-        self._places: list[int] = []
         # transformers reads no mask of four dimensions; without one it waits for the positions, to look for rows.
         self._mask = torch.empty(1, 1, 1, 1, device=device)
 
     def reserve(self, slots: int, length: int) -> None:
         # Whole blocks of keys.
-        before = self._cache
         super().reserve(slots, -(-length // exact.KEYS) * exact.KEYS)
-        if self._cache is not before:
-            self._recorded.clear()
 
-    def finish(self) -> None:
-        super().finish()
-        # A graph reads weights where they lay when it was recorded.
-        places = [t.data_ptr() for t in (self._weights | self._buffers).values()]
-        if places != self._places:
-            self._recorded.clear()
-        self._places = places
-
-    def drop_cache(self) -> None:
-        self._recorded.clear()
-        super().drop_cache()
-
-    def drop_weights(self) -> None:
-        self._recorded.clear()
-        super().drop_weights()
-
-    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        if not self.graphs:
-            return super().step(tokens, positions, longest)
-        n = len(tokens)
-        size = min(1 << (n - 1).bit_length(), self._cache.slots)
-        rest = (0, size - n)
-        if size not in self._recorded:
-            self._recorded[size] = self._record(pad(tokens, rest), pad(positions, rest))
-        one = self._recorded[size]
-        # Rows beyond the active ones write into slots that nothing reads before they are filled again.
-        one.tokens.copy_(pad(tokens, rest))
-        one.positions.copy_(pad(positions, rest))
-        one.graph.replay()
-        return one.logits[:n]
-
-    def _record(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> Recorded:
-        """Records a step; the one that is run first writes the same into the cache as the one that is replayed."""
-        longest = self._cache.length
-        step = super().step
-        graph, logits = recorded_graph(lambda: step(tokens, positions, longest))
-        return Recorded(tokens, positions, logits, graph)
+    def compute_with(self, weights: dict[str, Tensor]) -> None:
+        """Takes all weights, without a copy."""
+        self._weights = weights
+        self.finish()
 
     def _head(self, skeleton: Skeleton, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
         """Returns logits in the dtype of the output layer, in which the trainer reduces them."""
@@ -634,8 +580,7 @@ class ExactDecoder(GeneralDecoder):
             for step in range(int((lengths - prompts).max()) - 1):
                 at = (prompts + step)[lengths - prompts - 1 > step]
                 index = starts[: len(at)] + at
-                # A graph has no hooks.
-                logits = super().step(batch.tokens[index].to(self.device), at.to(self.device), int(at.max()) + 1)
+                logits = self.step(batch.tokens[index].to(self.device), at.to(self.device), int(at.max()) + 1)
                 write(index, index, logits)
         return found
 

@@ -6,13 +6,12 @@ row, so that a step computes active rows and no others.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,7 +33,7 @@ from verl_fn.backends.sampler.decoder import (
     RowDecoder,
     Run,
 )
-from verl_fn.backends.sampler.fused import FusedDecoder, GraphRun
+from verl_fn.backends.sampler.fused import ExactFusedDecoder, FusedDecoder, GraphRun
 from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite
 from verl_fn.backends.weight_sync import kept_of, receive
@@ -54,7 +53,8 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *,
     skeleton, shapes = model_of(folder, device=device)
     if exact:
         check_exact(skeleton, dtype, device, folder)
-        return ExactDecoder(skeleton, shapes, device, dtype)
+        fits = device.type == "cuda" and misfit(skeleton.config, shapes) is None
+        return (ExactFusedDecoder if fits else ExactDecoder)(skeleton, shapes, device, dtype)
     if skeleton.padded or skeleton.fit.repeats:
         return (PastDecoder if skeleton.fit.cached else RowDecoder)(skeleton, shapes, device, dtype)
     if misfit(skeleton.config, shapes) is not None:
@@ -171,20 +171,28 @@ class Sampler(Serving):
         Args:
             batch: rows with ``response_mask``, all of one ``temperature``.
         """
-        assert isinstance(self.decoder, ExactDecoder), "Sampler(exact=True)"
+        assert isinstance(self.decoder, ExactDecoder | ExactFusedDecoder), "Sampler(exact=True)"
         temperature = float(batch["temperature"][0]) if "temperature" in batch else 1.0
         with self._alone(), isolated(), torch.inference_mode():
             self._calls += 1
-            return self.decoder.activations(batch, functools.partial(_exact_log_probs, self.dtype, temperature))
+            return self.decoder.activations(batch, self._log_probs(temperature))
+
+    def _log_probs(self, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns ``(logits, tokens) -> log-probs`` of an exact trainer, which reduces them in the engine's dtype."""
+        return lambda logits, tokens: token_logprobs(logits.to(self.dtype), tokens, temperature)
 
     def _abort(self) -> None:
         """Does nothing, since a run keeps its rows itself."""
 
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
+        sampling = requests[0].sampling
+        log_probs = self._log_probs(sampling.temperature) if self.exact else None
+        kernel = on_cuda().draw if self.device.type == "cuda" or isinstance(self.decoder, FusedDecoder) else None
+        draws = Draws(sampling, self.decoder.vocab, NOISE[self.dtype], log_probs, kernel)
         if isinstance(self.decoder, FusedDecoder):
-            run: GraphRun | _Run = GraphRun(self.decoder, requests, slots=self.slots, end_tokens=self.end_tokens)
+            run: GraphRun | _Run = GraphRun(self.decoder, requests, draws, self.slots, self.end_tokens)
         else:
-            run = _Run(self, requests)
+            run = _Run(self, requests, draws)
         answers = Answers(requests)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
@@ -214,11 +222,7 @@ class _Run(Run):
     Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
 
-    def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
-        sampling = requests[0].sampling
-        exact = functools.partial(_exact_log_probs, sampler.dtype, sampling.temperature) if sampler.exact else None
-        kernel = on_cuda().draw if sampler.device.type == "cuda" else None
-        draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype], exact, kernel)
+    def __init__(self, sampler: Sampler, requests: Sequence[Request], draws: Draws) -> None:
         super().__init__(requests, draws, sampler.slots, sampler.end_tokens, sampler.device)
         self.decoder, self.recorder = sampler.decoder, sampler.recorder
         self.in_flight = sampler.capabilities.versions_per_token
@@ -383,10 +387,3 @@ class _Run(Run):
                 for by_slot in (self.rows, self.ends, self.offsets):
                     by_slot[target] = by_slot[source]
         del self.rows[active:], self.ends[active:], self.offsets[active:]
-
-
-def _exact_log_probs(
-    dtype: torch.dtype, temperature: float, logits: Float[Tensor, "n V"], tokens: Int[Tensor, " n"]
-) -> Float[Tensor, " n"]:
-    """Returns the log-probs of an exact trainer, which reduces logits in the dtype of the output layer."""
-    return token_logprobs(logits.to(dtype), tokens, temperature)

@@ -1,13 +1,13 @@
 """Decoding on a GPU without the host: models of the Llama shape in eight kernels a layer, and graphs of whole steps.
 
-The host looks at rows every few steps, and never at a token.
+The host looks at rows every few steps, and never at a token. ``ExactFusedDecoder`` has the trainer's kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,11 +15,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from verl_fn.backends.draws import NOISE, Draws
+from verl_fn.backends.draws import Draws
+from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.attention import packed_attention
+from verl_fn.backends.hf.exact import Activations
+from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, Run, Where, recorded_graph
+from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, ExactDecoder, Run, Where, recorded_graph
 from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
 from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
@@ -147,36 +150,51 @@ class FusedDecoder(LlamaDecoder):
 
         slots = lanes.active[:n]
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
-        logits = linear(self._hidden(lanes.tokens[slots], Where(slots, places, None, 0)), self._whole().head)
+        hidden = self._hidden(lanes.tokens[slots], Where(slots, places, None, 0))
+        logits = self._linear(hidden, self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
         tokens, log_probs, full, near = draws.columns(logits, u)
         advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
-        from verl_fn.backends.sampler import fused_kernels as kernels
-
-        T, kv, dim, eps, scaling = len(tokens), self.kv_heads, self.dim, self.config.rms_norm_eps, self.dim**-0.5
-        weights, slots, places = self._whole(), where.slots, where.positions
+        kernels, T, eps, linear = on_cuda(), len(tokens), self.config.rms_norm_eps, self._linear
+        weights = self._whole()
         x = embedding(tokens, weights.embed)
         h = kernels.add_norm(x, None, weights.layers[0].before, eps)
         following = [*(layer.before for layer in weights.layers[1:]), weights.norm]
         for layer, cache, norm in zip(weights.layers, self._cache, following, strict=True):
-            qkv = linear(h, layer.qkv, layer.bias).view(T, self.heads + 2 * kv, dim)
-            kernels.rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, eps)
-            if where.packing is None:
-                assert self.lanes is not None, "reserve comes first"
-                attended = kernels.step_attention(qkv, cache, slots, places, self.lanes, scaling, layer.window)
-            else:
-                q, k, v = (part.transpose(0, 1)[None] for part in qkv.split((self.heads, kv, kv), 1))
-                attended, _ = packed_attention(
-                    self._rotary, q, k, v, None, packing=where.packing, scaling=scaling, sliding_window=layer.window
-                )
+            qkv = linear(h, layer.qkv, layer.bias).view(T, self.heads + 2 * self.kv_heads, self.dim)
+            attended = self._attended(qkv, cache, layer, where)
             h = kernels.add_norm(x, linear(attended.reshape(T, -1), layer.out, layer.out_bias), layer.after, eps)
-            h = kernels.add_norm(x, linear(kernels.gated(linear(h, layer.gate_up)), layer.down), norm, eps)
+            gate, up = linear(h, layer.gate_up).chunk(2, -1)
+            h = kernels.add_norm(x, linear(kernels.gated(gate, up), layer.down), norm, eps)
         return h
 
+    def _linear(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
+        return linear(x, weight, bias)
+
+    def _attended(
+        self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where
+    ) -> Float[Tensor, "T heads dim"]:
+        """Rotates heads in place, writes keys and values into the cache, and returns the attention over it."""
+        from verl_fn.backends.sampler import fused_kernels as kernels
+
+        slots, places, scaling = where.slots, where.positions, self.dim**-0.5
+        kernels.rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, self.config.rms_norm_eps)
+        if where.packing is None:
+            assert self.lanes is not None, "reserve comes first"
+            return kernels.step_attention(qkv, cache, slots, places, self.lanes, scaling, layer.window)
+        q, k, v = (part.transpose(0, 1)[None] for part in self._split(qkv))
+        attended, _ = packed_attention(
+            self._rotary, q, k, v, None, packing=where.packing, scaling=scaling, sliding_window=layer.window
+        )
+        return attended[0]
+
+    def _split(self, qkv: Float[Tensor, "T heads_and_2kv dim"]) -> tuple[Tensor, ...]:
+        return qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        return linear(hidden, self._whole().head).float()
+        return self._linear(hidden, self._whole().head).float()
 
     def _whole(self) -> FusedWeights:
         assert self._fused is not None, "load comes first"
@@ -186,6 +204,49 @@ class FusedDecoder(LlamaDecoder):
         places = torch.arange(length, device=self.device)[None]
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
         return torch.stack([x[0, :, : self.dim // 2] for x in self._rotary(like, places)], 1)
+
+
+class ExactFusedDecoder(FusedDecoder):
+    """A ``FusedDecoder`` whose results equal the trainer's in every bit: it has the kernels of ``hf.exact``."""
+
+    def __init__(
+        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(skeleton, shapes, device, dtype)
+        # Computes with modules, whose activations are compared with the trainer's.
+        self._modules = ExactDecoder(skeleton, shapes, device, dtype)
+
+    def activations(self, batch: Batch, log_probs: Callable[[Tensor, Tensor], Tensor]) -> Activations:
+        """Returns the activations of the model's modules; see ``ExactDecoder``."""
+        assert self._places is not None, "load comes first"
+        self._modules.compute_with(self._places.views())
+        try:
+            return self._modules.activations(batch, log_probs)
+        finally:
+            self._modules.drop_weights()
+            self._modules.drop_cache()
+
+    def _linear(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
+        product: Tensor = on_cuda().product(x, weight, bias)
+        return product
+
+    def _attended(
+        self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where
+    ) -> Float[Tensor, "T heads dim"]:
+        from verl_fn.backends.sampler.fused_kernels import rotate_and_store
+
+        slots, places, eps, scaling = where.slots, where.positions, self.config.rms_norm_eps, self.dim**-0.5
+        q, k, v = self._split(qkv)
+        if layer.norms is not None:
+            for heads, weight in zip((q, k), layer.norms, strict=True):
+                on_cuda().norm_heads(heads, weight, eps)
+        rotate_and_store(qkv, cache, slots, places, self._turns, None, eps)
+        if where.packing is not None:
+            return exact.packed_attention(q, k, v, where.packing, scaling, layer.window)
+        assert self.lanes is not None, "reserve comes first"
+        lanes = slots, self.lanes.sources, self.lanes.shared
+        attended: Tensor = on_cuda().step_attention(q, *cache, places, lanes, scaling, layer.window)
+        return attended
 
 
 def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> FusedLayer:
@@ -209,11 +270,8 @@ class GraphRun(Run):
     """A run on a decoder that never asks the host; see ``Run``."""
 
     def __init__(
-        self, decoder: FusedDecoder, requests: Sequence[Request], *, slots: int, end_tokens: Set[int]
+        self, decoder: FusedDecoder, requests: Sequence[Request], draws: Draws, slots: int, end_tokens: Set[int]
     ) -> None:
-        from verl_fn.backends.hf.kernels import draw
-
-        draws = Draws(requests[0].sampling, decoder.vocab, NOISE[decoder.dtype], kernel=draw)
         super().__init__(requests, draws, slots, end_tokens, decoder.device)
         self.decoder = decoder
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.

@@ -100,55 +100,6 @@ def lanes_for(rows: int) -> int:
     return max(8, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 128) * 128
 
 
-def add_norm(
-    x: Float[Tensor, "T H"], delta: Float[Tensor, "T H"] | None, weight: Float[Tensor, " H"], eps: float
-) -> Float[Tensor, "T H"]:
-    """Adds ``delta`` to ``x`` in place, and returns the RMS norm of the sum."""
-    out = torch.empty_like(x)
-    T, H = x.shape
-    _add_norm[(T,)](
-        x, x if delta is None else delta, weight, out, eps, H=H, BLOCK=triton.next_power_of_2(H),
-        ADD=delta is not None, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _add_norm(x, delta, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * H
-    at = tl.arange(0, BLOCK)
-    there = at < H
-    value = tl.load(x + row + at, mask=there, other=0.0)
-    if ADD:
-        more = tl.load(delta + row + at, mask=there, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
-        tl.store(x + row + at, value, mask=there)
-    wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)
-    narrow = (wide * scale).to(value.dtype).to(tl.float32)
-    scaled = narrow * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row + at, scaled.to(value.dtype), mask=there)
-
-
-def gated(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
-    """Returns ``silu(gate) * up``."""
-    T, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(T, width)
-    _gated[(T, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
-    return out
-
-
-@triton.jit
-def _gated(gate_up, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + at, (active * up).to(gate.dtype), mask=at < width)
-
-
 def rotate_and_store(
     qkv: Float[Tensor, "T heads_and_2kv dim"],
     cache: Float[Tensor, "2 slots kv places dim"],
@@ -171,10 +122,11 @@ def rotate_and_store(
     group = qkv.shape[1] // kv - 2
     assert qkv.is_contiguous() and cache[0, 0].is_contiguous(), "the kernel computes addresses from shapes"
     q_norm, k_norm = norms or (qkv, qkv)
+    # Without fusion, since torch rounds the two products of a rotation before it adds them.
     _rotate_and_store[(T, kv)](
         qkv, cache, slots, places, turns, q_norm, k_norm, eps, cache.stride(0), cache.stride(1), cache.shape[3],
         KV=kv, GROUP=group, MEMBERS=triton.next_power_of_2(group), DIM=dim,
-        HALF=triton.next_power_of_2(dim // 2), NORMED=norms is not None, num_warps=1,
+        HALF=triton.next_power_of_2(dim // 2), NORMED=norms is not None, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

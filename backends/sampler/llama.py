@@ -154,6 +154,10 @@ class Places:
         else:
             place.index_copy_(0, order[rows], chunk.values.to(place.device, place.dtype))
 
+    def views(self) -> dict[str, Tensor]:
+        """Returns the weights by their own names, if their rows have the model's order."""
+        return {name: place for name, (place, _) in self._where.items()}
+
 
 def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows"]:
     """Returns the new place of each row of a projection, so that the two halves of each head form pairs.

@@ -1,5 +1,6 @@
 """Exact kernels on a GPU: equal bits whatever the number of rows, and log-probs of trainer and engine in bf16."""
 
+import attrs
 import pytest
 import torch
 
@@ -10,12 +11,21 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.sampler.decoder import ExactDecoder
+from verl_fn.backends.sampler.fused import ExactFusedDecoder
+from verl_fn.backends.serving import model_of
 from verl_fn.state import Batch
 from verl_fn.steps import adamw, aggregate, cross_entropy
 from verl_fn.testing import check_exact
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PROMPTS = [[1, *(4 + (i * j) % 9 for j in range(1 + (13 * i) % 150))] for i in range(1, 40)]
+ARCHS = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "llama": {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "mistral": {"sliding_window": 40},
+}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -86,17 +96,53 @@ def test_attention_over_a_cache_is_attention_over_packed_rows(heads, kv, dim, wi
         assert torch.equal(found, whole[starts + positions])
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("decoder", [ExactDecoder, ExactFusedDecoder])
 @pytest.mark.parametrize(
     "options",
     [{}, {"row_layout": "padded", "checkpointing": True}, {"lora": Lora(3), "max_tokens": 600}],
     ids=str,
 )
-def test_log_probs_in_bf16_after_updates(options, graphs, folder):
+def test_log_probs_in_bf16_after_updates(options, decoder, folder):
     trainer = Local(folder, adamw(1e-3), device="cuda", dtype="bfloat16", exact=True, **options)
     engine = Sampler(folder, device="cuda", dtype="bfloat16", slots=24, exact=True)
-    engine.decoder.graphs = graphs
+    assert isinstance(engine.decoder, ExactFusedDecoder)
+    if decoder is ExactDecoder:
+        engine.decoder = ExactDecoder(*model_of(folder), torch.device("cuda"), torch.bfloat16)
     assert check_exact(trainer, engine, PROMPTS, updates=5) > 10_000
+
+
+@DTYPES
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+def test_log_probs_of_every_family(arch, dtype, tmp_path):
+    folder = new_model(tmp_path, chars="abcdefghi", arch=arch, num_hidden_layers=2, **ARCHS[arch])
+    trainer = Local(folder, adamw(1e-3), device="cuda", dtype=dtype, exact=True)
+    engine = Sampler(folder, device="cuda", dtype=dtype, slots=24, exact=True)
+    assert isinstance(engine.decoder, ExactFusedDecoder)
+    state = trainer.load_pretrained()
+    # No factor of a norm and no bias is trivial.
+    params = state.params.map(lambda t: t + 0.1 * drawn(*t.shape, dtype=t.dtype))
+    assert check_exact(trainer, engine, PROMPTS, updates=1, state=attrs.evolve(state, params=params)) > 1_000
+
+
+@DTYPES
+@pytest.mark.parametrize("H", [64, 896, 1536])
+def test_a_norm_of_a_sum_and_of_heads_is_the_norm(H, dtype):
+    x, delta, weight = drawn(70, H, dtype=dtype), drawn(71, H, dtype=dtype)[1:], drawn(H, dtype=dtype)
+    whole = x + delta
+    expected = exact.rms_norm(whole, weight, 1e-6)
+    assert torch.equal(on_cuda().add_norm(x, delta, weight, 1e-6), expected) and torch.equal(x, whole)
+    heads = drawn(70, 5, 128, dtype=dtype)
+    expected = exact.rms_norm(heads[:, 1:4], weight[:1].expand(128).contiguous(), 1e-6)
+    on_cuda().norm_heads(heads[:, 1:4], weight[:1].expand(128).contiguous(), 1e-6)
+    assert torch.equal(heads[:, 1:4], expected)
+
+
+@pytest.mark.parametrize(("N", "K"), [(2048, 1536), (1536, 8960), (17920, 1536), (1152, 896), (896, 4864)])
+def test_a_product_of_the_library_is_used_only_if_it_is_equal(N, K, monkeypatch):
+    x, weight, bias = (drawn(*shape, dtype=torch.bfloat16) for shape in ((1024, K), (N, K), (N,)))
+    whole = on_cuda()._product_by(on_cuda().MANY, x, weight, bias)
+    for rows in (8, 64, 96, 128, 256, 512, 1024):
+        assert torch.equal(on_cuda().product(x[:rows].contiguous(), weight, bias), whole[:rows])
 
 
 def test_gradients_are_those_of_other_kernels(folder):

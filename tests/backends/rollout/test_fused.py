@@ -11,7 +11,7 @@ import torch
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.sampler import NotFiniteError, Sampler
-from verl_fn.backends.sampler.fused import FusedDecoder
+from verl_fn.backends.sampler.fused import ExactFusedDecoder, FusedDecoder
 from verl_fn.backends.serving import model_of
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Batch, Key, Sampling, requests_for
@@ -47,11 +47,11 @@ def engine(folder, params, **options):
     return sampler
 
 
-def fused_on_cpu(folder, params, **options):
+def fused_on_cpu(folder, params, decoder=FusedDecoder, **options):
     """An engine whose decoder is the one of GPUs, interpreted."""
-    sampler = Sampler(folder, slots=6, **options)
+    sampler = Sampler(folder, slots=6, exact=decoder is ExactFusedDecoder, **options)
     skeleton, shapes = model_of(folder)
-    sampler.decoder = FusedDecoder(skeleton, shapes, torch.device("cpu"), torch.float32)
+    sampler.decoder = decoder(skeleton, shapes, torch.device("cpu"), torch.float32)
     sampler.publish(0, Weights.of(params))
     return sampler
 
@@ -213,10 +213,10 @@ if __name__ == "__main__":
     for module in [name for name in sys.modules if name.startswith("triton") and "._C" not in name]:
         del sys.modules[module]
 
-    from verl_fn.backends.sampler import fused as decoder
+    from verl_fn.backends.sampler import fused
 
     # The interpreter takes a millisecond for an operation: few tokens, several looks.
-    decoder.STEPS = 3
+    fused.STEPS = 3
     WAYS["cut"] = Sampling(max_tokens=2, n=2, top_k=4, top_p=0.9)
     WAYS["stops"] = Sampling(max_tokens=6, n=2, stop_token_ids=(5, 6))
     with tempfile.TemporaryDirectory() as root:
@@ -233,4 +233,6 @@ if __name__ == "__main__":
         folder, params = made(Path(root, "shallow"), "qwen3", num_hidden_layers=1)
         with pytest.MonkeyPatch.context() as patch:
             check_shared(folder, params, fused_on_cpu(folder, params), patch)
+        with pytest.MonkeyPatch.context() as patch:
+            check_refilled(folder, params, fused_on_cpu(folder, params, ExactFusedDecoder), patch)
         check_not_finite(folder, params, fused_on_cpu(folder, params))
