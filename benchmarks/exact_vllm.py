@@ -110,7 +110,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def parts(llm: Any, skeleton: Skeleton, prompt: Sequence[int]) -> Iterator[tuple[str, int, int, float]]:
     """For each module its name, how many elements differ of how many, and the largest difference."""
-    skeleton.move_buffers("cuda")
+    skeleton.move_buffers(torch.device("cuda"))
     packing = Packing.of(Batch.from_rows([prompt]), torch.device("cuda"))
     for name, (module, given, returned) in computed(llm, prompt).items():
         for ours, theirs in zip(again(name, module, given, skeleton, packing), returned, strict=False):
@@ -171,10 +171,8 @@ def main(argv: Sequence[str]) -> int:
 
     skeleton, _ = model_of(args.folder, device="cuda")
     generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(3, skeleton.config.vocab_size, (args.tokens,), generator=generator).tolist()
-        for _ in range(args.prompts)
-    ]
+    size = args.prompts, args.tokens
+    prompts = torch.randint(3, skeleton.config.vocab_size, size, generator=generator).tolist()
     with torch.inference_mode():
         rows = list(parts(llm, skeleton, prompts[0]))
     kinds = by_kind(rows)
