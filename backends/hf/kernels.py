@@ -509,16 +509,18 @@ def _attention(
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
     row, head = tl.program_id(1) // KV, tl.program_id(1) % KV
-    # ``token`` is the first query's in its tensor, ``place`` its place in the row; ``count`` queries follow.
+    # ``token`` is the first query's in its tensor, ``place`` its place in the row; ``count`` queries follow. Keys of
+    # packed rows lie at the row's first token, of a cache in the row's slot or in the one that it shares.
     if STEP:
-        base = row.to(tl.int64)
-        place, count = tl.load(places + row).to(tl.int32), 1
-        token = base
+        token, place, count = row.to(tl.int64), tl.load(places + row).to(tl.int32), 1
+        slot = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
+        border, source = tl.load(shared + slot).to(tl.int32), tl.load(sources + slot).to(tl.int64)
+        k_base, v_base = k + slot * k_row + head * k_head, v + slot * v_row + head * v_head
+        k_other, v_other = (source - slot) * k_row, (source - slot) * v_row
     else:
-        base = tl.load(places + row).to(tl.int64)
-        place = tl.program_id(0) * TOKENS
-        count = (tl.load(places + row + 1) - base).to(tl.int32) - place
-        token = base + place
+        base, place = tl.load(places + row).to(tl.int64), tl.program_id(0) * TOKENS
+        token, count = base + place, (tl.load(places + row + 1) - base).to(tl.int32) - place
+        k_base, v_base = k + base * k_place + head * k_head, v + base * v_place + head * v_head
     if count <= 0:
         return
     count = tl.minimum(count, TOKENS)
@@ -529,14 +531,6 @@ def _attention(
     d = tl.arange(0, BLOCK)
     q_at = q + (token + of)[:, None] * q_token + (head * GROUP + member)[:, None] * q_head + d[None, :]
     query = tl.load(q_at, mask=asked[:, None] & (d < DIM)[None, :], other=0.0)
-    # Keys of packed rows lie at the row's first token, of a cache in the row's slot or in the one it shares.
-    if STEP:
-        slot = tl.maximum(tl.load(slots + row), 0).to(tl.int64)
-        border, source = tl.load(shared + slot).to(tl.int32), tl.load(sources + slot).to(tl.int64)
-        k_base, v_base = k + slot * k_row + head * k_head, v + slot * v_row + head * v_head
-        k_other, v_other = (source - slot) * k_row, (source - slot) * v_row
-    else:
-        k_base, v_base = k + base * k_place + head * k_head, v + base * v_place + head * v_head
     top = tl.full((QUERIES,), -float("inf"), tl.float32)
     mass = tl.zeros((QUERIES,), tl.float32)
     total = tl.zeros((QUERIES, BLOCK), tl.float32)

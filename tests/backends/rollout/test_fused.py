@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.sampler import NotFiniteError, Sampler
@@ -142,6 +143,23 @@ def check_not_finite(folder, params, fused):
         fused.generate(requests_for(PROMPTS, Sampling(max_tokens=1, n=3), Key.from_seed(0)), version=0)
 
 
+def check_exact_attention(window):
+    """Packed rows, and a step whose first places lie in another slot; a lane of no row reads nothing."""
+    from verl_fn.backends.hf import exact, kernels
+
+    lengths, generator = [9, 1, 70], torch.Generator().manual_seed(0)
+    packing = Packing.of(Batch.from_rows([[1] * n for n in lengths]), torch.device("cpu"))
+    q, k, v = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (4, 2, 2))
+    whole = kernels.packed_attention(q, k, v, packing, 0.25, window)
+    torch.testing.assert_close(whole, exact.packed_attention(q, k, v, packing, 0.25, window), atol=1e-6, rtol=0)
+    cache = torch.full((2, 3, 2, 80, 16), 7.0)
+    for kind, x in zip(cache, (k, v), strict=True):
+        kind[2, :, :30], kind[1, :, 30:70] = x[10:40].transpose(0, 1), x[40:].transpose(0, 1)
+    lanes = torch.tensor([1, -1]), torch.tensor([0, 2, 2]), torch.tensor([0, 30, 0])
+    step = kernels.step_attention(q[[79, 0]], *cache, torch.tensor([69, -1]), lanes, 0.25, window)
+    assert torch.equal(step, torch.stack([whole[79], torch.zeros(4, 16)]))
+
+
 @CUDA
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cuda_draws_what_the_cpu_draws(tmp_path, arch):
@@ -219,6 +237,8 @@ if __name__ == "__main__":
     fused.STEPS = 3
     WAYS["cut"] = Sampling(max_tokens=2, n=2, top_k=4, top_p=0.9)
     WAYS["stops"] = Sampling(max_tokens=6, n=2, stop_token_ids=(5, 6))
+    for window in (None, 20):
+        check_exact_attention(window)
     with tempfile.TemporaryDirectory() as root:
         folder, params = made(Path(root), "mistral", num_hidden_layers=1)
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
