@@ -58,6 +58,7 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):  # this process only starts workers
         start_warm_pythons(config)
         return
+    gc.disable()
     # A worker's own executable is a warm Python that has imported the tests.
     sys.executable = os.environ.get("TESTS_PYTHON", sys.executable)
     import torch
@@ -84,9 +85,10 @@ def unit(nodeid):
 
 
 def pytest_collection_finish(session):
-    # What is imported by now stays; the collector would look through it again and again.
+    # What is imported by now stays; the collector would look through it again and again, as while it was imported.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
