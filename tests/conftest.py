@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # Ray gives its actors the priority 15, at which they would wait for all that other workers of pytest-xdist do.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Actors that were stopped do not end when Ray asks them to, and then it kills them.
+os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "1000")
 # Ray would start Pythons for actors that take a warm one (the fixture ``warm_ray``) instead.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_enable_worker_prestart", "0")
