@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # Ray gives its actors the priority 15, at which they would wait for all that other workers of pytest-xdist do.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Actors that were stopped do not end when Ray asks them to, and then it kills them.
+os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "1000")
 # Ray would start Pythons for actors that take a warm one (the fixture ``warm_ray``) instead.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_enable_worker_prestart", "0")
@@ -58,6 +60,7 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):  # this process only starts workers
         start_warm_pythons(config)
         return
+    gc.disable()
     # A worker's own executable is a warm Python that has imported the tests.
     sys.executable = os.environ.get("TESTS_PYTHON", sys.executable)
     import torch
@@ -84,9 +87,10 @@ def unit(nodeid):
 
 
 def pytest_collection_finish(session):
-    # What is imported by now stays; the collector would look through it again and again.
+    # What is imported by now stays; the collector would look through it again and again, as while it was imported.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -133,6 +133,8 @@ def serve(place, also=None):
 
 def _warm_up(listener, place, also):
     """Imports what the processes are to have; returns False where none will be asked for."""
+    # Imports make many objects that stay, and the collector would look through them again and again.
+    gc.disable()
     for name in PRELOADED if importlib.util.find_spec("torch") else ():
         importlib.import_module(name)
     if importlib.util.find_spec("ray"):
@@ -152,6 +154,7 @@ def _warm_up(listener, place, also):
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
+    gc.enable()
     return True
 
 

@@ -67,7 +67,7 @@ def rooms():
     return {name for name, one in ray.util.placement_group_table().items() if one["state"] != "REMOVED"}
 
 
-def test_the_guilty_rank_is_told(case, model):
+def test_the_guilty_rank_is_told(case, model, monkeypatch):
     kind, ranks = case
     second = ranks.group.members[1]
     backend = ranks.backend("fsdp", remote_mutants.fsdp, model)
@@ -82,6 +82,7 @@ def test_the_guilty_rank_is_told(case, model):
         os.kill(second.pid, signal.SIGSTOP)
     if kind == "stop":
         os.kill(second.pid, signal.SIGSTOP)
+        monkeypatch.setattr(cluster, "ANSWER_SECONDS", 2.0)
     _, found = backend.forward_backward(state, tiny_batch(), loss)
     if kind == "kill":
         time.sleep(0.5)

@@ -66,7 +66,7 @@ def drawn(workers, model):
 def test_rows_in_flight_are_answered_by_a_restarted_engine(workers, drawn, folder, kind, why, monkeypatch):
     """As before, and the other engine keeps its answers."""
     if kind == "stuck":
-        monkeypatch.setattr(workers.get.__self__, "_watch", Watch(20.0))
+        monkeypatch.setattr(workers.get.__self__, "_watch", Watch(8.0))
     before = pids(workers)
     (folder / Fault(kind, 0, 3).name).touch()
     refs = workers.rollout.generate(REQUESTS, version=0)

@@ -44,7 +44,7 @@ def stop_in_step_2(*args, updates=[]):  # noqa: B006
 
 if FAULT == "slow save, stopped by rank 1":
     if RANK == 0:
-        before(checkpoints, "crc_of", lambda path: time.sleep(0.5))
+        before(checkpoints, "crc_of", lambda path: time.sleep(0.25))
     else:
         before(Fsdp, "apply_update", stop_in_step_2)
 elif FAULT == "no model on rank 1" and RANK == 1:
@@ -52,14 +52,14 @@ elif FAULT == "no model on rank 1" and RANK == 1:
 elif FAULT == "no room on rank 0" and RANK == 0:
     before(folder, "seal", no_room)
 elif FAULT == "slow preparation" and RANK == 0:
-    before(loop, "prepare", lambda plan, say: time.sleep(8))
+    before(loop, "prepare", lambda plan, say: time.sleep(6))
 elif FAULT == "slow update" and RANK == 1:
-    before(Fsdp, "forward_backward", lambda *args: time.sleep(10))
+    before(Fsdp, "forward_backward", lambda *args: time.sleep(7))
 elif FAULT == "rank 0 is interrupted" and RANK == 0:
     before(Fsdp, "forward_backward", interrupted)
 elif FAULT == "rank 1 ends" and RANK == 0:
     # Once it no longer stops at the end of a step, and before it has said why it ends.
-    before(folder.Run, "saved", lambda *args: time.sleep(3 if sys.exc_info()[0] else 0))
+    before(folder.Run, "saved", lambda *args: time.sleep(2 if sys.exc_info()[0] else 0))
 elif FAULT == "rank 1 ends" and RANK == 1:
     before(Fsdp, "forward_backward", lambda *args: os._exit(3))
 
