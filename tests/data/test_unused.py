@@ -187,6 +187,19 @@ def test_a_field_that_the_template_reads_of_another_role_or_of_a_tool_is_named()
     assert list(of_template([turns], DataConfig(), tokenizer)) == []
 
 
+def test_a_text_for_false_is_named():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# thinking tools #}"
+    rows = [
+        Problem((USER,), "b", chat_template_kwargs={"thinking": value}) for value in (False, "low", "False", None)
+    ]
+    for problems, table in (((), DataConfig(chat_template_kwargs={"thinking": "False"})), (rows, DataConfig())):
+        assert list(of_template([problems], table, tokenizer)) == [
+            "chat_template_kwargs.thinking is the text 'False', which templates take for true; write false"
+        ]
+    assert not list(of_template([rows[:2]], DataConfig(chat_template_kwargs={"thinking": False}), tokenizer))
+
+
 @pytest.mark.parametrize("write", [jsonl, parquet])
 def test_objects_may_be_strings_of_json(write, tmp_path):
     row = {"data_source": "x", "prompt": [USER], "reward_model": {"ground_truth": 7.0, "note": "n"}}
