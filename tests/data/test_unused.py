@@ -466,6 +466,18 @@ def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path
             read_files([write(tmp_path, row | more)], learns)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_nan_in_a_column_is_nothing(write, learns, tmp_path):
+    nothing = float("nan")
+    names = ("weight", "system", "context", "video", "score", "tools", "extra_info", "enable_thinking", "images")
+    file = write(tmp_path, LAYOUTS[learns] | dict.fromkeys(names, nothing))
+    (problem,) = read_files([file], learns)
+    assert problem == read_files([write(tmp_path, LAYOUTS[learns])], learns)[0]
+    with pytest.raises(DataError, match=r"weight has 0\.5"):
+        read_files([write(tmp_path, LAYOUTS[learns] | {"weight": 0.5, "score": nothing})], learns)
+
+
 def test_a_part_of_text_with_more_than_text_is_named_by_what_it_has(tmp_path):
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     with pytest.raises(

@@ -296,8 +296,7 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
     thinks = row.get(THINKING)
-    # pandas writes NaN for what is missing.
-    if thinks is not None and thinks == thinks:
+    if thinks is not None:
         if thinks not in (0, 1):
             raise DataError(f"{place}: {THINKING} must be true or false, not {thinks!r:.40}")
         if kwargs.get(THINKING) not in (None, thinks):

@@ -98,6 +98,9 @@ class Kind:
             rows = block_rows(block, self.columns, unused)
         for number, (place, row) in enumerate(rows, first):
             self.columns.check(place, row)
+            # pandas and Python write NaN into JSON for what is missing.
+            if missing := [name for name, value in row.items() if type(value) is float and value != value]:
+                row = row | dict.fromkeys(missing)
             row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():
                 if name not in wanted and value is not None:
