@@ -298,6 +298,19 @@ def test_prompts_that_end_with_the_assistant_are_noticed():
     assert len(said) == 1 and said[0].startswith("data.train_files: 1 of 2 prompts end with a turn of the assistant")
 
 
+def test_ground_truths_that_are_right_by_no_rule_are_named(tiny, tmp_path):
+    asked = (("a>", "five"), ("b>", "12"))
+    rows = [{"data_source": "my/gsm8k", "prompt": q, "reward_model": {"ground_truth": a}} for q, a in asked]
+    files = [f"data.{key}_files={jsonl(tmp_path, *rows)}" for key in ("train", "val")]
+    judged = [*files, "reward.functions=verl_fn.scores:exact"]
+    for more, keys in ((files, ["train", "val"]), (judged, [])):
+        said = []
+        prepare(tiny_run(tiny, tmp_path / "run", *more), said.append)
+        found = [line for line in said if "by the rule of their data source" in line]
+        assert [line.partition("data.")[2].partition("_files")[0] for line in found] == keys, more
+        assert all("right for 1 of the first 2 ground truths" in line and "'#### ANSWER'" in line for line in found)
+
+
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
 def test_an_empty_name_of_a_file_is_named(key):
     # As of a variable of the shell that is not set.
