@@ -192,6 +192,9 @@ BAD = {
         "holds its image in image; write it into the column images",
         row([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [png()]),
     ),
+    "a text in a part of an image": (
+        "holds its image in text", row([{"role": "user", "content": [{"type": "image", "text": "a"}]}], [png()]),
+    ),
     "a column of videos": ("the column videos has images, videos or sounds", row(images=[png()], videos=["a.mp4"])),
 }  # fmt: skip
 

@@ -499,6 +499,33 @@ def test_a_part_of_text_with_more_than_text_is_named_by_what_it_has(tmp_path):
         read_files([jsonl(tmp_path, {"messages": [{"role": "user", "content": [part]}, SAID]})], "answers")
 
 
+def content(folder, *parts):
+    rows = {"messages": [{"role": "user", "content": list(parts)}, SAID]}
+    return read_files([jsonl(folder, rows)], "answers")[0].messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "text", "text": {"value": "a", "annotations": []}}, r"the type text with {'value': 'a'.* as text"),
+        ({"type": "thinking", "thinking": "a"}, "write it into the message's reasoning_content"),
+        ({"type": "tool_use", "name": "f", "input": {}}, "write it into the message's tool_calls"),
+        ({"type": "tool_result", "content": "a"}, "write it as a message of the role tool"),
+        ({"type": ["text"], "text": "a"}, "nothing else is read$"),
+        ({"text": "a"}, "nothing else is read$"),
+        ("a", "nothing else is read$"),
+    ],
+)
+def test_parts_that_are_not_read_are_named_with_the_place_for_what_they_hold(part, says, tmp_path):
+    with pytest.raises(DataError, match=rf"message 0 of messages .*{says}"):
+        content(tmp_path, part)
+
+
+def test_texts_of_parts_may_be_of_the_types_that_responses_have(tmp_path):
+    parts = [{"type": kind, "text": "a"} for kind in ("text", "input_text")]
+    assert content(tmp_path, *parts, {"type": "output_text", "text": "b", "annotations": []}) == "aab"
+
+
 @pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0)])
 def test_each_file_has_the_rows_that_its_own_columns_say(weights, tmp_path):
     texts = {"prompt": "a", "completion": "b"}

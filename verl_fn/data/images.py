@@ -27,6 +27,14 @@ COLUMNS = ("images", "image")
 MOST_PIXELS = 2**26
 STEREO = "MPO"  # photos of some cameras, whose other frames are the same scene
 _KEYS = ("bytes", "path", "image")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# Where messages hold what some data sets have in parts of their content.
+_ELSEWHERE = {
+    **dict.fromkeys(("thinking", "reasoning"), "into the message's reasoning_content"),
+    **dict.fromkeys(("tool_use", "tool_call", "function_call"), "into the message's tool_calls"),
+    **dict.fromkeys(("tool_result", "function_call_output"), "as a message of the role tool"),
+    "refusal": "as a part of the type text",
+}
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60}")
 _WIDE = ("I", "F")  # Pillow's modes of samples that do not fit into 8 bits
 
@@ -190,16 +198,19 @@ def in_text(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _part(place: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     held = {name: inner for name, inner in part.items() if name != "type" and inner} if kind else {}
-    if kind == "text" and held.keys() <= {"text"}:
-        return str(held.get("text", ""))
-    if kind == "image" and held.keys() <= {"text"}:
+    if kind in _TEXT_PARTS and held.keys() <= {"text"} and isinstance(text := held.get("text", ""), str):
+        return text
+    if kind == "image" and not held:
         return MARK
-    if kind == "text":
-        more = ", ".join(sorted(held.keys() - {"text"}))
-        raise DataError(f"{place} has a part of the type text with {more}; nothing but text is read of such a part")
+    if kind in _TEXT_PARTS:
+        more = ", ".join(sorted(held.keys() - {"text"})) or f"{held['text']!r:.60} as text"
+        raise DataError(f"{place} has a part of the type {kind} with {more}; nothing but text is read of such a part")
     if kind == "image":
         raise DataError(f"{place} holds its image in {', '.join(sorted(held))}; write it into the column images")
-    raise DataError(f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read")
+    instead = f"; write it {_ELSEWHERE[str(kind)]}" if str(kind) in _ELSEWHERE else ""
+    raise DataError(
+        f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read{instead}"
+    )
 
 
 def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any]], images: int) -> None:
