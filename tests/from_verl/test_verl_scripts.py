@@ -330,6 +330,15 @@ def test_arithmetic_on_what_a_program_would_print_names_the_program(script):
         read_settings([script(text)])
 
 
+def test_a_table_that_a_file_has_twice_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("algorithm: {gamma: 1}\ntrainer:\n  nnodes: 2\ndata: {seed: 1}\ntrainer:\n  seed: 3\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not YAML: it has the key trainer twice .* line 5"):
+        read_settings([str(file)])
+    file.write_text("trainer:\n  nnodes: 2\nalgorithm: {<<: {gamma: 1}, lam: 1}\n")
+    assert read_settings([str(file)]).values == {"trainer.nnodes": 2, "algorithm.gamma": 1, "algorithm.lam": 1}
+
+
 def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):
     (tmp_path / "mine.yaml").write_text("actor_rollout_ref: {rollout: {multi_turn: {enable: True}, n: 3}}\n")
     words = ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}", "--config-name", "mine"]

@@ -300,12 +300,20 @@ def _engine(chosen: Mapping[str, Any]) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML as OmegaConf reads it: ``1e-6`` is a number, dates are strings; and, as in Hydra's words, so is ``on``."""
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Makes a table, and as OmegaConf refuses one that has a key twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key, _ in node.value if names.count(key.value) > 1]:
+            raise yaml.MarkedYAMLError(None, None, f"it has the key {twice[-1].value} twice", twice[-1].start_mark)
+        return super().construct_mapping(node, deep)
+
 
 _RESOLVERS = {
     "bool": ("true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(0|[1-9][\d_]*)", "-+0123456789"),
     "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.?(inf|Inf)|\.?(nan|NaN)", "-+.0123456789inN"),
     "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "merge": ("<<", "<"),
 }
 _Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _RESOLVERS.items():
