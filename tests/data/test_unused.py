@@ -132,6 +132,16 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
         read_files([file], learns)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_numbers_about_images_are_no_images(write, learns, tmp_path):
+    unused, about = Counter(), {"num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5}
+    assert len(read_files([write(tmp_path, LAYOUTS[learns] | about)], learns, unused=unused)) == 1
+    assert unused == dict.fromkeys(about, 1)
+    messages = {"messages": [USER | {"image_index": 3}, SAID]}
+    assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
+
+
 def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
     row = LAYOUTS["samples"] | {"prompt": [USER | {"content": "Read: b  c\nAnd answer."}]}
     for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b c And"]}, "", None):

@@ -355,7 +355,8 @@ def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
     """
     remove = "or remove the column (a function of data.convert can)"
     if is_media(name):
-        if is_filled(value):
+        # A number tells how many there are, or which.
+        if is_filled(value) and not isinstance(value, int | float):
             raise DataError(
                 f"{place}: the column {name} has images, videos or sounds, and only images in the columns images and "
                 f"image are trained on; write them there, leave such rows out, {remove}"
@@ -469,7 +470,7 @@ def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
         if any(map(is_media, (*kinds, *keys))):
             raise DataError(f"{place} has parts of the type {', '.join(sorted(kinds))}; {_NO_MEDIA}")
     for key, value in message.items():
-        if is_media(key) and is_filled(value):
+        if is_media(key) and is_filled(value) and not isinstance(value, int | float):
             raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
     if isinstance(content, str) and message.get("role") != "assistant":
         _check_marks(place, content.replace(MARK, "") if images else content, "its content")
