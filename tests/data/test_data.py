@@ -288,7 +288,7 @@ def test_columns_that_are_not_there(tmp_path, change, message):
         (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
         (row([{"role": "user", "content": [{"type": "image"}]}]), "message 0 of prompt has parts of the type image"),
         (
-            row([{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]),
+            row([{"role": "user", "content": [{"type": "document", "text": "a"}]}]),
             "message 0 of prompt has a part .*parts are of the type text or image",
         ),
         (row("<image>Find x."), "prompt has the mark <image> of an image"),

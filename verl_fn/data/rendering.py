@@ -205,10 +205,10 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
         return after[len(before) :]
     opened = opens_reasoning(before, after)
     if opened is None or not after.startswith(before[: opened.start()]):
-        if _CLOSED.search(before):
+        if closed := _CLOSED.search(before):
             raise DataError(
                 f"message {number} has reasoning, and the prompt of its answer ends with none "
-                f"({_CLOSED.search(before)[0].strip()!r}), as enable_thinking = false has it; set that argument "
+                f"({closed[0].strip()!r}), as enable_thinking = false has it; set that argument "
                 "otherwise for the row (chat_template_kwargs), or remove the reasoning"
             )
         raise DataError(
