@@ -144,6 +144,19 @@ def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
     assert ended.value.code == 2 and hint in capsys.readouterr().err
 
 
+def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):
+    sampling = ["rollout.temperature=0.7", "rollout.n=4", "rollout.top_p=0.5", "rollout.top_k=3"]
+    given = [*sampling, "actor.optim.lr=1", "trainer.seed=3", "data.val_size=1", "data.max_response_length=2"]
+    assert main(["eval", str(tiny), "data.task=reverse", *given]) == 0
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if "has no effect in an evaluation" in line]
+    keys = [one.partition("=")[0] for one in sampling]
+    assert said == [
+        *(f"note: {key} has no effect in an evaluation; set {key.replace('.', '.val_kwargs.')}" for key in keys),
+        "note: actor.optim.lr has no effect in an evaluation",
+    ]
+
+
 def test_an_evaluation_of_a_folder_asks_for_its_problems(tmp_path, capsys):
     assert main(["eval", str(tmp_path)]) == 2
     assert "set data.val_files to a file, or data.task to a task of verl-fn list" in capsys.readouterr().err

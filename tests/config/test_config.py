@@ -209,6 +209,16 @@ def test_files_that_cannot_be_read(tmp_path):
         load(tmp_path / "bad.toml")
 
 
+def test_a_file_is_not_blamed_for_what_an_override_says(tmp_path):
+    (tmp_path / "a.toml").write_text('trainer.total_training_steps = 1\ndata.train_files = "a.jsonl"\n')
+    for override in ("trainer.total_epochs=3", "data.weights=[1, 2]"):
+        with pytest.raises(ConfigError, match=f"^(unknown key )?{override.partition('=')[0]}"):
+            load(tmp_path / "a.toml", [override])
+    with pytest.raises(ConfigError, match=r"a\.toml: trainer\.total_training_steps"):
+        (tmp_path / "a.toml").write_text("trainer.total_training_steps = -1\n")
+        load(tmp_path / "a.toml", ["trainer.seed=3"])
+
+
 def test_every_key_has_documentation():
     import typing
 

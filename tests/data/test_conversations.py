@@ -99,6 +99,20 @@ def test_templates_that_cannot_be_used(template, message):
         pack_examples([problem], tokenizer(template), END)
 
 
+def test_reasoning_behind_a_prompt_that_says_there_is_none_is_named():
+    closed = "{% if add_generation_prompt and quiet %}<think>\n\n</think>\n{% endif %}"
+    made = char_tokenizer("abcdUA\n<think>/")
+    made.chat_template = CHATML + closed
+    messages = talk("ab", "<think>c</think>d")
+    for quiet in (False, True):
+        problem = Conversation(messages[:1], "d", messages=messages, chat_template_kwargs={"quiet": quiet})
+        if quiet:
+            with pytest.raises(DataError, match=r"message 1 has reasoning, .* as enable_thinking = false .*the row"):
+                pack_examples([problem], made, END)
+        else:
+            pack_examples([problem], made, END)
+
+
 def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each_turn_as_the_model_sees_it():
     made = tokenizer(FORGETFUL)
     messages = talk("ab", "cd", "a", "b", "d", "ac")

@@ -288,7 +288,7 @@ def test_columns_that_are_not_there(tmp_path, change, message):
         (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
         (row([{"role": "user", "content": [{"type": "image"}]}]), "message 0 of prompt has parts of the type image"),
         (
-            row([{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]),
+            row([{"role": "user", "content": [{"type": "document", "text": "a"}]}]),
             "message 0 of prompt has a part .*parts are of the type text or image",
         ),
         (row("<image>Find x."), "prompt has the mark <image> of an image"),
@@ -382,6 +382,13 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
     for cfg in (config([long], max_prompt_length=5), config([short], [long], max_prompt_length=5)):
         with pytest.raises(DataError, match=r"\.jsonl, line 2: the prompt has 7 tokens, more than 5"):
             file_data(cfg, chat_tokenizer())
+    # Rows that are learned from are not cut, so that this is no advice.
+    for learned, advice in (
+        ({}, ", or cut them by data.truncation"),
+        ({"learns_from": "answers", "end_tokens": 2}, ""),
+    ):
+        with pytest.raises(DataError, match=f"set data.filter_overlong_prompts to leave such prompts out{advice}$"):
+            file_data(config([long], max_prompt_length=5), chat_tokenizer(), **learned)
     data = file_data(config([long], [short], max_prompt_length=7), chat_tokenizer())
     assert [p.prompt for p in data.training] == ["ab", "abcdab"]
     assert [p.prompt for p in data.held_out(100)] == ["ab"]

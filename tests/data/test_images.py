@@ -1,5 +1,6 @@
 """Columns of images: what is read, what becomes of it, and what is refused."""
 
+import base64
 import io
 import json
 
@@ -36,6 +37,9 @@ def png(seed=0, shape=(32, 32)):
     return written.getvalue()
 
 
+TEXT = base64.b64encode(png()).decode()
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -66,13 +70,15 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path, tokenizer):
     (tmp_path / "a.png").write_bytes(png())
     forms = [
         {"bytes": png(), "path": None}, {"bytes": None, "path": "a.png"}, {"image": "a.png"}, "a.png",
-        str(tmp_path / "a.png"), png(), picture(), np.asarray(picture()), {"image": picture()},
+        str(tmp_path / "a.png"), "data:image/png;base64," + TEXT, png(), picture(),
+        np.asarray(picture()), {"image": picture()},
     ]  # fmt: skip
     found = [images_in(f"{tmp_path}/rows.jsonl, line 1", {"images": [form]}) for form in forms]
     found.append(images_in("rows.jsonl, line 1", {"image": png()}))
     rows = [pack_examples([Problem("<image>?", "a", images=images)], tokenizer, 2) for images in found]
     assert all(torch.equal(one["pixels"], rows[0]["pixels"]) for one in rows)
     assert images_in("rows.jsonl, line 1", {"images": [], "image": None}) == ()
+    assert images_in("rows.jsonl, line 1", {"images": [None, png(), None]}) == (png(),)
 
 
 def written(image, kind="PNG", **more):
@@ -165,6 +171,10 @@ BAD = {
     "no image": ("image 1 is no image that Pillow can read .4 bytes.", row(images=[b"text"])),
     "missing": (r"image 1: .*gone.png cannot be read: No such file", row(images=[{"path": "gone.png"}])),
     "an address": ("image 1 is the address 'https://.*nothing is downloaded", row(images=["https://a.b/c.png"])),
+    "base64": ("cannot be read: .*; of base64, write data:image/png;base64, in front of it", row(images=[TEXT])),
+    "damaged base64": (
+        "image 1 is an address 'data:.* whose base64 is damaged", row(images=[f"data:image/png;base64,{TEXT[:-9]}!"]),
+    ),
     "nothing in it": ("image 1 is an object without bytes and path", row(images=[{"bytes": None, "path": None}])),
     "more marks": ("prompt has 2 marks <image> for 1 images; write one", row("<image><image>?", [png()])),
     "fewer marks": ("prompt has 0 marks <image> for 1 images", row("a?", [png()])),
@@ -181,6 +191,9 @@ BAD = {
     "an image in a part": (
         "holds its image in image; write it into the column images",
         row([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], [png()]),
+    ),
+    "a text in a part of an image": (
+        "holds its image in text", row([{"role": "user", "content": [{"type": "image", "text": "a"}]}], [png()]),
     ),
     "a column of videos": ("the column videos has images, videos or sounds", row(images=[png()], videos=["a.mp4"])),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +13,10 @@ from huggingface_hub import constants
 from run_configs import tiny_run
 
 from verl_fn.config import ConfigError, load
+from verl_fn.data import rows as data_rows
 from verl_fn.data.columns import learned_turns
 from verl_fn.data.converters import gsm8k, math, sharegpt
+from verl_fn.data.entries import entry_columns
 from verl_fn.data.hub import HubError, open_set, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
@@ -293,6 +296,69 @@ def test_conversations_of_sharegpt(tmp_path):
     # The error about such rows names the function.
     with pytest.raises(DataError, match=r"or messages, or prompt and completion .*converters:sharegpt"):
         read_files([tmp_path / "a.jsonl"], "answers")
+
+
+def said_of(folder, convert, *rows, learns="samples"):
+    """The problems of converted rows, and what is counted as not used."""
+    unused = Counter()
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_files([folder / "a.jsonl"], learns, convert=[convert], unused=unused), unused
+
+
+def test_columns_beside_those_of_a_converter_are_used_or_named(tmp_path):
+    tools = [{"name": "add", "parameters": {"type": "object"}}]
+    asked, solved = {"question": "2+3?", "answer": "#### 5"}, {"problem": "2+3?", "solution": r"\boxed{5}"}
+    for convert, row in ((gsm8k, asked), (math, solved)):
+        (problem,), unused = said_of(tmp_path, convert, row | {"tools": tools, "enable_thinking": False})
+        assert problem.tools == tuple(tools) and problem.chat_template_kwargs == {"enable_thinking": False}
+        assert unused == {} and "tools" not in problem.extra_info
+        for name, value in (("system", "Add."), ("weight", 0.5), ("video", "a.mp4")):
+            with pytest.raises(DataError, match=f"line 1: the column {name} has|the column {name} is not used"):
+                said_of(tmp_path, convert, row | {name: value})
+    (problem,), unused = said_of(tmp_path, gsm8k, asked | {"hint": "add", "level": None})
+    assert unused == {"hint": 1} and "hint" not in problem.extra_info
+
+
+def test_an_answer_other_than_the_box_is_named(tmp_path):
+    row = {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$."}
+    answers = (r"\dfrac12", None, "", "0.5", 3)
+    problems, unused = said_of(tmp_path, math, *(row | {"answer": one} for one in answers))
+    assert unused == {"answer": 2} and {problem.answer for problem in problems} == {r"\frac{1}{2}"}
+    assert [problem.extra_info["answer"] for problem in problems] == list(answers)
+    for more, hint in (({"answer": "5"}, "; the row has a column answer, which a function of your own"), ({}, "$")):
+        with pytest.raises(DataError, match=rf"the solution has no .*: 'two'{hint}"):
+            said_of(tmp_path, math, {"problem": "1+1?", "solution": "two"} | more)
+
+
+def test_messages_beside_conversations_are_not_replaced(tmp_path):
+    turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = ({"messages": messages, "conversations": turns}, {"messages": None, "conversations": turns},
+            {"messages": messages, "conversations": None})  # fmt: skip
+    problems, unused = said_of(tmp_path, sharegpt, *rows, learns="answers")
+    assert [problem.answer for problem in problems] == ["2", "5", "2"] and unused == {"conversations": 1}
+
+
+def test_turns_with_names_of_two_layouts(tmp_path):
+    names = dict.fromkeys(("from", "value", "role", "content"))
+    turns = [names | {"from": "human", "value": "2+3?"}, names | {"role": "assistant", "content": "5"}]
+    (problem,), _ = said_of(tmp_path, sharegpt, {"conversations": turns}, learns="answers")
+    assert [message["content"] for message in problem.messages] == ["2+3?", "5"]
+    assert sharegpt({"conversations": [turns[0], {"from": "gpt", "value": "5", "content": "5"}]}) is not None
+    with pytest.raises(ValueError, match="a turn has the value '5' and the content '6'; give one of them"):
+        sharegpt({"conversations": [turns[0], {"from": "gpt", "value": "5", "content": "6"}]})
+
+
+def test_the_columns_of_converted_rows_are_found_by_one_row(tmp_path, monkeypatch):
+    rows = [{"question": "2+3?", "answer": "#### 5", "image": None}] * 200
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    made = []
+    arrow_rows = data_rows.arrow_rows
+    monkeypatch.setattr(data_rows, "arrow_rows", lambda batch: (made.append(len(batch)), arrow_rows(batch))[1])
+    assert "reward_model" in entry_columns(tmp_path / "a.parquet", [gsm8k]) and made == [1]
+    # Images of many rows would not fit into memory.
+    assert len(read_files([tmp_path / "a.parquet"], "samples", convert=[gsm8k])) == 200
+    assert max(made) == data_rows.FEW
 
 
 def test_a_function_that_changes_its_row_and_returns_none_is_named(tmp_path):

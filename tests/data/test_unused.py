@@ -132,6 +132,16 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
         read_files([file], learns)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_numbers_about_images_are_no_images(write, learns, tmp_path):
+    unused, about = Counter(), {"num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5}
+    assert len(read_files([write(tmp_path, LAYOUTS[learns] | about)], learns, unused=unused)) == 1
+    assert unused == dict.fromkeys(about, 1)
+    messages = {"messages": [USER | {"image_index": 3}, SAID]}
+    assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
+
+
 def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
     row = LAYOUTS["samples"] | {"prompt": [USER | {"content": "Read: b  c\nAnd answer."}]}
     for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b c And"]}, "", None):
@@ -185,6 +195,19 @@ def test_a_field_that_the_template_reads_of_another_role_or_of_a_tool_is_named()
     # Something of a turn may be shown only until another one follows.
     turns = [attrs.evolve(prompts[0], prompt=(USER, SAID | {"name": "x"}, USER))]
     assert list(of_template([turns], DataConfig(), tokenizer)) == []
+
+
+def test_a_text_for_false_is_named():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# thinking tools #}"
+    rows = [
+        Problem((USER,), "b", chat_template_kwargs={"thinking": value}) for value in (False, "low", "False", None)
+    ]
+    for problems, table in (((), DataConfig(chat_template_kwargs={"thinking": "False"})), (rows, DataConfig())):
+        assert list(of_template([problems], table, tokenizer)) == [
+            "chat_template_kwargs.thinking is the text 'False', which templates take for true; write false"
+        ]
+    assert not list(of_template([rows[:2]], DataConfig(chat_template_kwargs={"thinking": False}), tokenizer))
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -283,6 +306,19 @@ def test_prompts_that_end_with_the_assistant_are_noticed():
     problems = [Problem((USER, SAID), "a", 0), Problem((USER,), "a", 1)]
     said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))
     assert len(said) == 1 and said[0].startswith("data.train_files: 1 of 2 prompts end with a turn of the assistant")
+
+
+def test_ground_truths_that_are_right_by_no_rule_are_named(tiny, tmp_path):
+    asked = (("a>", "five"), ("b>", "12"))
+    rows = [{"data_source": "my/gsm8k", "prompt": q, "reward_model": {"ground_truth": a}} for q, a in asked]
+    files = [f"data.{key}_files={jsonl(tmp_path, *rows)}" for key in ("train", "val")]
+    judged = [*files, "reward.functions=verl_fn.scores:exact"]
+    for more, keys in ((files, ["train", "val"]), (judged, [])):
+        said = []
+        prepare(tiny_run(tiny, tmp_path / "run", *more), said.append)
+        found = [line for line in said if "by the rule of their data source" in line]
+        assert [line.partition("data.")[2].partition("_files")[0] for line in found] == keys, more
+        assert all("right for 1 of the first 2 ground truths" in line and "'#### ANSWER'" in line for line in found)
 
 
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
@@ -453,12 +489,51 @@ def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path
             read_files([write(tmp_path, row | more)], learns)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("learns", LAYOUTS)
+def test_nan_in_a_column_is_nothing(write, learns, tmp_path):
+    nothing = float("nan")
+    names = ("weight", "system", "context", "video", "score", "tools", "extra_info", "enable_thinking", "images")
+    file = write(tmp_path, LAYOUTS[learns] | dict.fromkeys(names, nothing))
+    (problem,) = read_files([file], learns)
+    assert problem == read_files([write(tmp_path, LAYOUTS[learns])], learns)[0]
+    with pytest.raises(DataError, match=r"weight has 0\.5"):
+        read_files([write(tmp_path, LAYOUTS[learns] | {"weight": 0.5, "score": nothing})], learns)
+
+
 def test_a_part_of_text_with_more_than_text_is_named_by_what_it_has(tmp_path):
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     with pytest.raises(
         DataError, match=r"message 0 of messages has a part of the type text with cache_control; noth"
     ):
         read_files([jsonl(tmp_path, {"messages": [{"role": "user", "content": [part]}, SAID]})], "answers")
+
+
+def content(folder, *parts):
+    rows = {"messages": [{"role": "user", "content": list(parts)}, SAID]}
+    return read_files([jsonl(folder, rows)], "answers")[0].messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "text", "text": {"value": "a", "annotations": []}}, r"the type text with {'value': 'a'.* as text"),
+        ({"type": "thinking", "thinking": "a"}, "write it into the message's reasoning_content"),
+        ({"type": "tool_use", "name": "f", "input": {}}, "write it into the message's tool_calls"),
+        ({"type": "tool_result", "content": "a"}, "write it as a message of the role tool"),
+        ({"type": ["text"], "text": "a"}, "nothing else is read$"),
+        ({"text": "a"}, "nothing else is read$"),
+        ("a", "nothing else is read$"),
+    ],
+)
+def test_parts_that_are_not_read_are_named_with_the_place_for_what_they_hold(part, says, tmp_path):
+    with pytest.raises(DataError, match=rf"message 0 of messages .*{says}"):
+        content(tmp_path, part)
+
+
+def test_texts_of_parts_may_be_of_the_types_that_responses_have(tmp_path):
+    parts = [{"type": kind, "text": "a"} for kind in ("text", "input_text")]
+    assert content(tmp_path, *parts, {"type": "output_text", "text": "b", "annotations": []}) == "aab"
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0)])

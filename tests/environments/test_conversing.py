@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import attrs
@@ -444,6 +445,25 @@ def test_calls_of_first_messages_that_the_template_leaves_out_are_errors():
     said = {"role": "assistant", "content": "a", "tool_calls": [call]}
     with pytest.raises(EnvError, match=r"problem 7 .*leaves out tool_calls of message 1"):
         play(script(ab=(*user("ab"), said, *user("b"))), {})
+
+
+def test_fields_of_an_environments_messages_that_the_model_does_not_see_are_named_once():
+    reply = {"role": "tool", "content": "d", "tool_call_id": "7", "reward": 0.5, "name": "f", "more": None}
+    results = script(ab=user("ab"), c=(reply,), d=(reply,), g=Done(1.0, 1.0))
+    replies = {"ab\n": [*ids("c"), END], "ab\ncd\n": [*ids("d"), END], "ab\ncd\ndd\n": [*ids("g"), END]}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        play(results, replies, n=2)
+    said = sorted(str(one.message).partition(": ")[2] for one in heard)
+    start, end = "the chat template does not show", "of the environment's messages of the role tool, so the model"
+    assert said == [f"{start} {name} {end} does not see it" for name in ("name", "reward")]
+    with warnings.catch_warnings(record=True) as heard:
+        play(
+            results,
+            replies,
+            template=CHAT_TEMPLATE + "{{ '' if messages[-1].reward and messages[-1].name else 'c' }}",
+        )
+    assert not heard
 
 
 def test_special_tokens_of_an_environment_are_noted_once():

@@ -254,6 +254,16 @@ def test_the_table_of_layouts_in_the_docs_is_what_a_translation_does():
         assert f"`{ours}`" in text or (ours == key and text.strip().startswith("the same"))
 
 
+def test_what_adapters_have_has_no_effect_without_a_rank():
+    model = "actor_rollout_ref.model."
+    words = f"{model}lora_alpha=0 {model}exclude_modules=NONE {model}target_modules=[q_proj]"
+    unused = translated(f"{GRPO_LORA} {words} {model}lora_rank=0")
+    assert unused.complete and "target_modules" not in unused.table["actor"], unused.report()
+    (keys,) = (keys for reason, keys in unused.without_effect.items() if "their rank is 0" in reason)
+    assert set(keys) == {model + name for name in ("lora_alpha", "exclude_modules", "target_modules")}
+    assert len(translated(f"{GRPO_LORA} {words} {model}lora_rank=8").not_possible) == 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -468,7 +478,8 @@ def test_models_with_images(path):
         ("actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B "
          "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ranks cannot share rows with images"),
         ("+data.mm_processor_kwargs.max_pixels=9", "preprocessor_config.json"),
-        ("actor_rollout_ref.model.exclude_modules=.*visual.*", "name the layers in target_modules"),
+        ("actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.exclude_modules=.*head.*",
+         "name the layers in target_modules"),
     ],
 )  # fmt: skip
 def test_what_models_with_images_cannot_do(words, said):

@@ -187,6 +187,42 @@ def test_a_setting_that_needs_a_program_is_not_made_of_nothing(script, lines, va
     assert read_settings([script(text), "a.b=2"]).values == {"a.b": 2, "c.d": 1}
 
 
+@pytest.mark.parametrize("behind", ["# b.c=2 \\\n", "\n", "", "b.d=1\n"])
+def test_settings_that_a_trainer_does_not_get_are_named(script, behind):
+    text = f"python3 -m verl.trainer.main_ppo a.b=1 \\\n{behind}trainer.x=3 \\\n+data.y=4 2>&1 | tee log\n"
+    if not behind:
+        assert read_settings([script(text)]).values == {"a.b": 1, "trainer.x": 3, "data.y": 4}
+        return
+    with pytest.raises(ConfigError, match=r"run.sh: 'trainer.x=3 \+data.y=4' begins a command of its own, so the tr"):
+        read_settings([script(text)])
+
+
+def test_a_word_of_a_space_is_a_command_that_ended_early(script):
+    text = "python3 -m verl.trainer.main_ppo a.b=1 \\  # one of 1, 2\n  +c=2\n"
+    command = ["python3", "-m", "verl.trainer.main_ppo", "a.b=1", " "]
+    for words in ([script(text)], command):
+        with pytest.raises(ConfigError, match=r"a backslash with a space or a comment .* later lines are lost"):
+            read_settings(words)
+    # A variable that is not set gives an empty word.
+    assert read_settings([*command[:-1], "", "\\"]).values == {"a.b": 1}
+
+
+@pytest.mark.parametrize("program", ["xargs", "xargs -0", "parallel"])
+def test_words_that_a_program_reads_for_a_trainer_are_not_left_out(script, program):
+    text = f"cat words.txt | {program} python3 -m verl.trainer.main_ppo a.b=1\n"
+    with pytest.raises(ConfigError, match=rf"starts no trainer.*it asks '{program} python3.*not run here"):
+        read_settings([script(text)])
+
+
+def test_of_a_launchers_words_only_the_ranks_must_be_known(script):
+    text = 'head=$(scontrol show hostnames)\nsrun -w "$head" {}python3 -m verl.trainer.main_ppo a.b=1\n'
+    settings = read_settings([script(text.format(""))])
+    assert settings.values == {"a.b": 1} and settings.not_run == ("scontrol show hostnames",)
+    for ranks in ('torchrun --nnodes="$head" ', 'torchrun --nproc_per_node "$head" '):
+        with pytest.raises(ConfigError, match=r"computes .* with 'scontrol show hostnames', which is not run here"):
+            read_settings([script(text.format(ranks))])
+
+
 def test_programs_on_which_branches_of_a_script_depend_are_named(script):
     text = """
     if [ "$(nvidia-smi -L | wc -l)" -ge 8 ]; then N=8; else N=1; fi
@@ -292,6 +328,15 @@ def test_arithmetic_on_what_a_program_would_print_names_the_program(script):
     text = "N=$(nvidia-smi -L | wc -l)\npython3 -m verl.trainer.main_ppo a.b=$((N*1))\n"
     with pytest.raises(ConfigError, match="it asks 'nvidia-smi -L', which is not run here"):
         read_settings([script(text)])
+
+
+def test_a_table_that_a_file_has_twice_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("algorithm: {gamma: 1}\ntrainer:\n  nnodes: 2\ndata: {seed: 1}\ntrainer:\n  seed: 3\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not YAML: it has the key trainer twice .* line 5"):
+        read_settings([str(file)])
+    file.write_text("trainer:\n  nnodes: 2\nalgorithm: {<<: {gamma: 1}, lam: 1}\n")
+    assert read_settings([str(file)]).values == {"trainer.nnodes": 2, "algorithm.gamma": 1, "algorithm.lam": 1}
 
 
 def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import RULES, Answer, RewardError, by_rules, rule_for
+from verl_fn.rewards.reward import MATH, RULES, Answer, RewardError, by_rules, rule_for, unattainable
 
 
 def gsm8k(text, truth="1234", finished=True, source="openai/gsm8k"):
@@ -77,3 +77,19 @@ def test_a_rule_that_does_not_fit_the_problem_names_it():
     chat = Problem(({"role": "user", "content": "reach 6"},), "6", id=5, data_source="countdown")
     with pytest.raises(RewardError, match=r"problem 5 of 'countdown', response '2\*3': .*; set reward\.functions"):
         by_rules([Answer(chat, "2*3")])
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "wrong"),
+    [
+        ("my/gsm8k", ("5", "-3.5", "1000"), ("#### 5", "1,000", "$5", " 5", "five", '{"a": 1}')),
+        ("arithmetic", ("5", "-3"), ("+5", "5.0", "five")),
+        ("squares", ("red",), ("Red", "red.")),
+        *((source, (r"\frac12", "1,000", "x = 5"), (r"\boxed{5}", "{5")) for source in (*MATH, "hiyouga/geometry3k")),
+        ("reverse", ("anything",), ()),
+        ("mine", ("anything",), ()),
+    ],
+)
+def test_ground_truths_that_no_response_equals_by_rule(source, right, wrong):
+    found = {truth: unattainable(Problem("q", truth, data_source=source)) for truth in (*right, *wrong)}
+    assert found == dict.fromkeys(right, False) | dict.fromkeys(wrong, True)

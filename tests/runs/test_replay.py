@@ -134,7 +134,14 @@ def test_a_fork_with_nothing_changed_is_the_run(run, tmp_path):
 def test_a_run_continued_with_other_settings_says_which(run, tiny, copy):
     lines = []
     more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
-    train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=4"), lines.append)
+    more += ["actor.optim.lr=5e-4", "trainer.total_training_steps=4"]
+    with pytest.raises(RunError, match="holds checkpoints of another run"):
+        train(tiny_run(tiny, copy, *more, "trainer.resume_mode=disable"), lines.append)
+    assert not any("is dropped" in line for line in lines)
+    first = f"trainer.resume_from_path={copy}/checkpoints/step_2"
+    train(tiny_run(tiny, copy, *more, first), lines.append)
+    ignored = [line for line in lines if "resume_from_path" in line]
+    assert len(ignored) == 1 and ignored[0].startswith("continuing from the folder's newest checkpoint, although ")
     assert "continuing with another setting: actor.optim.lr: 0.001 -> 0.0005" in lines
     assert "continuing with another setting: trainer.total_training_steps: 3 -> 4" in lines
 

@@ -327,6 +327,8 @@ def pruning(model: Path) -> Iterator[None]:
 
 # The keys that say which problems there are.
 PROBLEMS = ("data.val_files=", "data.task=")
+# How keys begin that only training has a use for.
+TRAINING = ("actor.optim.", "critic.", "data.train_batch_size", "trainer.total_training_steps", "trainer.save_freq")
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -353,6 +355,8 @@ def evaluate(args: argparse.Namespace) -> int:
         with pruning(model):
             plans.append(_plan(file, [*args.overrides, f"model.path={model}"]))
     out = _folder(args.out) if args.out else None
+    for note in unused_by_evaluations(args.overrides):
+        say(f"note: {note}")
     reports: dict[str, Mapping[str, float]] = {}
     answers: list[dict[str, Any]] = []
     for (model, _), label, plan in zip(models, labels, plans, strict=True):
@@ -364,6 +368,19 @@ def evaluate(args: argparse.Namespace) -> int:
     if out is not None:
         _write(out, dict(zip(labels, (str(model) for model, _ in models), strict=True)), reports, answers)
     return 0
+
+
+def unused_by_evaluations(overrides: Sequence[str]) -> Iterator[str]:
+    """Yields a line for each setting on the command line that only training has a use for.
+
+    Example:
+        >>> list(unused_by_evaluations(["rollout.temperature=0.7", "data.val_size=9"]))
+        ['rollout.temperature has no effect in an evaluation; set rollout.val_kwargs.temperature']
+    """
+    sampling = {f"rollout.{name}": f"rollout.val_kwargs.{name}" for name in ("n", "temperature", "top_p", "top_k")}
+    for key in dict.fromkeys(split_override(override)[0] for override in overrides):
+        if key in sampling or key.startswith(TRAINING):
+            yield f"{key} has no effect in an evaluation" + (f"; set {sampling[key]}" if key in sampling else "")
 
 
 def _plan(file: Path | str | None, overrides: Sequence[str]) -> Plan:

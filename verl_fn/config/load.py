@@ -38,7 +38,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the message suggests the most similar one), or a
-            value has the wrong type or range. The message names the file if one of the keys in it is set there.
+            value has the wrong type or range. The message names the file if keys in it are set there only.
 
     Example:
         >>> load(overrides=["trainer.seed=3", "data.task=count"]).trainer.seed
@@ -53,8 +53,14 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     except ConfigError as error:
         if path is None or str(path) in str(error):
             raise
-        in_file = flat(read_table(path)).keys() - {split_override(override)[0] for override in overrides}
-        if not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error)) for key in in_file):
+        given = {split_override(override)[0] for override in overrides}
+
+        said = str(error)
+
+        def blames(some: Iterable[str]) -> bool:
+            return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", said) for key in some)
+
+        if blames(given) or not blames(flat(read_table(path)).keys() - given):
             raise
         raise ConfigError(f"{path}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
-from verl_fn.data.entries import is_filled, is_media
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
 from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
 
@@ -28,6 +28,28 @@ _LIKE_MARKS = re.compile(
     r"|(in|ex)cluded?)(?![a-z])",
     re.IGNORECASE,
 )
+# Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
+_MEDIA = re.compile(
+    r"(?<![a-z])(image|img|picture|photo|screenshot|pixel|video|audio|waveform|multi_?modal)s?(?![a-z])",
+    re.IGNORECASE,
+)
+_WEIGHT = re.compile(
+    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?"
+    r"|loss|((is|do|to)_)?train(ing|able)?"
+)
+_TURNS = {
+    **dict.fromkeys(
+        ("system", "system_prompt", "system_message", "system_instruction"),
+        "a first message of the role system in the prompt",
+    ),
+    "history": "messages in the prompt",
+    **dict.fromkeys(
+        ("functions", "available_tools", "tool_schemas", "tool_definitions"), "JSON schemas in the column tools"
+    ),
+}
+# Columns of text to answer about. A prompt that has none of it is seen without.
+_TEXTS = ("context", "contexts", "input", "passage", "passages")
+WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
 _NO_MEDIA = (
@@ -86,7 +108,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
 
 EXACT = 2**53  # from here on, neighbouring whole numbers are the same float
 THINKING = "enable_thinking"
-OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs", THINKING, *COLUMNS)
+SHOWN = ("tools", "chat_template_kwargs", THINKING, *COLUMNS)
+OPTIONAL = ("ability", "extra_info", *SHOWN)
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
@@ -273,8 +296,7 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
     thinks = row.get(THINKING)
-    # pandas writes NaN for what is missing.
-    if thinks is not None and thinks == thinks:
+    if thinks is not None:
         if thinks not in (0, 1):
             raise DataError(f"{place}: {THINKING} must be true or false, not {thinks!r:.40}")
         if kwargs.get(THINKING) not in (None, thinks):
@@ -287,6 +309,86 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
         raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
     # Parquet gives each row all keys of the column.
     return {key: without_nulls(value) for key, value in kwargs.items() if value is not None}
+
+
+@functools.lru_cache(1024)
+def is_media(name: str) -> bool:
+    """Returns whether a column or a field of a message has a name of images, videos or sounds.
+
+    Example:
+        >>> is_media("images"), is_media("image_url"), is_media("imagined")
+        (True, True, False)
+    """
+    return _MEDIA.search(name) is not None
+
+
+def is_filled(value: Any) -> bool:
+    """Returns whether a value holds something: not null, empty, 0 or false, or lists and objects of these.
+
+    Example:
+        >>> is_filled([{"bytes": None}, ""]), is_filled([{"bytes": b"x"}])
+        (False, True)
+    """
+    if isinstance(value, Mapping):
+        return any(map(is_filled, value.values()))
+    return any(map(is_filled, value)) if isinstance(value, list) else bool(value)
+
+
+def matters(name: str) -> bool:
+    """Returns whether something else may be learned without a column that is not used, so that its values count."""
+    return is_media(name) or name in (*_TURNS, *_TEXTS) or _WEIGHT.fullmatch(name) is not None
+
+
+def _words(value: Any) -> list[list[str]]:
+    """Returns the words of each string in a value."""
+    if isinstance(value, str):
+        return [value.split()]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in _words(one)]
+
+
+def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
+    """Raises DataError for a value of a column that is not used, if something else would be learned without it.
+
+    Args:
+        shown: what the model sees of the row.
+    """
+    remove = "or remove the column (a function of data.convert can)"
+    if is_media(name):
+        # A number tells how many there are, or which.
+        if is_filled(value) and not isinstance(value, int | float):
+            raise DataError(
+                f"{place}: the column {name} has images, videos or sounds, and only images in the columns images and "
+                f"image are trained on; write them there, leave such rows out, {remove}"
+            )
+    elif name in _TURNS:
+        if is_filled(value):
+            raise DataError(
+                f"{place}: the column {name} is not used, so the model would not see it; write "
+                f"{_TURNS[name]}, {remove}"
+            )
+    elif name in _TEXTS:
+        seen = "\n".join(map("".join, _words(shown)))
+        texts = list(filter(None, _words(value)))
+        texts = [words for words in texts if len(words) >= WORDS] or texts
+        if texts and not any("".join(words) in seen for words in texts):
+            raise DataError(
+                f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
+                f"see it; write it into the prompt, {remove}"
+            )
+    elif _WEIGHT.fullmatch(name) and not _is_one(value):
+        instead = "repeat rows or leave them out, set data.weights for whole files"
+        if isinstance(value, list):
+            instead = 'write "weight": 0 into messages of the assistant that are not to be learned'
+        raise DataError(
+            f"{place}: the column {name} has {value!r:.40}, and rows have no weights of their own; {instead}, "
+            f"{remove}"
+        )
+
+
+def _is_one(weight: Any) -> bool:
+    """Returns whether a weight, or each of several, is 1 or nothing."""
+    return all(map(_is_one, weight)) if isinstance(weight, list) else weight in (1, "")
 
 
 def source_of(place: str, row: Row, default: str | None = None) -> str:
@@ -368,7 +470,7 @@ def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
         if any(map(is_media, (*kinds, *keys))):
             raise DataError(f"{place} has parts of the type {', '.join(sorted(kinds))}; {_NO_MEDIA}")
     for key, value in message.items():
-        if is_media(key) and is_filled(value):
+        if is_media(key) and is_filled(value) and not isinstance(value, int | float):
             raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
     if isinstance(content, str) and message.get("role") != "assistant":
         _check_marks(place, content.replace(MARK, "") if images else content, "its content")

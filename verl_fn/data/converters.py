@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_fn.data.columns import SHOWN, matters
 from verl_fn.data.rows import parsed
 from verl_fn.data.tasks import GSM8K
-from verl_fn.scores import boxed
+from verl_fn.scores import boxed, equal
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -23,7 +24,7 @@ SHAREGPT = {
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Converts a row with ``question`` and ``answer``, whose last line is ``#### NUMBER``.
+    """Converts a row with ``question`` and ``answer``, whose last line is ``#### NUMBER``; other columns stay.
 
     Source: verl's ``examples/data_preprocess/gsm8k.py``.
 
@@ -43,7 +44,8 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
     final = re.search(r"#### (-?[0-9.,]+)", answer)
     if final is None:
         raise ValueError(f"the answer has no number after '#### ': {answer[-80:]!r}")
-    return math_row(
+    others = {name: value for name, value in row.items() if name not in ("question", "answer")}
+    return others | math_row(
         GSM8K,
         f"{question} {GSM8K_INSTRUCTION}",
         final[1].replace(",", ""),
@@ -53,6 +55,9 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     r"""Converts a row with ``problem`` and ``solution``, whose last ``\boxed{}`` has the answer.
+
+    Other columns become ``extra_info``, but for those that the model is to see. A column ``answer`` also stays one if
+    it says otherwise than the box, so that the run names it.
 
     Source: verl's ``examples/data_preprocess/math_dataset.py``.
 
@@ -71,27 +76,31 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ValueError("problem and solution must be strings")
     answer = boxed(solution)
     if answer is None:
-        raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}")
-    return math_row(
-        MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, {k: v for k, v in row.items() if k != "problem"}
-    )
+        hint = "; the row has a column answer, which a function of your own can take" if row.get("answer") else ""
+        raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}{hint}")
+    seen = {name: value for name, value in row.items() if name in SHOWN or matters(name)}
+    extra = {name: value for name, value in row.items() if name != "problem" and name not in seen}
+    other = row.get("answer")
+    differs = other not in (None, "") and not equal(str(other), answer)
+    made = math_row(MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, extra)
+    return seen | ({"answer": other} if differs else {}) | made
 
 
 def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Converts a row with ``conversations``, whose turns have ``from`` and ``value``, to ``messages``.
 
     A column ``system`` becomes the first message, and a turn of ``function_call`` holds calls as JSON. Other columns,
-    and other fields of turns, stay as they are.
+    and other fields of turns, stay as they are. A row that has ``messages`` is none of these rows.
 
     Raises:
-        ValueError: a turn is of an unknown speaker, or a call is no object of JSON.
+        ValueError: a turn is of an unknown speaker or says two things, or a call is no object of JSON.
 
     Example:
         >>> turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
         >>> [message["role"] for message in sharegpt({"conversations": turns, "system": "Add."})["messages"]]
         ['system', 'user', 'assistant']
     """
-    if "conversations" not in row:
+    if row.get("conversations") is None or row.get("messages"):
         return None
     messages = [_message(turn) for turn in parsed(row["conversations"])]
     system = {"role": "system", "content": row.get("system")}
@@ -103,11 +112,13 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    (speaker, *_), (text, *more) = (_given(turn, names) for names in (("from", "role"), ("value", "content")))
     named = str(speaker).lower()
     role = SHAREGPT.get(named)
     if role is None:
         raise ValueError(f"a turn is of {speaker!r}, and the known speakers are {', '.join(SHAREGPT)}")
+    if more not in ([], [text]):
+        raise ValueError(f"a turn has the value {text!r:.40} and the content {more[0]!r:.40}; give one of them")
     others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
     if named != "function_call":
         return {"role": role, "content": text} | others
@@ -116,6 +127,11 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"a turn of function_call is no object of JSON: {text!r:.80}")
     return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]} | others
+
+
+def _given(turn: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """Returns the values that a turn has under some names; Parquet gives it all names of its column."""
+    return [turn[name] for name in names if turn.get(name) is not None] or [None]
 
 
 def math_row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -255,7 +255,8 @@ def _report_long(
         say(f"{key}: {long} of {total} prompts are cut to {limit} tokens (data.truncation)")
     else:
         first = start + int(np.argmin(fits))
-        raise too_long(found.problems[first], int(found.prompts[first]), limit)
+        learned = bool(found.rows[first].any())
+        raise too_long(found.problems[first], int(found.prompts[first]), limit, learned=learned)
 
 
 def longest_prompt(parts: Sequence[Encoded]) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import attrs
 
+from verl_fn.data.columns import check_other, is_media, matters
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.rows import (
     ALL,
@@ -63,7 +63,7 @@ class Kind:
     @functools.cached_property
     def columns(self) -> Columns:
         """Returns the columns that are read of files: also those without which something else would be learned."""
-        return Columns(self.required, self.optional, _matters, self.hint)
+        return Columns(self.required, self.optional, matters, self.hint)
 
     def blocks(self, entry: Entry, convert: Sequence[Convert] = ()) -> Iterator[Block]:
         """Yields the rows of an entry, some at a time; ``problems`` makes problems of them.
@@ -98,10 +98,13 @@ class Kind:
             rows = block_rows(block, self.columns, unused)
         for number, (place, row) in enumerate(rows, first):
             self.columns.check(place, row)
+            # pandas and Python write NaN into JSON for what is missing.
+            if missing := [name for name, value in row.items() if type(value) is float and value != value]:
+                row = row | dict.fromkeys(missing)
             row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():
                 if name not in wanted and value is not None:
-                    _check_other(place, name, value, [row[n] for n in wanted if n in row and n not in OBJECTS])
+                    check_other(place, name, value, [row[n] for n in wanted if n in row and n not in OBJECTS])
                     unused[name] += 1
             if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
                 for name, value in row["reward_model"].items():
@@ -127,112 +130,12 @@ def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, .
         DataError: a data set cannot be read, or a function fails on the first row.
     """
     if convert:
-        for place, row in block_rows(next(_raw_blocks(entry)), ALL):
-            return tuple(_converted(place, row, convert))
+        block = next(_raw_blocks(entry))
+        # Making objects of the others would take most of the time.
+        first = attrs.evolve(block, numbers=block.numbers[:1], rows=block.rows[:1])
+        ((place, row),) = block_rows(first, ALL)
+        return tuple(_converted(place, row, convert))
     return column_names(entry) if _is_file(entry) else _table(entry).columns
-
-
-# Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
-_MEDIA = re.compile(
-    r"(?<![a-z])(image|img|picture|photo|screenshot|pixel|video|audio|waveform|multi_?modal)s?(?![a-z])",
-    re.IGNORECASE,
-)
-_WEIGHT = re.compile(
-    r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?"
-    r"|loss|((is|do|to)_)?train(ing|able)?"
-)
-_TURNS = {
-    **dict.fromkeys(
-        ("system", "system_prompt", "system_message", "system_instruction"),
-        "a first message of the role system in the prompt",
-    ),
-    "history": "messages in the prompt",
-    **dict.fromkeys(
-        ("functions", "available_tools", "tool_schemas", "tool_definitions"), "JSON schemas in the column tools"
-    ),
-}
-# Columns of text to answer about. A prompt that has none of it is seen without.
-_TEXTS = ("context", "contexts", "input", "passage", "passages")
-WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-
-
-@functools.lru_cache(1024)
-def is_media(name: str) -> bool:
-    """Returns whether a column or a field of a message has a name of images, videos or sounds.
-
-    Example:
-        >>> is_media("images"), is_media("image_url"), is_media("imagined")
-        (True, True, False)
-    """
-    return _MEDIA.search(name) is not None
-
-
-def is_filled(value: Any) -> bool:
-    """Returns whether a value holds something: not null, empty, 0 or false, or lists and objects of these.
-
-    Example:
-        >>> is_filled([{"bytes": None}, ""]), is_filled([{"bytes": b"x"}])
-        (False, True)
-    """
-    if isinstance(value, Mapping):
-        return any(map(is_filled, value.values()))
-    return any(map(is_filled, value)) if isinstance(value, list) else bool(value)
-
-
-def _matters(name: str) -> bool:
-    """Returns whether something else may be learned without a column that is not used, so that its values count."""
-    return is_media(name) or name in (*_TURNS, *_TEXTS) or _WEIGHT.fullmatch(name) is not None
-
-
-def _texts(value: Any) -> list[list[str]]:
-    """Returns the words of each string in a value."""
-    if isinstance(value, str):
-        return [value.split()]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [text for one in inner for text in _texts(one)]
-
-
-def _check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
-    """Raises DataError for a value of a column that is not used, if something else would be learned without it.
-
-    Args:
-        shown: what the model sees of the row.
-    """
-    remove = "or remove the column (a function of data.convert can)"
-    if is_media(name):
-        if is_filled(value):
-            raise DataError(
-                f"{place}: the column {name} has images, videos or sounds, and only images in the columns images and "
-                f"image are trained on; write them there, leave such rows out, {remove}"
-            )
-    elif name in _TURNS:
-        if is_filled(value):
-            raise DataError(
-                f"{place}: the column {name} is not used, so the model would not see it; write "
-                f"{_TURNS[name]}, {remove}"
-            )
-    elif name in _TEXTS:
-        seen = "\n".join(map("".join, _texts(shown)))
-        texts = list(filter(None, _texts(value)))
-        texts = [words for words in texts if len(words) >= WORDS] or texts
-        if texts and not any("".join(words) in seen for words in texts):
-            raise DataError(
-                f"{place}: the column {name} is not used, and the prompt has nothing of it, so the model would not "
-                f"see it; write it into the prompt, {remove}"
-            )
-    elif _WEIGHT.fullmatch(name) and not _is_one(value):
-        instead = "repeat rows or leave them out, set data.weights for whole files"
-        if isinstance(value, list):
-            instead = 'write "weight": 0 into messages of the assistant that are not to be learned'
-        raise DataError(
-            f"{place}: the column {name} has {value!r:.40}, and rows have no weights of their own; {instead}, "
-            f"{remove}"
-        )
-
-
-def _is_one(weight: Any) -> bool:
-    """Returns whether a weight, or each of several, is 1 or nothing."""
-    return all(map(_is_one, weight)) if isinstance(weight, list) else weight in (1, "")
 
 
 def _is_file(entry: Entry) -> TypeGuard[str | Path]:
@@ -240,8 +143,8 @@ def _is_file(entry: Entry) -> TypeGuard[str | Path]:
 
 
 def _raw_blocks(entry: Entry) -> Iterator[Block]:
-    """Yields the rows with all their columns."""
-    return read_blocks(entry, ALL) if _is_file(entry) else _table(entry).blocks()
+    """Yields the rows with all their columns, few at a time if these may have images."""
+    return read_blocks(entry, attrs.evolve(ALL, others=is_media)) if _is_file(entry) else _table(entry).blocks()
 
 
 def _table(entry: Entry) -> Table:

@@ -203,12 +203,17 @@ def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: 
         raise too_long(problem, len(ids), max_length)
 
 
-def too_long(problem: Problem, tokens: int, max_length: int) -> DataError:
-    """Returns the error about a prompt that has too many tokens."""
+def too_long(problem: Problem, tokens: int, max_length: int, *, learned: bool = False) -> DataError:
+    """Returns the error about a prompt that has too many tokens.
+
+    Args:
+        learned: whether the row is learned from; such a row is never cut.
+    """
     return DataError(
-        f"{label_of(problem)}: the prompt has {tokens} tokens, more than {max_length}; "
-        "raise data.max_prompt_length, set data.filter_overlong_prompts to leave such prompts out, or cut them "
-        "by data.truncation"
+        f"{label_of(problem)}: the prompt has {tokens} tokens, more than {max_length}; raise data.max_prompt_length"
+        + (" or" if learned else ",")
+        + " set data.filter_overlong_prompts to leave such prompts out"
+        + ("" if learned else ", or cut them by data.truncation")
     )
 
 

@@ -6,7 +6,9 @@ content of messages that is a list of parts becomes text with marks when a row i
 
 from __future__ import annotations
 
+import base64
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,15 @@ COLUMNS = ("images", "image")
 MOST_PIXELS = 2**26
 STEREO = "MPO"  # photos of some cameras, whose other frames are the same scene
 _KEYS = ("bytes", "path", "image")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# Where messages hold what some data sets have in parts of their content.
+_ELSEWHERE = {
+    **dict.fromkeys(("thinking", "reasoning"), "into the message's reasoning_content"),
+    **dict.fromkeys(("tool_use", "tool_call", "function_call"), "into the message's tool_calls"),
+    **dict.fromkeys(("tool_result", "function_call_output"), "as a message of the role tool"),
+    "refusal": "as a part of the type text",
+}
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60}")
 _WIDE = ("I", "F")  # Pillow's modes of samples that do not fit into 8 bits
 
 
@@ -35,8 +46,9 @@ class FromFile(bytes):
 def images_in(place: str, row: Row) -> tuple[bytes, ...]:
     """Returns the images in the columns ``images`` and ``image`` of a row, as bytes of image files.
 
-    An image is bytes, the path of a file, an object with ``bytes``, ``path`` or ``image``, as data sets of the
-    Hugging Face hub have them, or what a function of ``data.convert`` may make: a PIL image or an array.
+    An image is bytes, the path of a file, an address ``data:image/png;base64,...`` that holds it, an object with
+    ``bytes``, ``path`` or ``image``, as data sets of the Hugging Face hub have them, or what a function of
+    ``data.convert`` may make: a PIL image or an array. Nothing in a list is no image.
 
     Args:
         place: the file and row, for errors; paths are relative to the file's folder.
@@ -47,7 +59,7 @@ def images_in(place: str, row: Row) -> tuple[bytes, ...]:
     found: list[Any] = []
     for column in COLUMNS:
         if (value := row.get(column)) is not None:
-            found += value if isinstance(value, list | tuple) else [value]
+            found += [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
     images = [_content(f"{place}: image {number}", value, place) for number, value in enumerate(found, 1)]
     for number, content in enumerate(images, 1):
         opened(f"{place}: image {number}", content)
@@ -80,14 +92,20 @@ def _content(name: str, value: Any, place: str) -> bytes:
 
 
 def _file(name: str, path: str, place: str) -> bytes:
-    if "://" in path or path.startswith("data:"):
+    if path.startswith("data:"):
+        try:
+            return base64.b64decode(path.partition(";base64,")[2], validate=True)
+        except ValueError as error:
+            raise DataError(f"{name} is an address {path!r:.40} whose base64 is damaged: {error}") from error
+    if "://" in path:
         raise DataError(f"{name} is the address {path!r:.60}; nothing is downloaded: write bytes, or a file's path")
     file = Path(place.rpartition(", ")[0]).expanduser().parent / Path(path).expanduser()
     try:
         return FromFile(file.read_bytes())
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise DataError(f"{name}: {file!s:.200} cannot be read: {why}") from error
+        hint = "; of base64, write data:image/png;base64, in front of it" * bool(_BASE64.match(path))
+        raise DataError(f"{name}: {file!s:.200} cannot be read: {why}{hint}") from error
 
 
 def opened(name: str, content: bytes) -> Any:
@@ -180,16 +198,19 @@ def in_text(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _part(place: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     held = {name: inner for name, inner in part.items() if name != "type" and inner} if kind else {}
-    if kind == "text" and held.keys() <= {"text"}:
-        return str(held.get("text", ""))
-    if kind == "image" and held.keys() <= {"text"}:
+    if kind in _TEXT_PARTS and held.keys() <= {"text"} and isinstance(text := held.get("text", ""), str):
+        return text
+    if kind == "image" and not held:
         return MARK
-    if kind == "text":
-        more = ", ".join(sorted(held.keys() - {"text"}))
-        raise DataError(f"{place} has a part of the type text with {more}; nothing but text is read of such a part")
+    if kind in _TEXT_PARTS:
+        more = ", ".join(sorted(held.keys() - {"text"})) or f"{held['text']!r:.60} as text"
+        raise DataError(f"{place} has a part of the type {kind} with {more}; nothing but text is read of such a part")
     if kind == "image":
         raise DataError(f"{place} holds its image in {', '.join(sorted(held))}; write it into the column images")
-    raise DataError(f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read")
+    instead = f"; write it {_ELSEWHERE[str(kind)]}" if str(kind) in _ELSEWHERE else ""
+    raise DataError(
+        f"{place} has a part {part!r:.60}; parts are of the type text or image, and nothing else is read{instead}"
+    )
 
 
 def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any]], images: int) -> None:

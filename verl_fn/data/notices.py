@@ -412,6 +412,7 @@ def of_template(
     for name in sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)}):
         if not re.search(rf"\b{re.escape(name)}\b", text):
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
+    yield from _texts_for_false(known, traits, table)
     everywhere = bool(table.chat_template_kwargs)
     asked = sum(count for group, count in groups if everywhere or group.arguments)
     plain = joined([one[(one.flags & TEXT) != 0] for one in traits]).rows_of()
@@ -434,6 +435,21 @@ def of_template(
             f"messages have roles that the chat template does not name: {roles}; it may show them as they stand, and "
             f"only what the assistant says is learned; the usual ones are {', '.join(ROLES)}"
         )
+
+
+def _texts_for_false(
+    known: Sequence[Sequence[Problem]], traits: Sequence[Traits], table: DataConfig
+) -> Iterator[str]:
+    """Yields a line for each argument that is the text "false" in the config or in one of the first rows with it."""
+    given = [table.chat_template_kwargs]
+    for problems, made in zip(known, traits, strict=True):
+        for number, group in enumerate(made.names):
+            places = np.flatnonzero(made.groups == number)[:MOST_RENDERED] if group.arguments else ()
+            given += [problems[int(place)].chat_template_kwargs for place in places]
+    texts = [(name, value) for one in given for name, value in one.items() if isinstance(value, str)]
+    for name, value in sorted(set(texts)):
+        if value.lower() == "false":
+            yield f"chat_template_kwargs.{name} is the text {value!r}, which templates take for true; write false"
 
 
 def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: Any, answers: bool) -> Iterator[str]:

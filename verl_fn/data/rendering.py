@@ -33,6 +33,7 @@ ELSEWHERE = {"function_call": "tool_calls", "tools": "the column tools", "functi
 PLAIN_CALLS = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
 _json = json.JSONEncoder(ensure_ascii=False, default=str).encode
+_CLOSED = re.compile(r"<(\w+)>\s*</\1>\s*$")
 _OPENED = re.compile(r"<(\w+)>(\s*)$")
 
 
@@ -204,6 +205,12 @@ def _said(message: Message, before: str, after: str, number: int) -> str:
         return after[len(before) :]
     opened = opens_reasoning(before, after)
     if opened is None or not after.startswith(before[: opened.start()]):
+        if closed := _CLOSED.search(before):
+            raise DataError(
+                f"message {number} has reasoning, and the prompt of its answer ends with none "
+                f"({closed[0].strip()!r}), as enable_thinking = false has it; set that argument "
+                "otherwise for the row (chat_template_kwargs), or remove the reasoning"
+            )
         raise DataError(
             f"the chat template begins message {number} otherwise than the prompt of an answer "
             "(add_generation_prompt); use a template in which the rendered turn continues that prompt"

@@ -34,6 +34,8 @@ from .calls import HERMES, format_of
 from .processes import Call, EnvError, Failure, Job, Result, Scores, Scoring
 
 CACHE = 4096
+# Fields of messages that are looked at otherwise, or that only tie a tool's answer to its call.
+PLAIN_FIELDS = {"role", "content", "tool_calls", "tool_call_id"}
 
 
 @attrs.frozen
@@ -79,8 +81,9 @@ class Renderer:
         self._encoded = functools.lru_cache(CACHE)(self._encode)
         self._ends = tokenizer.convert_ids_to_tokens(sorted(self._end_tokens))
         self._special = special_pattern(tokenizer)
-        # Kinds of messages that the template is known to show.
+        # Kinds of messages that the template is known to show, and fields of which it is known whether it does.
         self._shown: set[str] = set()
+        self._fields: set[str] = set()
         if tokenizer.chat_template is None:
             raise EnvError(
                 "env.name needs chat messages, and the tokenizer has no chat template; take a model folder with "
@@ -198,7 +201,9 @@ class Renderer:
     def check_seen(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
     ) -> None:
-        """Checks that the model sees all of an environment's messages, and warns once of special tokens in them.
+        """Checks that the model sees all of an environment's messages.
+
+        It warns once of special tokens in them, and of each field of theirs that makes no difference.
 
         What the template leaves out, it leaves out of all messages of that role at that place, so that a sequence of
         roles is looked at once. A character that the tokenizer does not know may be in any message.
@@ -215,6 +220,7 @@ class Renderer:
         if kind not in self._shown and all(m["content"] or m["role"] == "assistant" for m in messages):
             self._check_shown(said, messages, arguments, label)
             self._shown.add(kind)
+        self._check_fields(said, messages, arguments, label)
         for message in messages:
             content = message["content"].replace(MARK, "")
             if has_unknown(self._tokenizer(content, add_special_tokens=False)["input_ids"], self._tokenizer):
@@ -241,6 +247,26 @@ class Renderer:
                 check_shown(whole, render([(whole, True)])[0], render, start=len(said))
         except DataError as error:
             raise EnvError(f"{label}: of the environment's messages {error}") from error
+
+    def _check_fields(
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
+    ) -> None:
+        for place, message in enumerate(messages, len(said)):
+            for name in message.keys() - PLAIN_FIELDS:
+                if (field := f"{message['role']}.{name}") in self._fields or message[name] is None:
+                    continue
+                self._fields.add(field)
+                whole = [*said, *messages]
+                others = [*whole[:place], {key: message[key] for key in message if key != name}, *whole[place + 1 :]]
+                shown = [(with_image_parts(some), True) for some in (whole, others)]
+                with contextlib.suppress(ModelError):  # without it, a template that looks at it may fail
+                    before, after = chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
+                    if before == after:
+                        warnings.warn(
+                            f"{label}: the chat template does not show {name} of the environment's messages of the "
+                            f"role {message['role']}, so the model does not see it",
+                            stacklevel=3,
+                        )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -47,6 +47,8 @@ command_not_found_handle() {
     for word in "$@"; do
         case $before:$word in
             -m:verl.*|-m:recipe.*|*:main_*.py|*:*/main_*.py|*:*sft_trainer*.py)
+                # These hand on words that they read.
+                case ${1##*/} in xargs|parallel) printf '\4%s\0\0' "$*" >&"$LAUNCHES"; return 1;; esac
                 printf '%s\0' "$@" "" >&"$LAUNCHES"
                 return 0;;
         esac
@@ -105,6 +107,7 @@ ulimit() { :; }
 exec() { [ $# = 0 ] || { "$@"; exit; }; }
 """
 _NOT_RUN = re.compile("\2([^\3]*)\3")
+_SETTING = re.compile(r"[\4\5]([+~]*\w+(?:\.[\w@-]+)+=.*)", re.DOTALL)
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 MOST_RAN, TRIED_SECONDS = 20, 5  # programs whose exit status is tried, and for how long each
@@ -154,11 +157,16 @@ def read_settings(words: Sequence[str]) -> Settings:
         >>> read.values, read.engine
         ({'algorithm.adv_estimator': 'grpo', 'trainer.logger': ['console']}, 'megatron')
     """
-    words = [word for word in words if word.strip() not in ("", "\\")]
+    words = [word for word in words if word not in ("", "\\")]
     not_run: tuple[str, ...] = ()
     if words and words[0].endswith((".sh", ".bash")):
         words, not_run = launch_of(words[0], words[1:])
     launcher, module, words = _command(_known(words))
+    if any(map(str.isspace, words)):
+        raise ConfigError(
+            "--from-verl: a word is a space, as of a backslash with a space or a comment behind it: the command ends "
+            "there, and the settings on later lines are lost; let each line but the last end with its backslash"
+        )
     words, chosen = _options(words)
     values: dict[str, Any] = {}
     given: set[str] = set()
@@ -201,18 +209,28 @@ def _remove(key: str, values: dict[str, Any]) -> None:
 def _known(words: Sequence[str]) -> list[str]:
     """Returns the words that need no program that was not started; other words give these settings later values.
 
+    Of a launcher's words only the numbers of ranks count.
+
     Raises:
         ConfigError: the last value of a setting needs one.
     """
-    last = {word.partition("=")[0].lstrip("+"): word for word in words[1:]}
+    first = len(words) - len(_command(words)[2])
+    counts = [
+        place for place in range(1, first) if _LAUNCHER.match(words[place - 1]) or _LAUNCHER.match(words[place])
+    ]
+    last = {word.partition("=")[0].lstrip("+"): word for word in (*map(words.__getitem__, counts), *words[first:])}
     for key, word in last.items():
         if asked := _NOT_RUN.search(word):
-            program = asked[1].replace("\1", " ")
             raise ConfigError(
-                f"--from-verl: the script computes {_NOT_RUN.sub('...', key)} with {program!r:.80}, which is not run "
-                "here; write the value, behind the script's name if the script hands on its arguments"
+                f"--from-verl: the script computes {_NOT_RUN.sub('...', key)} with {_asked(asked[0])!r:.80}, which "
+                "is not run here; write the value, behind the script's name if the script hands on its arguments"
             )
     return [word for word in words if not _NOT_RUN.search(word)]
+
+
+def _asked(command: str) -> str:
+    """Returns a command with the commands that make its words, as a script has them."""
+    return _NOT_RUN.sub(lambda inner: inner[1].replace("\1", " "), command)
 
 
 def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -282,12 +300,20 @@ def _engine(chosen: Mapping[str, Any]) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML as OmegaConf reads it: ``1e-6`` is a number, dates are strings; and, as in Hydra's words, so is ``on``."""
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Makes a table, and as OmegaConf refuses one that has a key twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key, _ in node.value if names.count(key.value) > 1]:
+            raise yaml.MarkedYAMLError(None, None, f"it has the key {twice[-1].value} twice", twice[-1].start_mark)
+        return super().construct_mapping(node, deep)
+
 
 _RESOLVERS = {
     "bool": ("true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(0|[1-9][\d_]*)", "-+0123456789"),
     "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.?(inf|Inf)|\.?(nan|NaN)", "-+.0123456789inN"),
     "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "merge": ("<<", "<"),
 }
 _Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first) in _RESOLVERS.items():
@@ -440,6 +466,11 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     with raised_as(ConfigError, f"--from-verl: {path} cannot be read", OSError, ValueError):
         text = path.read_text(encoding="utf-8")
     said, commands = _commands(bash, path, text, arguments)
+    if lost := next(filter(None, map(_SETTING.fullmatch, commands)), None):
+        raise ConfigError(
+            f"--from-verl: {path}: {lost[1]!r:.80} begins a command of its own, so the trainer does not get it: the "
+            "command above it ends at a comment, an empty line, or a line without a backslash at its end; mend it"
+        )
     asked, ran = ([one[1:] for one in dict.fromkeys(commands) if one[:1] == kind] for kind in "\4\5")
     distinct = _starts(commands)
     if len(distinct) == 1:
@@ -454,7 +485,7 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
         # Settings may also have the time or a random number.
         if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
             asked += differing
-        return distinct[0].split("\0"), tuple(asked)
+        return distinct[0].split("\0"), tuple(map(_asked, asked))
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
     if asked and not distinct:

@@ -39,6 +39,7 @@ _WRAPPED = textwrap.TextWrapper(
     116, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
 )
 AS_HERE = "; the default here"
+_OF_ADAPTERS = ("lora_alpha", "target_modules", "exclude_modules")
 _COMMENT = textwrap.TextWrapper(
     116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
 )
@@ -172,6 +173,11 @@ def _canonical_names(settings: Settings) -> dict[str, str]:
             if key == start or (start[-1] in "._" and key.startswith(start)):
                 key = replacement + key.removeprefix(start)
         names[name] = key
+    ranks = {key: settings.values[name] for name, key in names.items() if key.endswith(".lora_rank")}
+    for name, key in names.items():
+        model, _, rest = key.rpartition(".")
+        if rest in _OF_ADAPTERS and ranks.get(f"{model}.lora_rank") == 0:
+            names[name] = f"{model}.lora.{rest}"
     return names
 
 

@@ -432,6 +432,28 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+# What a response ends with that gives an answer as each rule reads it.
+FORMS: Mapping[Rule, str] = {
+    gsm8k: "#### {}",
+    arithmetic: "{}",
+    one_word: "{}",
+    mathematics: r"\boxed{{{}}}",
+    geometry: r"\boxed{{{}}}",
+}
+
+
+def unattainable(problem: Problem) -> bool:
+    """Returns whether no response is right by the rule of a problem, since its ground truth has another form.
+
+    Example:
+        >>> [unattainable(Problem("q", truth, data_source="openai/gsm8k")) for truth in ("72", "1,000", "#### 72")]
+        [False, True, True]
+    """
+    if not has_rule(problem.data_source) or (rule := rule_for(problem.data_source)) not in FORMS:
+        return False
+    return not rule(problem, FORMS[rule].format(problem.answer), True)["acc"]
+
+
 def _scored(answer: Answer) -> dict[str, Any]:
     rule = rule_for(answer.problem.data_source)
     try:

@@ -185,10 +185,11 @@ class _Loop:
             with self.start.part("load"):
                 state = initial_state(plan, self.w)
         _print_adapters(state, plan, self.w, say)
-        if origin is None and (dropped := read_metrics(self.run.folder)):
+        dropped = read_metrics(self.run.folder) if origin is None else ()
+        self.run.start(state.step, origin=origin)
+        if dropped:
             last = dropped[-1]["step"]
             say(f"no checkpoint in {self.run.folder}: starting over; the log up to step {last} is dropped")
-        self.run.start(state.step, origin=origin)
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
         try:
             state = self._steps(state, live, fresh=origin is None)

@@ -20,12 +20,13 @@ from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
-from verl_fn.data.files import FileData
+from verl_fn.data.files import FileData, label_of
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
-from verl_fn.data.notices import notices, of_template
+from verl_fn.data.notices import MOST_ENCODED, notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
+from verl_fn.rewards.reward import FORMS, rule_for, unattainable
 
 from .checkpoints import check_model_folder
 from .checks import check, check_code, check_device, check_model_folders, check_parts, sampled
@@ -172,6 +173,8 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
     yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
+    if isinstance(source, FileData):
+        yield from _by_rules(source, plan)
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
@@ -184,6 +187,22 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
             "no ground truth with a rule for their data source, so only their loss is reported (reward.functions "
             "judge all)"
         )
+
+
+def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
+    """Yields a line for files whose first problems have ground truths that no response equals by rule."""
+    if plan.reward.functions or plan.reward.url or plan.env.name:
+        return
+    trained = source.training if plan.learns_from == "samples" and plan.needs_reward else ()
+    for key, problems in (("data.train_files", trained), ("data.val_files", source.validation)):
+        some = problems[:MOST_ENCODED]
+        if wrong := [problem for problem in some if problem.answer and unattainable(problem)]:
+            form = FORMS[rule_for(wrong[0].data_source)].format("ANSWER")
+            yield (
+                f"{key}: by the rule of their data source, no response is right for {len(wrong)} of the first "
+                f"{len(some)} ground truths; {label_of(wrong[0])}: {wrong[0].answer!r:.60}, and the rule reads the "
+                f"answer in {form!r}; write only that answer, or set reward.functions"
+            )
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
