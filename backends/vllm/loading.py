@@ -173,15 +173,13 @@ def _load_by_layers(
 def _tied(model: torch.nn.Module) -> list[Any]:
     """Returns the layers with the weight of an earlier layer, such as an output layer with the embedding's.
 
-    vLLM's loading by layers leaves them out, also where they compute with a repacked copy of the weight.
+    vLLM's loading by layers leaves them out, also where they compute with a repacked copy of the weight. Experts that
+    share the bias of their router are none of them: to repack their weights twice would mix them up.
     """
     first: dict[Tensor, torch.nn.Module] = {}
-    layers: list[Any] = list(model.modules())
-    return [
-        layer
-        for layer in layers
-        if any(first.setdefault(p, layer) is not layer for p in layer.parameters(recurse=False))
-    ]
+    owned = ((layer, layer.named_parameters(recurse=False)) for layer in model.modules())
+    weights = ((layer, p) for layer, own in owned for name, p in own if name == "weight")
+    return [layer for layer, weight in weights if first.setdefault(weight, layer) is not layer]
 
 
 def _check_loaded(name: str, layer: torch.nn.Module) -> None:

@@ -339,23 +339,30 @@ def _draw(case: RolloutCase, sampling: Sampling, number: int = CUT_DRAWS) -> lis
 
 
 def _frequencies(sampling: Sampling, samples: Sequence[Sample]) -> None:
-    """Checks that responses come as often as their log-probs say, within 5 standard deviations.
+    """Checks that responses come as often as their log-probs say.
 
-    Responses have two tokens, since one draw for all positions has the right distribution at each of them.
+    A share as far from its probability as 5 standard deviations, or for a rare response as unlikely (Chernoff's
+    bound), is an error. Responses have two tokens, since one draw for all positions has the right distribution at each
+    of them.
     """
     log_probs: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for s in samples:
         log_probs[tuple(s.tokens.tolist())].append(float(s.log_probs.double().sum()))
     for response, sums in log_probs.items():
         share, probability = len(sums) / len(samples), math.exp(sum(sums) / len(sums))
-        sigma = max((probability * (1.0 - probability) / len(samples)) ** 0.5, 1.0 / len(samples))
         require(
-            abs(share - probability) <= 5.0 * sigma,
+            len(samples) * _divergence(share, probability) <= 5.0**2 / 2,
             "Log-probs",
             f"the tokens {list(response)} of probability {probability:.3g} were drawn in a share of {share:.3g} "
             f"of {len(samples)} samples, with {sampling}",
             "draws from another distribution than the one whose log-probs are given, or one draw for all tokens",
         )
+
+
+def _divergence(share: float, probability: float) -> float:
+    """Returns the KL divergence of two draws with these probabilities, in nats."""
+    pairs = ((share, probability), (1.0 - share, 1.0 - probability))
+    return sum(p * math.log(p / max(q, 1e-12)) for p, q in pairs if p > 0.0)
 
 
 def _greedy(case: RolloutCase, drawn: Sequence[Sample]) -> None:

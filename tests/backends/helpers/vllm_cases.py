@@ -95,6 +95,14 @@ def ten_publications():
     return worst, min(moved)
 
 
+def experts_are_repacked_once():
+    """Experts that share the bias of their router are repacked once in a publication."""
+    inside(vllm_worker_cases.count_repacks)
+    engine().publish(10, trainer().weights(params(0)))
+    names = inside(vllm_worker_cases.repacked)
+    assert names and len(names) == len(set(names)), names
+
+
 def same_draws_as_the_sampler():
     """Whether both engines draw the same tokens, log-probs and ends, over all ways of sampling."""
     ours, other = engine(), Sampler(folder(), slots=16)

@@ -91,6 +91,24 @@ def unreported_experts(one):
         return one.verl_fn_layers_with_experts()
 
 
+REPACKED = []
+
+
+def count_repacks(one):
+    """Notes from now on which layers with experts repack their weights."""
+    for name, layer in one.model_runner.model.named_modules():
+        if name.endswith("routed_experts"):
+            repack = layer.quant_method.process_weights_after_loading
+            layer.quant_method.process_weights_after_loading = lambda layer, name=name, repack=repack: (
+                REPACKED.append(name),
+                repack(layer),
+            )
+
+
+def repacked(one):
+    return REPACKED
+
+
 def kernel_of_the_sampler(one):
     """Whether vLLM's own sampler has its kernel, and does nothing with the one that stands for it."""
     from vllm.v1.sample.ops import topk_topp_sampler
