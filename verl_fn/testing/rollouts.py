@@ -342,8 +342,8 @@ def _frequencies(sampling: Sampling, samples: Sequence[Sample]) -> None:
     """Checks that responses come as often as their log-probs say.
 
     A share as far from its probability as 5 standard deviations, or for a rare response as unlikely (Chernoff's
-    bound), is an error. Responses have two tokens, since one draw for all positions has the right distribution at each
-    of them.
+    bound), is an error. Responses have two tokens, since one draw for all positions has the right distribution at
+    each of them.
     """
     log_probs: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for s in samples:
