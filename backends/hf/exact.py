@@ -4,7 +4,8 @@ Trainer and rollout engine that compute with them give log-probs that are equal 
 whole micro-batches and the other a token of each row at a time. ``adopt`` makes a model compute with them.
 
 * A matrix product adds in one order, whatever the number of rows. On a CPU it is computed in tiles of so many rows,
-  since a product of one shape rounds each row the same; on CUDA by a Triton kernel that never splits the sum.
+  since a product of one shape rounds each row the same; on CUDA by a Triton kernel that never splits the sum, or by
+  the library's if it adds in the same order.
 * Attention reads keys in blocks of one size from the start of a row on, in order. A block that is hidden from a
   query adds exact zeros, so neither padding nor the length of a cache matters.
 * Norms, activations and log-probs are reduced row by row.

@@ -1,9 +1,10 @@
 """Triton kernels over rows of logits, and ones whose result for a row does not depend on how many rows a call has.
 
 The first are the reductions of log-probabilities, the gradient in the logits' place, and draws of tokens. Each reads
-the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact`` models: a
-program computes a tile of rows, and adds over the inner dimension in one order. What a call's number of rows decides
-is how many programs run, and the size of a product's tiles, among sizes that add in the same order.
+the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact`` models, and
+decoders share some: a program computes a tile of rows, and adds over the inner dimension in one order. What a call's
+number of rows decides is how many programs run, and the tiles of a product, or the library's kernel in their place, all
+of which add in the same order.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
@@ -34,9 +35,11 @@ FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
 LEAST = ((MANY, 1.0), (TALL, 0.7), (SOME, 0.7), (FEW, 0.0))
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
-# The most rows, and the fewest columns and largest weight, whose product by the library is tested; and how many
-# elements a test compares, since a sum in another order changes one in a few hundred.
-DECODED, COLUMNS, TESTED, COMPARED = 1024, 256, 2**27, 2**18
+# The library's product is tested for up to so many rows, for so many columns and more, and for weights of up to so
+# many elements: a test takes time, and memory for another weight.
+MOST_ROWS, LEAST_COLUMNS, MOST_ELEMENTS = 1024, 256, 2**27
+# How many elements a test compares; a sum in another order changes one in a few hundred.
+COMPARED = 2**18
 # Neighbouring programs share columns of the weight.
 GROUP = 8
 QUERIES, KEYS = 64, 64
@@ -237,32 +240,37 @@ def product(
 ) -> Float[Tensor, "T N"]:
     """Returns ``x @ weight.T + bias``, summed in fp32.
 
-    The library's product, which is faster, is used for numbers of rows that a decoder has, if a test of the shape
-    shows that it adds in the same order.
+    The library's product, which is faster, is used for few rows, as a decoder has, if a test of the shape shows that
+    it adds in the same order.
     """
     (T, K), N = x.shape, len(weight)
-    if _for_decoding(T, N, K, x.dtype) and _library_same_order(T, N, K, bias is not None, x.dtype, x.device):
+    if _tested(T, N, K, x.dtype) and _library_same_order(T, N, K, bias is not None, x.dtype, x.device):
         return linear(x, weight, bias)
     return _product_by(_tiles(T, N, K, x.dtype, x.device), x, weight, bias)
 
 
-def _for_decoding(T: int, N: int, K: int, dtype: torch.dtype) -> bool:
-    """Returns whether a test of this shape of the library's product is worth its time and memory."""
-    return dtype != torch.float32 and T <= DECODED and T % 8 == 0 and N >= COLUMNS and N * K <= TESTED
+def _tested(T: int, N: int, K: int, dtype: torch.dtype) -> bool:
+    """Returns whether a test of this shape of the library's product is worth its time and memory.
+
+    Decoders have multiples of 8 rows, and prompts any number.
+    """
+    few = T <= MOST_ROWS and T % 8 == 0
+    return few and dtype != torch.float32 and N >= LEAST_COLUMNS and N * K <= MOST_ELEMENTS
 
 
 @functools.cache
 def _library_same_order(T: int, N: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device) -> bool:
     """Returns whether the library's product and the largest tiles give equal bits for this shape, in every row."""
     generator = torch.Generator(device).manual_seed(N * K)
-    for _ in range(triton.cdiv(COMPARED, T * N)):
-        x, weight, column = (
-            torch.empty(*shape, dtype=dtype, device=device).normal_(generator=generator)
-            for shape in ((T, K), (N, K), (N,))
-        )
-        bias = column if biased else None
-        if not torch.equal(linear(x, weight, bias), _product_by(MANY, x, weight, bias)):
-            return False
+    try:
+        given = [torch.empty(*shape, dtype=dtype, device=device) for shape in ((T, K), (N, K), (N,))]
+        for _ in range(triton.cdiv(COMPARED, T * N)):
+            x, weight, column = (t.normal_(generator=generator) for t in given)
+            bias = column if biased else None
+            if not torch.equal(linear(x, weight, bias), _product_by(MANY, x, weight, bias)):
+                return False
+    except torch.OutOfMemoryError:
+        return False
     return True
 
 
@@ -272,7 +280,7 @@ def _tiles(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> 
         return WIDE
     place = len(LEAST) - 1
     if FEW["ROWS"] < T:
-        busy = (_programs(tiles, T, N) >= least * _processors(device) for tiles, least in LEAST)
+        busy = (_programs(tiles, T, N) >= least * processors(device) for tiles, least in LEAST)
         place = next(place for place, enough in enumerate(busy) if enough)
     return LEAST[place][0] if place == 0 or _same_order(place, N, K, dtype, device) else MANY
 
@@ -282,8 +290,9 @@ def _programs(tiles: dict[str, int], T: int, N: int) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def processors(device: torch.device) -> int:
+    """Returns how many multiprocessors a GPU has; 1 for a CPU, on which kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _product_by(tiles: dict[str, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -506,23 +506,6 @@ class Begun:
     targets: list[int]
 
 
-def recorded_graph(step: Callable[[], Any], **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Runs a step once to compile its kernels, then records it; returns the graph and what a replay fills.
-
-    Args:
-        options: of ``torch.cuda.graph``.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, **options):
-        result = step()
-    return graph, result
-
-
 class ExactDecoder(GeneralDecoder):
     """Runs a model with the kernels of ``hf.exact``; see ``Decoder``."""
 

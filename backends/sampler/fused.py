@@ -5,7 +5,6 @@ The host looks at rows every few steps, and never at a token. ``ExactFusedDecode
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,7 @@ from verl_fn.backends.hf.exact import Activations
 from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
-from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, ExactDecoder, Run, Where, recorded_graph
+from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, ExactDecoder, Run, Where
 from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
 from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
@@ -61,7 +60,7 @@ class FusedWeights(NamedTuple):
 
 
 class FusedDecoder(LlamaDecoder):
-    """Runs Llama, Mistral, Qwen2 and Qwen3 with the kernels of ``fused_kernels``; see ``Decoder``.
+    """Runs Llama, Mistral, Qwen2 and Qwen3 with kernels that do several operations each; see ``Decoder``.
 
     What a step computes depends on tensors of the device only. On CUDA it is a graph, recorded for a few numbers of
     lanes; on another device, where Triton interprets the kernels, the same step runs without one.
@@ -123,7 +122,7 @@ class FusedDecoder(LlamaDecoder):
 
         assert self.lanes is not None, "reserve comes first"
         n = lanes_for(len(slots))
-        key = (n, draws.temperature, draws.top_k, draws.top_p)
+        key = (n, draws.temperature, draws.top_k, draws.top_p, draws.cut)
         if self._pool is not None and key not in self._graphs:
             self._graphs[key] = self._recorded(self.lanes, n, draws)
         self.lanes.active[:n] = torch.tensor(slots + [-1] * (n - len(slots)))
@@ -141,8 +140,15 @@ class FusedDecoder(LlamaDecoder):
     def _recorded(self, lanes: Lanes, n: int, draws: Draws) -> torch.cuda.CUDAGraph:
         """Records a step; the one that runs first compiles kernels, and decodes no row."""
         lanes.active.fill_(-1)
-        step = functools.partial(self._step, lanes, n, draws)
-        return recorded_graph(step, pool=self._pool, capture_error_mode="thread_local")[0]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(lanes, n, draws)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(lanes, n, draws)
+        return graph
 
     def _step(self, lanes: Lanes, n: int, draws: Draws) -> None:
         """Appends the last token of each active row to the cache, and draws the next one."""
@@ -151,39 +157,39 @@ class FusedDecoder(LlamaDecoder):
         slots = lanes.active[:n]
         places = lanes.places[slots].where((slots >= 0) & lanes.alive[slots], -1)
         hidden = self._hidden(lanes.tokens[slots], Where(slots, places, None, 0))
-        logits = self._linear(hidden, self._whole().head)
+        logits = self._product(hidden, self._whole().head)
         u = lanes.uniforms.flatten()[slots * lanes.uniforms.shape[1] + places.clamp(min=0)]
         tokens, log_probs, full, near = draws.columns(logits, u)
         advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
-        kernels, T, eps, linear = on_cuda(), len(tokens), self.config.rms_norm_eps, self._linear
+        kernels, T, eps, product = on_cuda(), len(tokens), self.config.rms_norm_eps, self._product
         weights = self._whole()
         x = embedding(tokens, weights.embed)
         h = kernels.add_norm(x, None, weights.layers[0].before, eps)
         following = [*(layer.before for layer in weights.layers[1:]), weights.norm]
         for layer, cache, norm in zip(weights.layers, self._cache, following, strict=True):
-            qkv = linear(h, layer.qkv, layer.bias).view(T, self.heads + 2 * self.kv_heads, self.dim)
+            qkv = product(h, layer.qkv, layer.bias).view(T, self.heads + 2 * self.kv_heads, self.dim)
             attended = self._attended(qkv, cache, layer, where)
-            h = kernels.add_norm(x, linear(attended.reshape(T, -1), layer.out, layer.out_bias), layer.after, eps)
-            gate, up = linear(h, layer.gate_up).chunk(2, -1)
-            h = kernels.add_norm(x, linear(kernels.gated(gate, up), layer.down), norm, eps)
+            h = kernels.add_norm(x, product(attended.reshape(T, -1), layer.out, layer.out_bias), layer.after, eps)
+            gate, up = product(h, layer.gate_up).chunk(2, -1)
+            h = kernels.add_norm(x, product(kernels.gated(gate, up), layer.down), norm, eps)
         return h
 
-    def _linear(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
+    def _product(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
         return linear(x, weight, bias)
 
     def _attended(
         self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where
     ) -> Float[Tensor, "T heads dim"]:
         """Rotates heads in place, writes keys and values into the cache, and returns the attention over it."""
-        from verl_fn.backends.sampler import fused_kernels as kernels
+        from verl_fn.backends.sampler.fused_kernels import rotate_and_store, step_attention
 
         slots, places, scaling = where.slots, where.positions, self.dim**-0.5
-        kernels.rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, self.config.rms_norm_eps)
+        rotate_and_store(qkv, cache, slots, places, self._turns, layer.norms, self.config.rms_norm_eps)
         if where.packing is None:
             assert self.lanes is not None, "reserve comes first"
-            return kernels.step_attention(qkv, cache, slots, places, self.lanes, scaling, layer.window)
+            return step_attention(qkv, cache, slots, places, self.lanes, scaling, layer.window)
         q, k, v = (part.transpose(0, 1)[None] for part in self._split(qkv))
         attended, _ = packed_attention(
             self._rotary, q, k, v, None, packing=where.packing, scaling=scaling, sliding_window=layer.window
@@ -194,7 +200,7 @@ class FusedDecoder(LlamaDecoder):
         return qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        return self._linear(hidden, self._whole().head).float()
+        return self._product(hidden, self._whole().head).float()
 
     def _whole(self) -> FusedWeights:
         assert self._fused is not None, "load comes first"
@@ -226,9 +232,9 @@ class ExactFusedDecoder(FusedDecoder):
             self._modules.drop_weights()
             self._modules.drop_cache()
 
-    def _linear(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
-        product: Tensor = on_cuda().product(x, weight, bias)
-        return product
+    def _product(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
+        result: Tensor = on_cuda().product(x, weight, bias)
+        return result
 
     def _attended(
         self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where

@@ -1,5 +1,7 @@
 """Triton kernels of a decoding step, each of which does what takes several operations of torch; see ``FusedDecoder``.
 
+Norms and gates are in ``hf.kernels``, since exact models have the same.
+
 ``Lanes`` are what they know about the rows.
 A token has a slot of the cache and a place in it. A token whose place is -1 belongs to no row: kernels that read or
 write the cache skip it. Values are rounded where transformers rounds them.
@@ -18,6 +20,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
+
+from verl_fn.backends.hf.kernels import processors
 
 # Bytes of keys that a program of ``step_attention`` reads at a time.
 KEY_BYTES = 16384
@@ -205,7 +209,7 @@ def step_attention(
     """Returns the attention of one token of each row over the places of its slot up to its own."""
     n, dim, kv = len(qkv), qkv.shape[-1], cache.shape[2]
     group = qkv.shape[1] // kv - 2
-    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(4 * _processors(qkv.device), n * kv)))
+    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(4 * processors(qkv.device), n * kv)))
     out = qkv.new_empty(n, group * kv, dim)
     # Of each share of a row: its weighted sum, and the logarithm of its weight.
     sums = qkv.new_empty((n, group * kv, splits, dim), dtype=torch.float32) if splits > 1 else out
@@ -223,11 +227,6 @@ def step_attention(
             sums, masses, out, HEADS=group * kv, DIM=dim, BLOCK=block, SPLITS=splits, num_warps=1
         )
     return out
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["window", "length"])

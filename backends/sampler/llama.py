@@ -155,7 +155,7 @@ class Places:
             place.index_copy_(0, order[rows], chunk.values.to(place.device, place.dtype))
 
     def views(self) -> dict[str, Tensor]:
-        """Returns the weights by their own names, if their rows have the model's order."""
+        """Returns the weights by their own names; their rows have the model's order only without ``paired``."""
         return {name: place for name, (place, _) in self._where.items()}
 
 

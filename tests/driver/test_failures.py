@@ -82,7 +82,7 @@ def test_the_guilty_rank_is_told(case, model, monkeypatch):
         os.kill(second.pid, signal.SIGSTOP)
     if kind == "stop":
         os.kill(second.pid, signal.SIGSTOP)
-        monkeypatch.setattr(cluster, "ANSWER_SECONDS", 2.0)
+        monkeypatch.setattr(cluster, "ANSWER_SECONDS", 4.0)
     _, found = backend.forward_backward(state, tiny_batch(), loss)
     if kind == "kill":
         time.sleep(0.5)

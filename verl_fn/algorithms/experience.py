@@ -447,7 +447,10 @@ def _place(state: Any, batch: Batch, w: Workers) -> str:
     one = batch.take([row])
     parting = first_parting(of_trainer(state.params, one), of_engine(one))
     if parting is None:
-        return f"the first one in row {row}, and by itself it is equal: a kernel depends on the other rows of a call"
+        return (
+            f"the first one in row {row}, which is equal if it is computed by itself and module by module: a kernel "
+            "depends on the other rows of a call, or the engine's fused step differs from its modules"
+        )
     return (
         f"they part in {parting.name}, for {parting.tokens} of {parting.compared} tokens of row {row}, by up to "
         f"{parting.largest:.3g}"
