@@ -1,21 +1,27 @@
 """The decoder of GPUs draws what the fast decoder of CPUs draws: on CUDA, and here in Triton's interpreter."""
 
+import functools
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 
+from verl_fn.backends.draws import Draws
 from verl_fn.backends.hf.attention import Packing
+from verl_fn.backends.hf.exact import first_parting
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import NotFiniteError, Sampler
 from verl_fn.backends.sampler.fused import ExactFusedDecoder, FusedDecoder
 from verl_fn.backends.serving import model_of
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Batch, Key, Sampling, requests_for
+from verl_fn.steps import adamw
 
 PROMPTS = [[1, 4], [1, 5, 4], [7], [1, 6, 6, 7, 5, 4, 4, 5]]
 WAYS = {
@@ -160,6 +166,63 @@ def check_exact_attention(window):
     assert torch.equal(step, torch.stack([whole[79], torch.zeros(4, 16)]))
 
 
+def check_products(patch):
+    """The library's product is used if it equals the largest tiles, and for few rows only."""
+    from verl_fn.backends.hf import kernels
+
+    tiles, used = kernels._product_by, []
+    x, weight = torch.randn(16, 32).bfloat16(), torch.randn(256, 32).bfloat16()
+    expected = tiles(kernels.MANY, x, weight, None)
+
+    def library(x, weight, bias=None, *, off=0):
+        used.append(len(x))
+        out = tiles(kernels.MANY, x, weight, bias)
+        out[-1, -1] += off
+        return out
+
+    patch.setattr(kernels, "COMPARED", 2**13)
+    for off, uses in ((0, 2), (1, 1)):
+        kernels._library_same_order.cache_clear()
+        used.clear()
+        patch.setattr(kernels, "linear", functools.partial(library, off=off))
+        # The first use tests the shape, twice for so many elements; a difference is seen in the first of them.
+        assert torch.equal(kernels.product(x, weight), expected)
+        assert torch.equal(kernels.product(x, weight), expected)
+        assert used == [16] * (uses + 2) if not off else [16] * uses
+        kernels.product(x[:9], weight)
+        kernels.product(x.float(), weight.float())
+        assert set(used) == {16}
+
+
+def check_activations(folder):
+    """The modules of the exact decoder compute what the trainer's compute."""
+    trainer = Local(folder, adamw(1e-3), exact=True)
+    state = trainer.load_pretrained()
+    exact = fused_on_cpu(folder, state.params.leaves, ExactFusedDecoder)
+    rows = {"response_mask": [[0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]}
+    batch = Batch.from_rows([[1, 4, 5, 6, 7], [1, 5, 6]], rows)
+    for _ in range(2):
+        assert first_parting(trainer.activations(state.params, batch), exact.activations(batch)) is None
+
+
+def test_a_graph_of_cut_draws_is_not_the_one_of_whole_draws(tmp_path, monkeypatch):
+    """A cut that cuts nothing has columns of its own."""
+    folder, params = made(tmp_path, "qwen2")
+    decoder = fused_on_cpu(folder, params).decoder
+    decoder.reserve(2, 8)
+    recorded = []
+
+    def record(lanes, n, draws):
+        recorded.append(draws)
+        return mock.Mock()
+
+    monkeypatch.setattr(decoder, "_pool", object())
+    monkeypatch.setattr(decoder, "_recorded", record)
+    for top_k in (decoder.vocab, -1, decoder.vocab):
+        decoder.decode([0], 1, Draws(Sampling(1, top_k=top_k), decoder.vocab, 1e-5))
+    assert [draws.cut for draws in recorded] == [True, False]
+
+
 @CUDA
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cuda_draws_what_the_cpu_draws(tmp_path, arch):
@@ -239,6 +302,8 @@ if __name__ == "__main__":
     WAYS["stops"] = Sampling(max_tokens=6, n=2, stop_token_ids=(5, 6))
     for window in (None, 20):
         check_exact_attention(window)
+    with pytest.MonkeyPatch.context() as patch:
+        check_products(patch)
     with tempfile.TemporaryDirectory() as root:
         folder, params = made(Path(root), "mistral", num_hidden_layers=1)
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
@@ -250,6 +315,7 @@ if __name__ == "__main__":
         with pytest.MonkeyPatch.context() as patch:
             # A row reads its own copy of the prompt then, in the caches of all layers.
             check_refilled(folder, params, fused_on_cpu(folder, params), patch)
+        check_activations(folder)
         folder, params = made(Path(root, "shallow"), "qwen3", num_hidden_layers=1)
         with pytest.MonkeyPatch.context() as patch:
             check_shared(folder, params, fused_on_cpu(folder, params), patch)
