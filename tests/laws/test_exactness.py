@@ -214,7 +214,7 @@ def test_small_products_on_a_gpu_have_small_tiles(monkeypatch):
     def tiles(T, N, dtype=torch.bfloat16):
         return kernels._tiles(T, N, 896, dtype, torch.device("cuda"))
 
-    monkeypatch.setattr(kernels, "_processors", lambda device: 132)
+    monkeypatch.setattr(kernels, "processors", lambda device: 132)
     monkeypatch.setattr(kernels, "_same_order", lambda *args: True)
     assert tiles(512, 8960) is kernels.MANY and tiles(512, 1536) is kernels.TALL and tiles(256, 1536) is kernels.SOME
     assert tiles(128, 1536) is kernels.FEW and tiles(64, 151936) is kernels.FEW

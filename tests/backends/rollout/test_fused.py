@@ -171,7 +171,8 @@ def check_products(patch):
     from verl_fn.backends.hf import kernels
 
     tiles, used = kernels._product_by, []
-    x, weight = torch.randn(16, 32).bfloat16(), torch.randn(256, 32).bfloat16()
+    # The interpreter multiplies bf16 wrongly.
+    x, weight = torch.randn(16, 32).half(), torch.randn(256, 32).half()
     expected = tiles(kernels.MANY, x, weight, None)
 
     def library(x, weight, bias=None, *, off=0):
@@ -181,14 +182,14 @@ def check_products(patch):
         return out
 
     patch.setattr(kernels, "COMPARED", 2**13)
-    for off, uses in ((0, 2), (1, 1)):
+    for off, uses in ((0, 4), (1, 1)):
         kernels._library_same_order.cache_clear()
         used.clear()
         patch.setattr(kernels, "linear", functools.partial(library, off=off))
-        # The first use tests the shape, twice for so many elements; a difference is seen in the first of them.
+        # Before the first use the shape is tested, twice for so many elements; a difference ends the tests.
         assert torch.equal(kernels.product(x, weight), expected)
         assert torch.equal(kernels.product(x, weight), expected)
-        assert used == [16] * (uses + 2) if not off else [16] * uses
+        assert used == [16] * uses
         kernels.product(x[:9], weight)
         kernels.product(x.float(), weight.float())
         assert set(used) == {16}
