@@ -16,6 +16,9 @@ TORCHVISION := .torchvision
 PEERS := .peers
 PEERS_REPORT := benchmarks/results/verl_core_algos.json
 
+# A path to another checkout would have that one tested.
+unexport PYTHONPATH
+
 .PHONY: setup demo test test-slow test-peers mutants lint docs lock clean
 
 setup: $(STAMP) $(VERIFIERS)/.stamp $(TORCHVISION)/.stamp
