@@ -135,9 +135,14 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
 def test_numbers_about_images_are_no_images(write, learns, tmp_path):
-    unused, about = Counter(), {"num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5}
+    unused, about = Counter(), {
+        "num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5, "image_sizes": [640, 480],
+        "image_index": "2", "has_audio": "false", "image_size": {"w": 3},
+    }  # fmt: skip
     assert len(read_files([write(tmp_path, LAYOUTS[learns] | about)], learns, unused=unused)) == 1
     assert unused == dict.fromkeys(about, 1)
+    with pytest.raises(DataError, match="the column audio has images, videos or sounds"):
+        read_files([write(tmp_path, LAYOUTS[learns] | {"audio": {"array": [0.5] * 99, "sampling_rate": 9}})], learns)
     messages = {"messages": [USER | {"image_index": 3}, SAID]}
     assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
 
