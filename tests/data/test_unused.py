@@ -314,11 +314,15 @@ def test_prompts_that_end_with_the_assistant_are_noticed():
 
 
 def test_ground_truths_that_are_right_by_no_rule_are_named(tiny, tmp_path):
-    asked = (("a>", "five"), ("b>", "12"))
+    asked = (("b>", "12"), ("a>", "five"))
     rows = [{"data_source": "my/gsm8k", "prompt": q, "reward_model": {"ground_truth": a}} for q, a in asked]
     files = [f"data.{key}_files={jsonl(tmp_path, *rows)}" for key in ("train", "val")]
     judged = [*files, "reward.functions=verl_fn.scores:exact"]
-    for more, keys in ((files, ["train", "val"]), (judged, [])):
+    few = [*files, "data.val_size=1"]
+    (tmp_path / "sft").mkdir()
+    taught = jsonl(tmp_path / "sft", {"data_source": "my/gsm8k", "prompt": "a>", "completion": "ab"})
+    learned = [f"data.train_files={taught}", f"data.val_files={taught}", "algorithm.name=sft"]
+    for more, keys in ((files, ["train", "val"]), (few, ["train"]), (judged, []), (learned, [])):
         said = []
         prepare(tiny_run(tiny, tmp_path / "run", *more), said.append)
         found = [line for line in said if "by the rule of their data source" in line]

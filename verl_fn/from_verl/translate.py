@@ -57,6 +57,7 @@ class Translation:
         not_possible: a line for each setting that this project cannot follow.
         unknown: a line for each key that verl does not have, with the nearest one.
         not_run: commands of a script that were not run, on whose answers settings may depend.
+        lost: lines of a script with settings that its trainer does not get.
     """
 
     table: Table
@@ -66,6 +67,7 @@ class Translation:
     not_possible: Sequence[str]
     unknown: Sequence[str]
     not_run: Sequence[str] = ()
+    lost: Sequence[str] = ()
 
     @property
     def complete(self) -> bool:
@@ -88,6 +90,11 @@ class Translation:
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),
             ("not run, so look at what the script does with its answer", self.not_run),
+            (
+                "not read by verl's trainer, whose command ends above at a comment, an empty line or a line without a "
+                "backslash at its end; give settings that you want behind the script's name",
+                self.lost,
+            ),
         )
         lines = []
         for title, entries in sections:
@@ -156,6 +163,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         list(dict.fromkeys(refused.values())),
         [_unknown(name, settings) for name, reason in others.items() if not reason],
         settings.not_run,
+        settings.lost,
     )
 
 
