@@ -1,10 +1,10 @@
 """Triton kernels over rows of logits, and ones whose result for a row does not depend on how many rows a call has.
 
-The first are the reductions of log-probabilities, the gradient in the logits' place, and draws of tokens. Each reads
-the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact`` models, and
-decoders share some: a program computes a tile of rows, and adds over the inner dimension in one order. What a call's
-number of rows decides is how many programs run, and the tiles of a product, or the library's kernel in their place, all
-of which add in the same order.
+The first are the reductions of log-probabilities, the gradient in the logits' place, and draws of tokens. Each
+reads the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact``
+models, and decoders share some: a program computes a tile of rows, and adds over the inner dimension in one order.
+What a call's number of rows decides is how many programs run, and the tiles of a product, or the library's kernel
+in their place, all of which add in the same order.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.

@@ -324,7 +324,7 @@ def test_columns_beside_those_of_a_converter_are_used_or_named(tmp_path):
 
 
 def test_a_solution_without_a_box_names_the_column_of_the_answer(tmp_path):
-    for more, hint in (({"answer": "5"}, "; the row has a column answer, which a function of your own"), ({}, "$")):
+    for more, hint in (({"answer": "5"}, "; the row has a column answer, and a function of your own can"), ({}, "$")):
         with pytest.raises(DataError, match=rf"the solution has no .*: 'two'{hint}"):
             said_of(tmp_path, math, {"problem": "1+1?", "solution": "two"} | more)
 

@@ -210,9 +210,11 @@ def test_a_text_for_false_is_named():
     ]
     for problems, table in (((), DataConfig(chat_template_kwargs={"thinking": "False"})), (rows, DataConfig())):
         assert list(of_template([problems], table, tokenizer)) == [
-            "chat_template_kwargs.thinking is the text 'False', which templates take for true; write false"
+            "chat_template_kwargs.thinking is the text 'False', and templates take it for true; write false"
         ]
     assert not list(of_template([rows[:2]], DataConfig(chat_template_kwargs={"thinking": False}), tokenizer))
+    (line,) = of_template([()], DataConfig(chat_template_kwargs={"other": "False"}), tokenizer)
+    assert line.startswith("chat_template_kwargs.other has no effect")
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -506,6 +508,9 @@ def test_nan_in_a_column_is_nothing(write, learns, tmp_path):
     file = write(tmp_path, LAYOUTS[learns] | dict.fromkeys(names, nothing))
     (problem,) = read_files([file], learns)
     assert problem == read_files([write(tmp_path, LAYOUTS[learns])], learns)[0]
+    with pytest.raises(DataError, match=r"not nan"):
+        name = {"samples": "data_source", "answers": "messages", "labels": "label"}.get(learns, "chosen")
+        read_files([write(tmp_path, LAYOUTS[learns] | {name: nothing})], learns)
     with pytest.raises(DataError, match=r"weight has 0\.5"):
         read_files([write(tmp_path, LAYOUTS[learns] | {"weight": 0.5, "score": nothing})], learns)
 
@@ -526,7 +531,11 @@ def content(folder, *parts):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        ({"type": "text", "text": {"value": "a", "annotations": []}}, r"the type text with {'value': 'a'.* as text"),
+        (
+            {"type": "text", "text": {"value": "a", "annotations": []}},
+            r"the text {'value': 'a'.*; it must be a string$",
+        ),
+        ({"type": "text", "text": 5}, "a part of the type text with the text 5; it must be a string$"),
         ({"type": "thinking", "thinking": "a"}, "write it into the message's reasoning_content"),
         ({"type": "tool_use", "name": "f", "input": {}}, "write it into the message's tool_calls"),
         ({"type": "tool_result", "content": "a"}, "write it as a message of the role tool"),

@@ -345,13 +345,13 @@ def is_media_only(name: str) -> bool:
 
 
 def holds_media(value: Any) -> bool:
-    """Returns whether a value can be images, videos or sounds; a few numbers tell how many, which or how large.
+    """Returns whether a value can be images, videos or sounds; a few numbers are counts, places or sizes.
 
     Example:
         >>> [holds_media(value) for value in ("a.png", {"bytes": b"x"}, 2, "2", "false", [640, 480], {"bytes": None})]
         [True, True, False, False, False, False, False]
     """
-    held = [one for one in _leaves(value) if one is not None and (one or not isinstance(one, str | bytes | int | float))]
+    held = [one for one in _leaves(value) if not isinstance(one, str | bytes | int | float | None) or one]
     return len(held) > FEW_NUMBERS or any(
         not isinstance(one, int | float) and not (isinstance(one, str) and _NO_NAME.fullmatch(one)) for one in held
     )

@@ -76,7 +76,7 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ValueError("problem and solution must be strings")
     answer = boxed(solution)
     if answer is None:
-        hint = "; the row has a column answer, which a function of your own can take" if row.get("answer") else ""
+        hint = "; the row has a column answer, and a function of your own can take it" if row.get("answer") else ""
         raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}{hint}")
     seen = _seen(row)
     extra = {name: value for name, value in row.items() if name != "problem" and name not in seen}
@@ -84,7 +84,7 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _seen(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns with tools, a system message, images, videos or sounds, and with arguments of the template."""
+    """Returns the columns with tools, arguments of the template, a system message, images, videos or sounds."""
     return {
         name: value
         for name, value in row.items()
@@ -119,7 +119,7 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
+    return isinstance(value, list) and value != [] and all(isinstance(m, Mapping) and "role" in m for m in value)
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -220,9 +220,7 @@ def _known(words: Sequence[str]) -> list[str]:
     """
     first = len(words) - len(_command(words)[2])
     counts = [
-        place
-        for place in range(1, first)
-        if _LAUNCHER.fullmatch(words[place - 1]) or _LAUNCHER.match(words[place])
+        place for place in range(1, first) if _LAUNCHER.fullmatch(words[place - 1]) or _LAUNCHER.match(words[place])
     ]
     last = {word.partition("=")[0].lstrip("+"): word for word in (*map(words.__getitem__, counts), *words[first:])}
     for key, word in last.items():
@@ -308,7 +306,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _FileLoader(_Loader):
-    """The YAML of files, in which OmegaConf refuses a table that has a key twice; of Hydra's words the last counts."""
+    """The YAML of files, in which OmegaConf refuses a table that has a key twice; Hydra's words may have such."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Reads a table before others are merged into it, whose keys it may repeat."""
@@ -461,9 +459,7 @@ def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
     )
 
 
-def launch_of(
-    script: str, arguments: Sequence[str] = ()
-) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
+def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
     """Returns the words with which a script starts verl's trainer, what it asks other programs, and lost settings.
 
     Settings are lost if a command with a trainer ends above them, at a comment for example.
