@@ -79,6 +79,11 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path, tokenizer):
     assert all(torch.equal(one["pixels"], rows[0]["pixels"]) for one in rows)
     assert images_in("rows.jsonl, line 1", {"images": [], "image": None}) == ()
     assert images_in("rows.jsonl, line 1", {"images": [None, png(), None]}) == (png(),)
+    lines, other = base64.encodebytes(png()).decode(), base64.urlsafe_b64encode(png()).decode()
+    for text in (lines, TEXT + "\n", other, other.rstrip("=")):
+        assert images_in("rows.jsonl, line 1", {"images": ["data:image/png;base64," + text]}) == (png(),)
+    with pytest.raises(DataError, match=r"long/picture cannot be read: No such file or directory$"):
+        images_in("rows.jsonl, line 1", {"images": ["pictures/" * 9 + "long/picture"]})
 
 
 def written(image, kind="PNG", **more):
@@ -175,6 +180,11 @@ BAD = {
     "damaged base64": (
         "image 1 is an address 'data:.* whose base64 is damaged", row(images=[f"data:image/png;base64,{TEXT[:-9]}!"]),
     ),
+    "an address without base64": (
+        "image 1 is an address 'data:,%89PNG' without ;base64, and what", row(images=["data:,%89PNG"]),
+    ),
+    "nothing": ("image 1 is a NoneType; write the bytes of an image file", row(images=[None])),
+    "behind nothing": ("image 2 is no image that Pillow can read", row(images=[None, b"text"])),
     "nothing in it": ("image 1 is an object without bytes and path", row(images=[{"bytes": None, "path": None}])),
     "more marks": ("prompt has 2 marks <image> for 1 images; write one", row("<image><image>?", [png()])),
     "fewer marks": ("prompt has 0 marks <image> for 1 images", row("a?", [png()])),

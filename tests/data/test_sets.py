@@ -312,20 +312,19 @@ def test_columns_beside_those_of_a_converter_are_used_or_named(tmp_path):
         (problem,), unused = said_of(tmp_path, convert, row | {"tools": tools, "enable_thinking": False})
         assert problem.tools == tuple(tools) and problem.chat_template_kwargs == {"enable_thinking": False}
         assert unused == {} and "tools" not in problem.extra_info
-        for name, value in (("system", "Add."), ("weight", 0.5), ("video", "a.mp4")):
-            with pytest.raises(DataError, match=f"line 1: the column {name} has|the column {name} is not used"):
+        for name, value in (("system", "Add."), ("video", "a.mp4"), ("images", ["gone.png"])):
+            with pytest.raises(DataError, match=f"line 1: (the column {name} (has|is not used)|image 1: )"):
                 said_of(tmp_path, convert, row | {name: value})
-    (problem,), unused = said_of(tmp_path, gsm8k, asked | {"hint": "add", "level": None})
-    assert unused == {"hint": 1} and "hint" not in problem.extra_info
+    (problem,), unused = said_of(tmp_path, gsm8k, asked | {"id": 7, "split": "train", "messages": [{"role": "user"}]})
+    assert unused == {} and problem.extra_info.keys() == {"ability", "answer", "question"}
+    about = {"weight": 0.5, "train": False, "image_id": "a7", "num_images": 2, "video": None, "images": [],
+             "context": "sums", "answer": "0.5"}  # fmt: skip
+    (problem,), unused = said_of(tmp_path, math, solved | about)
+    assert unused == {} and problem.extra_info.items() >= about.items()
 
 
-def test_an_answer_other_than_the_box_is_named(tmp_path):
-    row = {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$."}
-    answers = (r"\dfrac12", None, "", "0.5", 3)
-    problems, unused = said_of(tmp_path, math, *(row | {"answer": one} for one in answers))
-    assert unused == {"answer": 2} and {problem.answer for problem in problems} == {r"\frac{1}{2}"}
-    assert [problem.extra_info["answer"] for problem in problems] == list(answers)
-    for more, hint in (({"answer": "5"}, "; the row has a column answer, which a function of your own"), ({}, "$")):
+def test_a_solution_without_a_box_names_the_column_of_the_answer(tmp_path):
+    for more, hint in (({"answer": "5"}, "; the row has a column answer, and a function of your own can"), ({}, "$")):
         with pytest.raises(DataError, match=rf"the solution has no .*: 'two'{hint}"):
             said_of(tmp_path, math, {"problem": "1+1?", "solution": "two"} | more)
 
@@ -333,18 +332,24 @@ def test_an_answer_other_than_the_box_is_named(tmp_path):
 def test_messages_beside_conversations_are_not_replaced(tmp_path):
     turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    rows = ({"messages": messages, "conversations": turns}, {"messages": None, "conversations": turns},
-            {"messages": messages, "conversations": None})  # fmt: skip
+    rows = [{"messages": one, "conversations": turns} for one in (messages, None, [], "", "5", ["5"])]
+    rows += [{"messages": messages, "conversations": None}]
     problems, unused = said_of(tmp_path, sharegpt, *rows, learns="answers")
-    assert [problem.answer for problem in problems] == ["2", "5", "2"] and unused == {"conversations": 1}
+    assert [problem.answer for problem in problems] == ["2", *5 * ["5"], "2"] and unused == {"conversations": 1}
+    ((problem,), _) = said_of(tmp_path, sharegpt, rows[0] | {"system": "Add."}, learns="answers")
+    assert problem.messages[0] == {"role": "system", "content": "Add."} and problem.answer == "5"
 
 
 def test_turns_with_names_of_two_layouts(tmp_path):
-    names = dict.fromkeys(("from", "value", "role", "content"))
-    turns = [names | {"from": "human", "value": "2+3?"}, names | {"role": "assistant", "content": "5"}]
-    (problem,), _ = said_of(tmp_path, sharegpt, {"conversations": turns}, learns="answers")
-    assert [message["content"] for message in problem.messages] == ["2+3?", "5"]
-    assert sharegpt({"conversations": [turns[0], {"from": "gpt", "value": "5", "content": "5"}]}) is not None
+    for nothing in (None, "", " "):
+        names = dict.fromkeys(("from", "value", "role", "content"), nothing)
+        turns = [names | {"from": "human", "value": "2+3?"}, names | {"role": "assistant", "content": "5"}]
+        (problem,), _ = said_of(tmp_path, sharegpt, {"conversations": turns}, learns="answers")
+        assert [message["content"] for message in problem.messages] == ["2+3?", "5"]
+    for content, said in (("5", "5"), ("5\n", "5\n"), ("", "5")):
+        read = sharegpt({"conversations": [turns[0], {"from": "gpt", "value": said, "content": content}]})
+        assert read["messages"][1]["content"] == said
+    assert sharegpt({"conversations": [turns[0], {"from": "gpt", "value": ""}]})["messages"][1]["content"] == ""
     with pytest.raises(ValueError, match="a turn has the value '5' and the content '6'; give one of them"):
         sharegpt({"conversations": [turns[0], {"from": "gpt", "value": "5", "content": "6"}]})
 

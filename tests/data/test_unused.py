@@ -135,9 +135,14 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
 def test_numbers_about_images_are_no_images(write, learns, tmp_path):
-    unused, about = Counter(), {"num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5}
+    unused, about = Counter(), {
+        "num_images": 2, "image_id": 7, "has_video": True, "image_ratio": 0.5, "image_sizes": [640, 480],
+        "image_index": "2", "has_audio": "false", "image_size": {"w": 3},
+    }  # fmt: skip
     assert len(read_files([write(tmp_path, LAYOUTS[learns] | about)], learns, unused=unused)) == 1
     assert unused == dict.fromkeys(about, 1)
+    with pytest.raises(DataError, match="the column audio has images, videos or sounds"):
+        read_files([write(tmp_path, LAYOUTS[learns] | {"audio": {"array": [0.5] * 99, "sampling_rate": 9}})], learns)
     messages = {"messages": [USER | {"image_index": 3}, SAID]}
     assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
 
@@ -205,9 +210,11 @@ def test_a_text_for_false_is_named():
     ]
     for problems, table in (((), DataConfig(chat_template_kwargs={"thinking": "False"})), (rows, DataConfig())):
         assert list(of_template([problems], table, tokenizer)) == [
-            "chat_template_kwargs.thinking is the text 'False', which templates take for true; write false"
+            "chat_template_kwargs.thinking is the text 'False', and templates take it for true; write false"
         ]
     assert not list(of_template([rows[:2]], DataConfig(chat_template_kwargs={"thinking": False}), tokenizer))
+    (line,) = of_template([()], DataConfig(chat_template_kwargs={"other": "False"}), tokenizer)
+    assert line.startswith("chat_template_kwargs.other has no effect")
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -309,11 +316,15 @@ def test_prompts_that_end_with_the_assistant_are_noticed():
 
 
 def test_ground_truths_that_are_right_by_no_rule_are_named(tiny, tmp_path):
-    asked = (("a>", "five"), ("b>", "12"))
+    asked = (("b>", "12"), ("a>", "five"))
     rows = [{"data_source": "my/gsm8k", "prompt": q, "reward_model": {"ground_truth": a}} for q, a in asked]
     files = [f"data.{key}_files={jsonl(tmp_path, *rows)}" for key in ("train", "val")]
     judged = [*files, "reward.functions=verl_fn.scores:exact"]
-    for more, keys in ((files, ["train", "val"]), (judged, [])):
+    few = [*files, "data.val_size=1"]
+    (tmp_path / "sft").mkdir()
+    taught = jsonl(tmp_path / "sft", {"data_source": "my/gsm8k", "prompt": "a>", "completion": "ab"})
+    learned = [f"data.train_files={taught}", f"data.val_files={taught}", "algorithm.name=sft"]
+    for more, keys in ((files, ["train", "val"]), (few, ["train"]), (judged, []), (learned, [])):
         said = []
         prepare(tiny_run(tiny, tmp_path / "run", *more), said.append)
         found = [line for line in said if "by the rule of their data source" in line]
@@ -497,6 +508,9 @@ def test_nan_in_a_column_is_nothing(write, learns, tmp_path):
     file = write(tmp_path, LAYOUTS[learns] | dict.fromkeys(names, nothing))
     (problem,) = read_files([file], learns)
     assert problem == read_files([write(tmp_path, LAYOUTS[learns])], learns)[0]
+    with pytest.raises(DataError, match=r"not nan"):
+        name = {"samples": "data_source", "answers": "messages", "labels": "label"}.get(learns, "chosen")
+        read_files([write(tmp_path, LAYOUTS[learns] | {name: nothing})], learns)
     with pytest.raises(DataError, match=r"weight has 0\.5"):
         read_files([write(tmp_path, LAYOUTS[learns] | {"weight": 0.5, "score": nothing})], learns)
 
@@ -517,7 +531,11 @@ def content(folder, *parts):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        ({"type": "text", "text": {"value": "a", "annotations": []}}, r"the type text with {'value': 'a'.* as text"),
+        (
+            {"type": "text", "text": {"value": "a", "annotations": []}},
+            r"the text {'value': 'a'.*; it must be a string$",
+        ),
+        ({"type": "text", "text": 5}, "a part of the type text with the text 5; it must be a string$"),
         ({"type": "thinking", "thinking": "a"}, "write it into the message's reasoning_content"),
         ({"type": "tool_use", "name": "f", "input": {}}, "write it into the message's tool_calls"),
         ({"type": "tool_result", "content": "a"}, "write it as a message of the role tool"),

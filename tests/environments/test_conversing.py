@@ -454,15 +454,21 @@ def test_fields_of_an_environments_messages_that_the_model_does_not_see_are_name
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         play(results, replies, n=2)
-    said = sorted(str(one.message).partition(": ")[2] for one in heard)
+    said = [str(one.message).partition(": ")[2] for one in heard]
     start, end = "the chat template does not show", "of the environment's messages of the role tool, so the model"
     assert said == [f"{start} {name} {end} does not see it" for name in ("name", "reward")]
+    seen = CHAT_TEMPLATE + "{{ '' if messages[-1].reward and messages[-1].name else 'c' }}"
+    nothing = script(ab=user("ab"), c=(reply | {"reward": False, "name": ""},), d=(reply,), g=Done(1.0, 1.0))
+    for found, template, names in ((results, seen, []), (nothing, CHAT_TEMPLATE, ["name", "reward"])):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            play(found, replies, template=template)
+        assert [str(one.message).partition("show ")[2].split()[0] for one in heard] == names
+    shown = CHAT_TEMPLATE + "{{ 'c' if messages[-1].reward or messages[-1].name else '' }}"
     with warnings.catch_warnings(record=True) as heard:
-        play(
-            results,
-            replies,
-            template=CHAT_TEMPLATE + "{{ '' if messages[-1].reward and messages[-1].name else 'c' }}",
-        )
+        warnings.simplefilter("always")
+        play(script(ab=user("ab"), c=(reply | {"reward": False, "name": ""},), g=Done(1.0, 1.0)),
+             {"ab\n": [*ids("c"), END], "ab\ncd\n": [*ids("g"), END]}, template=shown)  # fmt: skip
     assert not heard
 
 

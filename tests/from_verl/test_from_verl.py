@@ -257,10 +257,11 @@ def test_the_table_of_layouts_in_the_docs_is_what_a_translation_does():
 def test_what_adapters_have_has_no_effect_without_a_rank():
     model = "actor_rollout_ref.model."
     words = f"{model}lora_alpha=0 {model}exclude_modules=NONE {model}target_modules=[q_proj]"
-    unused = translated(f"{GRPO_LORA} {words} {model}lora_rank=0")
-    assert unused.complete and "target_modules" not in unused.table["actor"], unused.report()
-    (keys,) = (keys for reason, keys in unused.without_effect.items() if "their rank is 0" in reason)
-    assert set(keys) == {model + name for name in ("lora_alpha", "exclude_modules", "target_modules")}
+    for rank in (f" {model}lora_rank=0", ""):
+        unused = translated(f"{' '.join(w for w in GRPO_LORA.split() if 'lora_rank' not in w)} {words}{rank}")
+        assert unused.complete and "target_modules" not in unused.table["actor"], unused.report()
+        (keys,) = (keys for reason, keys in unused.without_effect.items() if "their rank is 0" in reason)
+        assert set(keys) == {model + name for name in ("lora_alpha", "exclude_modules", "target_modules")}
     assert len(translated(f"{GRPO_LORA} {words} {model}lora_rank=8").not_possible) == 2
 
 

@@ -187,14 +187,22 @@ def test_a_setting_that_needs_a_program_is_not_made_of_nothing(script, lines, va
     assert read_settings([script(text), "a.b=2"]).values == {"a.b": 2, "c.d": 1}
 
 
-@pytest.mark.parametrize("behind", ["# b.c=2 \\\n", "\n", "", "b.d=1\n"])
+@pytest.mark.parametrize("behind", ["# b.c=2 \\\n", "\n", "", "\nb.d=1\n"])
 def test_settings_that_a_trainer_does_not_get_are_named(script, behind):
     text = f"python3 -m verl.trainer.main_ppo a.b=1 \\\n{behind}trainer.x=3 \\\n+data.y=4 2>&1 | tee log\n"
     if not behind:
         assert read_settings([script(text)]).values == {"a.b": 1, "trainer.x": 3, "data.y": 4}
         return
-    with pytest.raises(ConfigError, match=r"run.sh: 'trainer.x=3 \+data.y=4' begins a command of its own, so the tr"):
-        read_settings([script(text)])
+    read = read_settings([script(text)])
+    assert read.values == {"a.b": 1} and read.lost[-1] == "trainer.x=3 +data.y=4" and read.not_run == ()
+    assert read.lost[:-1] == (("b.d=1",) if "b.d" in behind else ())
+    report = translate(read).report().partition("not read by verl's trainer")[2]
+    assert report.endswith(f"\n  {read.lost[-1]}")
+
+
+def test_a_line_like_a_setting_that_no_trainer_is_started_before_is_a_program(script):
+    text = "python3 -m verl.trainer.main_ppo a.b=1\nmy.tool\n"
+    assert read_settings([script("a.b=2\n" + text)]).lost == read_settings([script(text)]).lost == ()
 
 
 def test_a_word_of_a_space_is_a_command_that_ended_early(script):
@@ -218,6 +226,9 @@ def test_of_a_launchers_words_only_the_ranks_must_be_known(script):
     text = 'head=$(scontrol show hostnames)\nsrun -w "$head" {}python3 -m verl.trainer.main_ppo a.b=1\n'
     settings = read_settings([script(text.format(""))])
     assert settings.values == {"a.b": 1} and settings.not_run == ("scontrol show hostnames",)
+    assert read_settings([script(text.format('torchrun --nproc_per_node=8 --master_addr="$head" '))]).values == {
+        "a.b": 1, "trainer.n_gpus_per_node": 8,
+    }  # fmt: skip
     for ranks in ('torchrun --nnodes="$head" ', 'torchrun --nproc_per_node "$head" '):
         with pytest.raises(ConfigError, match=r"computes .* with 'scontrol show hostnames', which is not run here"):
             read_settings([script(text.format(ranks))])
@@ -337,6 +348,20 @@ def test_a_table_that_a_file_has_twice_is_refused(tmp_path):
         read_settings([str(file)])
     file.write_text("trainer:\n  nnodes: 2\nalgorithm: {<<: {gamma: 1}, lam: 1}\n")
     assert read_settings([str(file)]).values == {"trainer.nnodes": 2, "algorithm.gamma": 1, "algorithm.lam": 1}
+
+
+def test_tables_of_a_file_are_merged_as_omegaconf_does(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, y: 3, z: 4}\nd: {<<: *a, <<: *b}\n"
+        "e: {<<: [*b, *a]}\nf:\n  <<: *b\n  1: 5\n"
+    )
+    mine = {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 2, "y": 3, "z": 4}, "d": {"x": 2, "y": 1},
+            "e": {"x": 2, "y": 1}, "f": {"x": 2, "y": 1, 1: 5}}  # fmt: skip
+    read = {f"{table}.{key}": value for table, values in mine.items() for key, value in values.items()}
+    assert read_settings([str(file)]).values == read
+    # In Hydra's words, the last one counts.
+    assert read_settings(["a.b={x: 1, x: 2}"]).values == {"a.b.x": 2}
 
 
 def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):

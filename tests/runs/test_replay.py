@@ -144,6 +144,10 @@ def test_a_run_continued_with_other_settings_says_which(run, tiny, copy):
     assert len(ignored) == 1 and ignored[0].startswith("continuing from the folder's newest checkpoint, although ")
     assert "continuing with another setting: actor.optim.lr: 0.001 -> 0.0005" in lines
     assert "continuing with another setting: trainer.total_training_steps: 3 -> 4" in lines
+    lines.clear()
+    train(tiny_run(tiny, copy, *more, "trainer.total_training_steps=5"), lines.append)
+    (line,) = [line for line in lines if "resume_from_path" in line]
+    assert line.startswith("continuing with another setting: trainer.resume_from_path: ") and line.endswith("-> None")
 
 
 def test_a_finished_run_is_left_as_it_is(run, tiny, copy):

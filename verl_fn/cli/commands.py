@@ -327,7 +327,7 @@ def pruning(model: Path) -> Iterator[None]:
 
 # The keys that say which problems there are.
 PROBLEMS = ("data.val_files=", "data.task=")
-# How keys begin that only training has a use for.
+# Only training uses keys that begin so.
 TRAINING = ("actor.optim.", "critic.", "data.train_batch_size", "trainer.total_training_steps", "trainer.save_freq")
 
 

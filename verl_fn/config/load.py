@@ -38,7 +38,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the message suggests the most similar one), or a
-            value has the wrong type or range. The message names the file if keys in it are set there only.
+            value has the wrong type or range. The message names the file if it names a key that the file
+            sets, and none that the overrides set.
 
     Example:
         >>> load(overrides=["trainer.seed=3", "data.task=count"]).trainer.seed
@@ -55,9 +56,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             raise
         given = {split_override(override)[0] for override in overrides}
 
-        said = str(error)
-
-        def blames(some: Iterable[str]) -> bool:
+        def blames(some: Iterable[str], said: str = str(error)) -> bool:
             return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", said) for key in some)
 
         if blames(given) or not blames(flat(read_table(path)).keys() - given):

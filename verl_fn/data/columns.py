@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -37,11 +37,9 @@ _WEIGHT = re.compile(
     r"((sample|example|row|loss|train|turn|message|assistant|completion|response)_)?(weight|mask)s?"
     r"|loss|((is|do|to)_)?train(ing|able)?"
 )
+SYSTEM = ("system", "system_prompt", "system_message", "system_instruction")
 _TURNS = {
-    **dict.fromkeys(
-        ("system", "system_prompt", "system_message", "system_instruction"),
-        "a first message of the role system in the prompt",
-    ),
+    **dict.fromkeys(SYSTEM, "a first message of the role system in the prompt"),
     "history": "messages in the prompt",
     **dict.fromkeys(
         ("functions", "available_tools", "tool_schemas", "tool_definitions"), "JSON schemas in the column tools"
@@ -49,6 +47,8 @@ _TURNS = {
 }
 # Columns of text to answer about. A prompt that has none of it is seen without.
 _TEXTS = ("context", "contexts", "input", "passage", "passages")
+FEW_NUMBERS = 16  # sizes, boxes and times; sounds and pictures have more
+_NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s*", re.IGNORECASE)
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
@@ -334,9 +334,41 @@ def is_filled(value: Any) -> bool:
     return any(map(is_filled, value)) if isinstance(value, list) else bool(value)
 
 
+def is_media_only(name: str) -> bool:
+    """Returns whether a name says nothing but that a column has images, videos or sounds.
+
+    Example:
+        >>> is_media_only("images"), is_media_only("image_id")
+        (True, False)
+    """
+    return _MEDIA.fullmatch(name) is not None
+
+
+def holds_media(value: Any) -> bool:
+    """Returns whether a value can be images, videos or sounds; a few numbers are counts, places or sizes.
+
+    Example:
+        >>> [holds_media(value) for value in ("a.png", {"bytes": b"x"}, 2, "2", "false", [640, 480], {"bytes": None})]
+        [True, True, False, False, False, False, False]
+    """
+    held = [one for one in _leaves(value) if not isinstance(one, str | bytes | int | float | None) or one]
+    return len(held) > FEW_NUMBERS or any(
+        not isinstance(one, int | float) and not (isinstance(one, str) and _NO_NAME.fullmatch(one)) for one in held
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    if inner is None:
+        yield value
+    else:
+        for one in inner:
+            yield from _leaves(one)
+
+
 def matters(name: str) -> bool:
     """Returns whether something else may be learned without a column that is not used, so that its values count."""
-    return is_media(name) or name in (*_TURNS, *_TEXTS) or _WEIGHT.fullmatch(name) is not None
+    return is_media(name) or name in _TURNS or name in _TEXTS or _WEIGHT.fullmatch(name) is not None
 
 
 def _words(value: Any) -> list[list[str]]:
@@ -355,8 +387,7 @@ def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
     """
     remove = "or remove the column (a function of data.convert can)"
     if is_media(name):
-        # A number tells how many there are, or which.
-        if is_filled(value) and not isinstance(value, int | float):
+        if holds_media(value):
             raise DataError(
                 f"{place}: the column {name} has images, videos or sounds, and only images in the columns images and "
                 f"image are trained on; write them there, leave such rows out, {remove}"
@@ -470,7 +501,7 @@ def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
         if any(map(is_media, (*kinds, *keys))):
             raise DataError(f"{place} has parts of the type {', '.join(sorted(kinds))}; {_NO_MEDIA}")
     for key, value in message.items():
-        if is_media(key) and is_filled(value) and not isinstance(value, int | float):
+        if is_media(key) and holds_media(value):
             raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
     if isinstance(content, str) and message.get("role") != "assistant":
         _check_marks(place, content.replace(MARK, "") if images else content, "its content")

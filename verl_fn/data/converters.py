@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.data.columns import SHOWN, matters
+from verl_fn.data.columns import SHOWN, SYSTEM, holds_media, is_media_only
 from verl_fn.data.rows import parsed
 from verl_fn.data.tasks import GSM8K
-from verl_fn.scores import boxed, equal
+from verl_fn.scores import boxed
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -24,7 +24,9 @@ SHAREGPT = {
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Converts a row with ``question`` and ``answer``, whose last line is ``#### NUMBER``; other columns stay.
+    """Converts a row with ``question`` and ``answer``, whose last line is ``#### NUMBER``.
+
+    Of the other columns, the ones that the model is to see stay; the rest is left out.
 
     Source: verl's ``examples/data_preprocess/gsm8k.py``.
 
@@ -44,8 +46,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
     final = re.search(r"#### (-?[0-9.,]+)", answer)
     if final is None:
         raise ValueError(f"the answer has no number after '#### ': {answer[-80:]!r}")
-    others = {name: value for name, value in row.items() if name not in ("question", "answer")}
-    return others | math_row(
+    return _seen(row) | math_row(
         GSM8K,
         f"{question} {GSM8K_INSTRUCTION}",
         final[1].replace(",", ""),
@@ -56,8 +57,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
 def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     r"""Converts a row with ``problem`` and ``solution``, whose last ``\boxed{}`` has the answer.
 
-    Other columns become ``extra_info``, but for those that the model is to see. A column ``answer`` also stays one if
-    it says otherwise than the box, so that the run names it.
+    Of the other columns, the ones that the model is to see stay; the rest becomes ``extra_info``.
 
     Source: verl's ``examples/data_preprocess/math_dataset.py``.
 
@@ -76,21 +76,28 @@ def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ValueError("problem and solution must be strings")
     answer = boxed(solution)
     if answer is None:
-        hint = "; the row has a column answer, which a function of your own can take" if row.get("answer") else ""
+        hint = "; the row has a column answer, and a function of your own can take it" if row.get("answer") else ""
         raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}{hint}")
-    seen = {name: value for name, value in row.items() if name in SHOWN or matters(name)}
+    seen = _seen(row)
     extra = {name: value for name, value in row.items() if name != "problem" and name not in seen}
-    other = row.get("answer")
-    differs = other not in (None, "") and not equal(str(other), answer)
-    made = math_row(MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, extra)
-    return seen | ({"answer": other} if differs else {}) | made
+    return seen | math_row(MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, extra)
+
+
+def _seen(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns with tools, arguments of the template, a system message, images, videos or sounds."""
+    return {
+        name: value
+        for name, value in row.items()
+        if (holds_media(value) if is_media_only(name) else name in SHOWN or (value and name in SYSTEM))
+    }
 
 
 def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Converts a row with ``conversations``, whose turns have ``from`` and ``value``, to ``messages``.
 
     A column ``system`` becomes the first message, and a turn of ``function_call`` holds calls as JSON. Other columns,
-    and other fields of turns, stay as they are. A row that has ``messages`` is none of these rows.
+    and other fields of turns, stay as they are. A row that also has a list of ``messages``, and no
+    ``system``, is returned as it is.
 
     Raises:
         ValueError: a turn is of an unknown speaker or says two things, or a call is no object of JSON.
@@ -100,7 +107,7 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
         >>> [message["role"] for message in sharegpt({"conversations": turns, "system": "Add."})["messages"]]
         ['system', 'user', 'assistant']
     """
-    if row.get("conversations") is None or row.get("messages"):
+    if row.get("conversations") is None or (_are_messages(row.get("messages")) and not row.get("system")):
         return None
     messages = [_message(turn) for turn in parsed(row["conversations"])]
     system = {"role": "system", "content": row.get("system")}
@@ -111,13 +118,17 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     (speaker, *_), (text, *more) = (_given(turn, names) for names in (("from", "role"), ("value", "content")))
     named = str(speaker).lower()
     role = SHAREGPT.get(named)
     if role is None:
         raise ValueError(f"a turn is of {speaker!r}, and the known speakers are {', '.join(SHAREGPT)}")
-    if more not in ([], [text]):
+    if any(_bare(one) != _bare(text) for one in more):
         raise ValueError(f"a turn has the value {text!r:.40} and the content {more[0]!r:.40}; give one of them")
     others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
     if named != "function_call":
@@ -130,8 +141,13 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(turn: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    """Returns the values that a turn has under some names; Parquet gives it all names of its column."""
-    return [turn[name] for name in names if turn.get(name) is not None] or [None]
+    """Returns the values that a turn has under some names; files of tables give it all names of its column."""
+    given = [turn[name] for name in names if turn.get(name) is not None]
+    return [value for value in given if _bare(value) != ""] or given[:1] or [None]
+
+
+def _bare(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
 
 
 def math_row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,8 @@ class Kind:
         for number, (place, row) in enumerate(rows, first):
             self.columns.check(place, row)
             # pandas and Python write NaN into JSON for what is missing.
-            if missing := [name for name, value in row.items() if type(value) is float and value != value]:
+            missing = [name for name, value in row.items() if type(value) is float and value != value]
+            if missing := [name for name in missing if name not in self.required]:
                 row = row | dict.fromkeys(missing)
             row = row | {name: parsed(row[name]) for name in OBJECTS if name in row and name in wanted}
             for name, value in row.items():

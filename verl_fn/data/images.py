@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("tool_result", "function_call_output"), "as a message of the role tool"),
     "refusal": "as a part of the type text",
 }
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{60}")
+_BEGINS_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGODdh", "R0lGODlh", "UklGR")  # PNG, JPEG, GIF, WebP
+_OF_ADDRESSES = str.maketrans("-_", "+/")  # addresses have an alphabet of their own
 _WIDE = ("I", "F")  # Pillow's modes of samples that do not fit into 8 bits
 
 
@@ -48,7 +48,7 @@ def images_in(place: str, row: Row) -> tuple[bytes, ...]:
 
     An image is bytes, the path of a file, an address ``data:image/png;base64,...`` that holds it, an object with
     ``bytes``, ``path`` or ``image``, as data sets of the Hugging Face hub have them, or what a function of
-    ``data.convert`` may make: a PIL image or an array. Nothing in a list is no image.
+    ``data.convert`` may make: a PIL image or an array. None beside images of a list is skipped.
 
     Args:
         place: the file and row, for errors; paths are relative to the file's folder.
@@ -59,11 +59,14 @@ def images_in(place: str, row: Row) -> tuple[bytes, ...]:
     found: list[Any] = []
     for column in COLUMNS:
         if (value := row.get(column)) is not None:
-            found += [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
-    images = [_content(f"{place}: image {number}", value, place) for number, value in enumerate(found, 1)]
-    for number, content in enumerate(images, 1):
-        opened(f"{place}: image {number}", content)
-    return tuple(images)
+            found += value if isinstance(value, list | tuple) else [value]
+    named = {f"{place}: image {number}": value for number, value in enumerate(found, 1)}
+    if any(value is not None for value in found):
+        named = {name: value for name, value in named.items() if value is not None}
+    images = {name: _content(name, value, place) for name, value in named.items()}
+    for name, content in images.items():
+        opened(name, content)
+    return tuple(images.values())
 
 
 def _content(name: str, value: Any, place: str) -> bytes:
@@ -93,8 +96,11 @@ def _content(name: str, value: Any, place: str) -> bytes:
 
 def _file(name: str, path: str, place: str) -> bytes:
     if path.startswith("data:"):
+        written = "".join(path.partition(";base64,")[2].split()).rstrip("=").translate(_OF_ADDRESSES)
+        if not written:
+            raise DataError(f"{name} is an address {path!r:.40} without ;base64, and what follows it; write both")
         try:
-            return base64.b64decode(path.partition(";base64,")[2], validate=True)
+            return base64.b64decode(written + "=" * (-len(written) % 4), validate=True)
         except ValueError as error:
             raise DataError(f"{name} is an address {path!r:.40} whose base64 is damaged: {error}") from error
     if "://" in path:
@@ -104,7 +110,7 @@ def _file(name: str, path: str, place: str) -> bytes:
         return FromFile(file.read_bytes())
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        hint = "; of base64, write data:image/png;base64, in front of it" * bool(_BASE64.match(path))
+        hint = "; of base64, write data:image/png;base64, in front of it" * path.startswith(_BEGINS_IN_BASE64)
         raise DataError(f"{name}: {file!s:.200} cannot be read: {why}{hint}") from error
 
 
@@ -202,8 +208,12 @@ def _part(place: str, part: Any) -> str:
         return text
     if kind == "image" and not held:
         return MARK
+    if kind in _TEXT_PARTS and held.keys() <= {"text"}:
+        raise DataError(
+            f"{place} has a part of the type {kind} with the text {held['text']!r:.60}; it must be a string"
+        )
     if kind in _TEXT_PARTS:
-        more = ", ".join(sorted(held.keys() - {"text"})) or f"{held['text']!r:.60} as text"
+        more = ", ".join(sorted(held.keys() - {"text"}))
         raise DataError(f"{place} has a part of the type {kind} with {more}; nothing but text is read of such a part")
     if kind == "image":
         raise DataError(f"{place} holds its image in {', '.join(sorted(held))}; write it into the column images")

@@ -409,10 +409,12 @@ def of_template(
     text = template_text(tokenizer)
     traits = [traits_of(problems, tokenizer) for problems in known]
     groups = joined(traits).rows_of()
-    for name in sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)}):
-        if not re.search(rf"\b{re.escape(name)}\b", text):
+    given = sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)})
+    used = [name for name in given if re.search(rf"\b{re.escape(name)}\b", text)]
+    for name in given:
+        if name not in used:
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
-    yield from _texts_for_false(known, traits, table)
+    yield from _texts_for_false(known, traits, table, used)
     everywhere = bool(table.chat_template_kwargs)
     asked = sum(count for group, count in groups if everywhere or group.arguments)
     plain = joined([one[(one.flags & TEXT) != 0] for one in traits]).rows_of()
@@ -438,9 +440,13 @@ def of_template(
 
 
 def _texts_for_false(
-    known: Sequence[Sequence[Problem]], traits: Sequence[Traits], table: DataConfig
+    known: Sequence[Sequence[Problem]], traits: Sequence[Traits], table: DataConfig, used: Sequence[str]
 ) -> Iterator[str]:
-    """Yields a line for each argument that is the text "false" in the config or in one of the first rows with it."""
+    """Yields a line for each argument that is the text "false" in the config or in one of the first rows with it.
+
+    Args:
+        used: the arguments that the template has variables for.
+    """
     given = [table.chat_template_kwargs]
     for problems, made in zip(known, traits, strict=True):
         for number, group in enumerate(made.names):
@@ -448,8 +454,8 @@ def _texts_for_false(
             given += [problems[int(place)].chat_template_kwargs for place in places]
     texts = [(name, value) for one in given for name, value in one.items() if isinstance(value, str)]
     for name, value in sorted(set(texts)):
-        if value.lower() == "false":
-            yield f"chat_template_kwargs.{name} is the text {value!r}, which templates take for true; write false"
+        if name in used and value.lower() == "false":
+            yield f"chat_template_kwargs.{name} is the text {value!r}, and templates take it for true; write false"
 
 
 def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: Any, answers: bool) -> Iterator[str]:

@@ -252,8 +252,9 @@ class Renderer:
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
     ) -> None:
         for place, message in enumerate(messages, len(said)):
-            for name in message.keys() - PLAIN_FIELDS:
-                if (field := f"{message['role']}.{name}") in self._fields or message[name] is None:
+            for name in sorted(message.keys() - PLAIN_FIELDS):
+                # Templates often ask whether a field is true.
+                if (field := f"{message['role']}.{name}") in self._fields or not message[name]:
                     continue
                 self._fields.add(field)
                 whole = [*said, *messages]

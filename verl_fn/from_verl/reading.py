@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -107,7 +108,7 @@ ulimit() { :; }
 exec() { [ $# = 0 ] || { "$@"; exit; }; }
 """
 _NOT_RUN = re.compile("\2([^\3]*)\3")
-_SETTING = re.compile(r"[\4\5]([+~]*\w+(?:\.[\w@-]+)+=.*)", re.DOTALL)
+_SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 MOST_RAN, TRIED_SECONDS = 20, 5  # programs whose exit status is tried, and for how long each
@@ -124,6 +125,7 @@ class Settings:
         module: the module of the trainer; empty if no command was given.
         words: the keys that words of a command line have set; all other keys are from files.
         not_run: commands that a script asks and that are not run; what it does with their answers is not known.
+        lost: lines of a script with settings that its trainer does not get.
     """
 
     values: Mapping[str, Any]
@@ -132,6 +134,7 @@ class Settings:
     module: str = ""
     words: frozenset[str] = frozenset()
     not_run: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def trainer_is_known(self) -> bool:
@@ -159,8 +162,9 @@ def read_settings(words: Sequence[str]) -> Settings:
     """
     words = [word for word in words if word not in ("", "\\")]
     not_run: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     if words and words[0].endswith((".sh", ".bash")):
-        words, not_run = launch_of(words[0], words[1:])
+        words, not_run, lost = launch_of(words[0], words[1:])
     launcher, module, words = _command(_known(words))
     if any(map(str.isspace, words)):
         raise ConfigError(
@@ -188,7 +192,7 @@ def read_settings(words: Sequence[str]) -> Settings:
     sft = module in _SFT_MODULES or (not module and any(key.startswith(tables) for key in values))
     sft = sft or str(chosen.get("config-name", "")).startswith("sft_trainer")
     defaults = SFT_DEFAULTS if sft else PPO_DEFAULTS
-    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given), not_run)
+    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given), not_run, lost)
 
 
 def _remove(key: str, values: dict[str, Any]) -> None:
@@ -216,7 +220,7 @@ def _known(words: Sequence[str]) -> list[str]:
     """
     first = len(words) - len(_command(words)[2])
     counts = [
-        place for place in range(1, first) if _LAUNCHER.match(words[place - 1]) or _LAUNCHER.match(words[place])
+        place for place in range(1, first) if _LAUNCHER.fullmatch(words[place - 1]) or _LAUNCHER.match(words[place])
     ]
     last = {word.partition("=")[0].lstrip("+"): word for word in (*map(words.__getitem__, counts), *words[first:])}
     for key, word in last.items():
@@ -300,12 +304,17 @@ def _engine(chosen: Mapping[str, Any]) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML as OmegaConf reads it: ``1e-6`` is a number, dates are strings; and, as in Hydra's words, so is ``on``."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Makes a table, and as OmegaConf refuses one that has a key twice."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+
+class _FileLoader(_Loader):
+    """The YAML of files, in which OmegaConf refuses a table that has a key twice; Hydra's words may have such."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Reads a table before others are merged into it, whose keys it may repeat."""
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG]
         if twice := [key for key, _ in node.value if names.count(key.value) > 1]:
             raise yaml.MarkedYAMLError(None, None, f"it has the key {twice[-1].value} twice", twice[-1].start_mark)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _RESOLVERS = {
@@ -333,7 +342,7 @@ def _file(name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--from-verl: {name!r} is neither a setting key=value nor a YAML file or a script (.sh)")
     try:
-        table = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        table = yaml.load(path.read_text(encoding="utf-8"), _FileLoader)
     except OSError as error:
         raise ConfigError(f"--from-verl: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -450,8 +459,10 @@ def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
     )
 
 
-def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the words of the command with which a script starts verl's trainer, and what it asks other programs.
+def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
+    """Returns the words with which a script starts verl's trainer, what it asks other programs, and lost settings.
+
+    Settings are lost if a command with a trainer ends above them, at a comment for example.
 
     Restricted bash runs the script, and starts no program but a few that only print: variables, arrays, functions,
     arithmetic and ``$@`` are what they would be in the run. Variables of the environment count as they do there.
@@ -466,12 +477,12 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     with raised_as(ConfigError, f"--from-verl: {path} cannot be read", OSError, ValueError):
         text = path.read_text(encoding="utf-8")
     said, commands = _commands(bash, path, text, arguments)
-    if lost := next(filter(None, map(_SETTING.fullmatch, commands)), None):
-        raise ConfigError(
-            f"--from-verl: {path}: {lost[1]!r:.80} begins a command of its own, so the trainer does not get it: the "
-            "command above it ends at a comment, an empty line, or a line without a backslash at its end; mend it"
-        )
-    asked, ran = ([one[1:] for one in dict.fromkeys(commands) if one[:1] == kind] for kind in "\4\5")
+    lost: list[str] = []
+    for before, one in itertools.pairwise(commands):
+        if (before in lost or _starts([before])) and _SETTING.match(one):
+            lost.append(one)
+    others = [one for one in dict.fromkeys(commands) if one not in lost]
+    asked, ran = ([one[1:] for one in others if one[:1] == kind] for kind in "\4\5")
     distinct = _starts(commands)
     if len(distinct) == 1:
         # A program on whose exit status the settings depend is one that a script asks, too.
@@ -485,7 +496,7 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
         # Settings may also have the time or a random number.
         if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
             asked += differing
-        return distinct[0].split("\0"), tuple(map(_asked, asked))
+        return distinct[0].split("\0"), tuple(map(_asked, asked)), tuple(_asked(one[1:]) for one in lost)
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
     if asked and not distinct:

@@ -57,6 +57,7 @@ class Translation:
         not_possible: a line for each setting that this project cannot follow.
         unknown: a line for each key that verl does not have, with the nearest one.
         not_run: commands of a script that were not run, on whose answers settings may depend.
+        lost: lines of a script with settings that its trainer does not get.
     """
 
     table: Table
@@ -66,6 +67,7 @@ class Translation:
     not_possible: Sequence[str]
     unknown: Sequence[str]
     not_run: Sequence[str] = ()
+    lost: Sequence[str] = ()
 
     @property
     def complete(self) -> bool:
@@ -88,6 +90,10 @@ class Translation:
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),
             ("not run, so look at what the script does with its answer", self.not_run),
+            (
+                "not read by verl's trainer, whose command ends above these lines",
+                self.lost,
+            ),
         )
         lines = []
         for title, entries in sections:
@@ -142,10 +148,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     for key in {move.ours for move in problems} - {""}:
         _put(table, key, UNSET)
     others = {name: _reason(key, moves, ignored) for name, key in names.items() if key not in used | refused.keys()}
-    reasons: dict[str, list[str]] = {}
-    for name, reason in others.items():
-        if reason:
-            reasons.setdefault(reason, []).append(name)
+    reasons = {reason: [name for name in others if others[name] == reason] for reason in others.values() if reason}
     by_user = {key: [name for k in move.keys for name in written.get(k, ())] for key, move in moves.items()}
     lines = {key: _line(move, by_user[key]) for key, move in moves.items() if key not in ignored}
     return Translation(
@@ -156,6 +159,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         list(dict.fromkeys(refused.values())),
         [_unknown(name, settings) for name, reason in others.items() if not reason],
         settings.not_run,
+        settings.lost,
     )
 
 
@@ -176,7 +180,7 @@ def _canonical_names(settings: Settings) -> dict[str, str]:
     ranks = {key: settings.values[name] for name, key in names.items() if key.endswith(".lora_rank")}
     for name, key in names.items():
         model, _, rest = key.rpartition(".")
-        if rest in _OF_ADAPTERS and ranks.get(f"{model}.lora_rank") == 0:
+        if rest in _OF_ADAPTERS and not ranks.get(f"{model}.lora_rank"):
             names[name] = f"{model}.lora.{rest}"
     return names
 

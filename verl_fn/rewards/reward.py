@@ -432,7 +432,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-# What a response ends with that gives an answer as each rule reads it.
+# Each rule reads an answer that a response ends with in this form.
 FORMS: Mapping[Rule, str] = {
     gsm8k: "#### {}",
     arithmetic: "{}",

@@ -170,7 +170,7 @@ def unused_settings(run: Run, plan: Plan) -> list[str]:
 def _of_setting(key: str, values: str) -> str:
     if key == "model.path":
         return f"continuing with the weights of the checkpoint, although model.path is another one: {values}"
-    if key == "trainer.resume_from_path":
+    if key == "trainer.resume_from_path" and not values.endswith("-> None"):
         return (
             f"continuing from the folder's newest checkpoint, although {key} is another one: {values}; to start from "
             "that one, choose another trainer.dir"

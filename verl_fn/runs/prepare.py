@@ -20,7 +20,9 @@ from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
+from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
+from verl_fn.data.judged import Judged
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
 from verl_fn.data.notices import MOST_ENCODED, notices, of_template
 from verl_fn.data.tasks import Source
@@ -191,11 +193,13 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
     """Yields a line for files whose first problems have ground truths that no response equals by rule."""
-    if plan.reward.functions or plan.reward.url or plan.env.name:
+    if plan.reward.by_user or plan.env.name or plan.learns_from != "samples":
         return
-    trained = source.training if plan.learns_from == "samples" and plan.needs_reward else ()
-    for key, problems in (("data.train_files", trained), ("data.val_files", source.validation)):
-        some = problems[:MOST_ENCODED]
+    trained = source.training if plan.needs_reward else ()
+    held_out = sampled(plan, source.held_out(plan.data.val_size))
+    for key, problems in (("data.train_files", trained), ("data.val_files", held_out)):
+        # What is learned to be said is an answer in full.
+        some = [one for one in problems[:MOST_ENCODED] if not isinstance(one, Conversation | Judged)]
         if wrong := [problem for problem in some if problem.answer and unattainable(problem)]:
             form = FORMS[rule_for(wrong[0].data_source)].format("ANSWER")
             yield (
