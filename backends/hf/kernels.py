@@ -35,8 +35,8 @@ FEW = {"ROWS": 64, "COLUMNS": 32, "INNER": 64, "num_warps": 4, "num_stages": 4}
 LEAST = ((MANY, 1.0), (TALL, 0.7), (SOME, 0.7), (FEW, 0.0))
 # Without tensor cores, tiles of fp32 need more registers.
 WIDE = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
-# The library's product is tested for up to so many rows, for so many columns and more, and for weights of up to so
-# many elements: a test takes time, and memory for another weight.
+# Which shapes of the library's product are tested: the most rows, the fewest columns, and the largest weight. A test
+# takes time, and memory for a second weight.
 MOST_ROWS, LEAST_COLUMNS, MOST_ELEMENTS = 1024, 256, 2**27
 # How many elements a test compares; a sum in another order changes one in a few hundred.
 COMPARED = 2**18
@@ -240,8 +240,8 @@ def product(
 ) -> Float[Tensor, "T N"]:
     """Returns ``x @ weight.T + bias``, summed in fp32.
 
-    The library's product, which is faster, is used for few rows, as a decoder has, if a test of the shape shows that
-    it adds in the same order.
+    A step of a decoder has few rows. For these the library's product is faster, and it is used if a test of the shape
+    shows that it adds in the same order.
     """
     (T, K), N = x.shape, len(weight)
     if _tested(T, N, K, x.dtype) and _library_same_order(T, N, K, bias is not None, x.dtype, x.device):
@@ -409,7 +409,7 @@ def norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) -> F
 
 
 def norm_heads(x: Float[Tensor, "T heads dim"], weight: Float[Tensor, " dim"], eps: float) -> None:
-    """Overwrites each head, which is contiguous, with its RMS norm."""
+    """Overwrites each head with its RMS norm; the elements of a head are contiguous."""
     _norm_by(x, None, weight, x, eps)
 
 

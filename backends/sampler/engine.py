@@ -178,7 +178,7 @@ class Sampler(Serving):
             return self.decoder.activations(batch, self._log_probs(temperature))
 
     def _log_probs(self, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns ``(logits, tokens) -> log-probs`` of an exact trainer, which reduces them in the engine's dtype."""
+        """Returns ``(logits, tokens) -> log-probs`` as an exact trainer has them, of logits in the engine's dtype."""
         return lambda logits, tokens: token_logprobs(logits.to(self.dtype), tokens, temperature)
 
     def _abort(self) -> None:

@@ -90,10 +90,7 @@ class Translation:
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),
             ("not run, so look at what the script does with its answer", self.not_run),
-            (
-                "not read by verl's trainer, whose command ends above these lines",
-                self.lost,
-            ),
+            ("not read by verl's trainer, since its command ends above these lines", self.lost),
         )
         lines = []
         for title, entries in sections:

@@ -186,7 +186,7 @@ def check_products(patch):
         kernels._library_same_order.cache_clear()
         used.clear()
         patch.setattr(kernels, "linear", functools.partial(library, off=off))
-        # Before the first use the shape is tested, twice for so many elements; a difference ends the tests.
+        # The first product tests the shape, with two random inputs here; the first difference ends the test.
         assert torch.equal(kernels.product(x, weight), expected)
         assert torch.equal(kernels.product(x, weight), expected)
         assert used == [16] * uses
