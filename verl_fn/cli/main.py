@@ -20,7 +20,7 @@ OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists t
 PREPARED = ("gsm8k", "arithmetic", "squares", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 BENCHMARKS = (
-    "purity", "sampler", "exact", "imports", "large-data", "crash", "faults", "families", "first-step",
+    "purity", "sampler", "exact", "exact-vllm", "imports", "large-data", "crash", "faults", "families", "first-step",
     "frozen", "ppo-layouts", "throughput", "long-rows", "residency", "rollout", "turns", "weight-sync", "batches",
     "loading", "saves", "scaling", "step",
 )  # fmt: skip
