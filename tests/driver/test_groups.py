@@ -1,6 +1,7 @@
 """Two ranks behind one handle: the laws, what is alive, and what calls that fail leave behind."""
 
 import contextlib
+import errno
 import operator
 from types import SimpleNamespace
 
@@ -250,6 +251,16 @@ def test_an_error_on_every_rank_leaves_them_working(two, fsdp):
     with pytest.raises(Freed, match="the call that should have made it failed"):
         read(two, fsdp, grads)
     assert two.get(fsdp.forward_backward(state, batch, LOSS)[1])["loss"].value
+
+
+def test_an_error_of_the_disk_keeps_its_number(two, fsdp, model, tmp_path):
+    """A run's message names the reason of the system, and not Ray's traceback."""
+    (tmp_path / "file").touch()
+    state = fsdp.load_pretrained(model, Key.from_seed(0))
+    with pytest.raises(NotADirectoryError) as failed:
+        fsdp.save(state, tmp_path / "file" / "step_1")
+    assert failed.value.errno == errno.ENOTDIR and failed.value.strerror == "Not a directory"
+    assert any("Traceback" in note or "ray::" in note for note in failed.value.__notes__)
 
 
 def test_weights_go_to_an_engine_and_its_version_is_known_afterwards(two, fsdp, model):
