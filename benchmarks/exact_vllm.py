@@ -2,13 +2,15 @@
 
 ``verl-fn bench exact-vllm FOLDER`` runs vLLM in this process on one prompt and keeps what each module was given and
 what it returned. Each module is computed again from vLLM's own inputs, by the exact kernels and as transformers
-computes it, and the elements that differ in any bit are counted, so a difference is the module's own. Then vLLM draws
-responses, and their log-probs are compared with those of vLLM's own prefill, of an exact trainer and of another.
+computes it, and the elements that differ in any bit are counted, so a difference is the module's own. vLLM's modules
+also compute the last rows by themselves, as a step of its decoding does. Then vLLM draws responses. Their log-probs
+are compared with what vLLM's own prefill, an exact trainer and another trainer compute.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -38,22 +40,25 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+# The rows of vLLM's prefill that its modules compute by themselves, too.
+ROWS = (1, 16, 128)
 Call = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+Compute = Callable[[str, Call], Iterator[tuple[Tensor, Tensor]]]
 
 
-def started(folder: str, length: int, flash: int | None) -> Any:
+def started(folder: str, length: int, attend: str) -> Any:
     """vLLM with its batch-invariant kernels, without graphs."""
     os.environ |= ENVIRONMENT
     from vllm import LLM
 
     return LLM(
         folder, dtype="bfloat16", enforce_eager=True, max_model_len=length, kv_cache_memory_bytes=CACHE,
-        enable_prefix_caching=False, skip_tokenizer_init=True, attention_config={"flash_attn_version": flash},
+        enable_prefix_caching=False, skip_tokenizer_init=True, attention_config={"backend": attend},
     )  # fmt: skip
 
 
-def computed(llm: Any, prompt: Sequence[int]) -> dict[str, Call]:
-    """Each module of vLLM's model with what it was given for the prompt and what it returned, in order."""
+def computed(llm: Any, prompt: Sequence[int], steps: int = 1) -> tuple[dict[str, Call], list[int]]:
+    """Each module of vLLM's model with what it was given and returned in the last of some steps, and the tokens."""
     kept: dict[str, Call] = {}
     given: dict[str, tuple[Any, ...]] = {}
     handles: list[Any] = []
@@ -76,10 +81,10 @@ def computed(llm: Any, prompt: Sequence[int]) -> dict[str, Call]:
                 handles.append(module.register_forward_hook(lambda m, _, out, n=name: after(n, m, out)))
 
     llm.apply_model(watch)
-    _generate(llm, [prompt], max_tokens=1)
+    (output,) = _generate(llm, [prompt], max_tokens=steps)
     for handle in handles:
         handle.remove()
-    return kept
+    return kept, list(output.outputs[0].token_ids)
 
 
 def _generate(llm: Any, prompts: Sequence[Sequence[int]], **sampling: Any) -> Any:
@@ -105,10 +110,14 @@ WAYS: dict[str, tuple[Callable[..., Tensor], ...]] = {
 }
 
 
-def again(
+def again(way: str, skeleton: Skeleton, packing: Packing, name: str, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a way computes from a module's inputs, and what vLLM's module returned."""
+    yield from zip(_again(way, name, *call[:2], skeleton, packing), call[2], strict=False)
+
+
+def _again(
     way: str, name: str, module: Any, given: tuple[Any, ...], skeleton: Skeleton, packing: Packing
 ) -> tuple[Tensor, ...]:
-    """What a way computes from a module's inputs; nothing for modules that do not compute."""
     norm, linear, gated, attend = WAYS[way]
     config = skeleton.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -138,17 +147,43 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-def by_kind(calls: dict[str, Call], way: str, skeleton: Skeleton, packing: Packing) -> dict[str, dict[str, Any]]:
+def by_kind(calls: dict[str, Call], compute: Compute) -> dict[str, Any]:
     """For each kind of module, over all layers: how many elements differ of how many, and the largest difference."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, (module, given, returned) in calls.items():
-        for ours, theirs in zip(again(way, name, module, given, skeleton, packing), returned, strict=False):
-            gap = (ours.float() - theirs.reshape(ours.shape).float()).abs()
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        for ours, theirs in compute(name, call):
+            apart = (ours.float() - theirs.reshape(ours.shape).float()).abs()
             kind = found.setdefault(name.rpartition(".")[2], {"differing": 0, "elements": 0, "largest": 0.0})
-            kind["differing"] += int((gap != 0).sum())
-            kind["elements"] += gap.numel()
-            kind["largest"] = max(kind["largest"], float(gap.max()))
+            kind["differing"] += int((apart != 0).sum())
+            kind["elements"] += apart.numel()
+            kind["largest"] = max(kind["largest"], float(apart.max()))
     return found
+
+
+def last_rows(rows: int, name: str, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """What vLLM's own module computes from the last rows by themselves, and what it computed of them among all."""
+    module, given, returned = call
+    if name.endswith(("norm", "_proj", "act_fn")):
+        out = module(*(x[-rows:].clone() if isinstance(x, Tensor) else x for x in given))
+        for ours, theirs in zip(out if isinstance(out, tuple) else (out,), returned, strict=True):
+            if isinstance(ours, Tensor):
+                yield ours, theirs[-rows:]
+
+
+def decoding_parts(llm: Any, prompt: Sequence[int]) -> dict[str, Any]:
+    """How many modules give a token other values in decoding than in a prefill, with equal inputs, and the first."""
+    decoded, tokens = computed(llm, prompt, 2)
+    prefilled, _ = computed(llm, [*prompt, tokens[0]])
+
+    def equal(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+        pairs = [(a, b) for a, b in zip(ones, others, strict=True) if isinstance(a, Tensor)]
+        return all(torch.equal(a[-1], b[-1]) for a, b in pairs)
+
+    apart = [
+        name for name, (_, given, returned) in decoded.items()
+        if equal(given, prefilled[name][1]) and not equal(returned, prefilled[name][2])
+    ]  # fmt: skip
+    return {"modules": len(apart), "of": len(decoded), "first": apart[:1]}
 
 
 def drawn(llm: Any, prompts: Sequence[Sequence[int]], length: int) -> tuple[Batch, Tensor]:
@@ -197,21 +232,25 @@ def main(argv: Sequence[str]) -> int:
     """``verl-fn bench exact-vllm``: a line for each kind of module and way, and one for each source of log-probs."""
     parser = argparse.ArgumentParser("verl-fn bench exact-vllm", description=__doc__)
     parser.add_argument("folder", help="a Hugging Face model folder of the Qwen2, Qwen3 or Llama shape")
-    parser.add_argument("--flash", type=int, choices=(2, 3), help="the version of vLLM's FlashAttention")
+    parser.add_argument("--attention", default="FLASH_ATTN", help="vLLM's name of its attention (default FLASH_ATTN)")
     parser.add_argument("--tokens", type=measure.count, default=256, help="of the prompt whose modules are compared")
     parser.add_argument("--prompts", type=measure.count, default=128, help="that are drawn from")
     parser.add_argument("--response-tokens", type=measure.count, default=128)
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args(argv)
-    llm = started(args.folder, args.tokens + args.response_tokens + 1, args.flash)
+    llm = started(args.folder, args.tokens + args.response_tokens + 2, args.attention)
     skeleton, _ = model_of(args.folder, device="cuda")
     skeleton.move_buffers(torch.device("cuda"))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, skeleton.config.vocab_size, (args.prompts, args.tokens), generator=generator).tolist()
     with torch.inference_mode():
-        calls = computed(llm, prompts[0])
+        calls, _ = computed(llm, prompts[0])
         packing = Packing.of(Batch.from_rows([prompts[0]]), torch.device("cuda"))
-        modules = {way: by_kind(calls, way, skeleton, packing) for way in WAYS}
+        modules = {way: by_kind(calls, functools.partial(again, way, skeleton, packing)) for way in WAYS}
+        for rows in ROWS:
+            modules[f"vLLM, {rows} rows"] = by_kind(calls, functools.partial(last_rows, rows))
+        decoding = decoding_parts(llm, prompts[0])
+    print("decoding against prefill", decoding, flush=True)
     for way, kinds in modules.items():
         for kind, found in kinds.items():
             print(way, kind, found, flush=True)
@@ -221,5 +260,5 @@ def main(argv: Sequence[str]) -> int:
         log_probs[name] = gap(_trainers_log_probs(args.folder, batch, on), theirs)
     for name, found in log_probs.items():
         print("log-probs", name, found, flush=True)
-    measure.write(args.json, "exact-vllm", "cuda", {"flash": args.flash, "modules": modules, "log_probs": log_probs})
+    measure.write(args.json, "exact-vllm", "cuda", {"modules": modules, "decoding": decoding, "log_probs": log_probs})
     return 0
