@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,7 +29,7 @@ from verl_fn.backends.hf.skeleton import Hollow
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.protocol import TensorSpec
-from verl_fn.backends.tensor_file import Slices, Span
+from verl_fn.backends.tensor_file import THREADS, Span
 from verl_fn.backends.weight_sync import Cut
 from verl_fn.state import Named, tree
 from verl_fn.state.ownership import opened, with_leaves
@@ -317,14 +318,13 @@ def read_shards(
     if weights is None:
         return sent_by_first(make, model, layout, device)
     readable_weights = weights
-    opened: dict[Path, Slices] = {}
 
     def rows(name: str, into: Tensor) -> None:
         start, end = layout.bounds(readable_weights.shapes[name][0])
-        readable_weights.read(name, start, end, into, opened)
+        readable_weights.read(name, start, end, into)
 
     with agreed():
-        return _filled(model, layout, device, rows)
+        return _filled(model, layout, device, rows, THREADS)
 
 
 def sent_by_first(make: Model, model: Hollow, layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -352,18 +352,24 @@ def sent_by_first(make: Model, model: Hollow, layout: Layout, device: torch.devi
 
 
 def _filled(
-    model: Hollow, layout: Layout, device: torch.device, rows: Callable[[str, Tensor], None]
+    model: Hollow, layout: Layout, device: torch.device, rows: Callable[[str, Tensor], None], threads: int = 1
 ) -> dict[str, Tensor]:
-    shards: dict[str, Tensor] = {}
-    for name, t in model.shapes.items():
-        if name in model.adapters:
-            shards[name] = layout.shard(model.adapters[name], device)
-        else:
-            start, end = layout.bounds(t.shape[0])
-            local = torch.empty(end - start, *t.shape[1:], dtype=t.dtype)
-            rows(name, local)
-            shards[name] = sharded(local.to(device), layout.spec(t.shape, t.dtype))
-    return shards
+    def one(name: str) -> Tensor:
+        t = model.shapes[name]
+        start, end = layout.bounds(t.shape[0])
+        local = torch.empty(end - start, *t.shape[1:], dtype=t.dtype)
+        rows(name, local)
+        return local.to(device)
+
+    names = [name for name in model.shapes if name not in model.adapters]
+    with ThreadPoolExecutor(threads, "verl_fn weights") as pool:
+        locals_ = dict(zip(names, pool.map(one, names), strict=True))
+    return {
+        name: layout.shard(model.adapters[name], device)
+        if name in model.adapters
+        else sharded(locals_[name], layout.spec(t.shape, t.dtype))
+        for name, t in model.shapes.items()
+    }
 
 
 def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.skeleton import Hollow
-from verl_fn.backends.tensor_file import Slices, files_of
+from verl_fn.backends.tensor_file import THREADS, Slices, files_of
 
 # What transformers calls the output layers of language models and of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 LARGEST_WEIGHT = 1e18
-THREADS = 4  # that read
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
@@ -71,6 +70,8 @@ class FolderWeights:
     shapes: dict[str, torch.Size]
     files: dict[str, Path]
     digest: str
+    # Files that earlier calls of a thread opened.
+    _opened: threading.local = attrs.field(init=False, factory=threading.local)
 
     @classmethod
     def of(cls, folder: str | Path, model: Hollow) -> FolderWeights | None:
@@ -91,12 +92,11 @@ class FolderWeights:
             return None
         return None if digest is None else cls(shapes, files, digest)
 
-    def read(self, name: str, start: int, end: int, into: Tensor, opened: dict[Path, Slices]) -> Tensor:
+    def read(self, name: str, start: int, end: int, into: Tensor) -> Tensor:
         """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
 
         Args:
             into: has room for these rows.
-            opened: the files that earlier calls opened; this call adds to it.
 
         Returns:
             ``into``.
@@ -107,9 +107,10 @@ class FolderWeights:
         if name not in self.files:
             return into.zero_()
         file = self.files[name]
-        if file not in opened:
-            opened[file] = Slices(file)
-        into.copy_(opened[file].rows(name, start, end))
+        files: dict[Path, Slices] = self._opened.__dict__.setdefault("files", {})
+        if file not in files:
+            files[file] = Slices(file)
+        into.copy_(files[file].rows(name, start, end))
         check_numbers(name, into, file)
         return into
 
@@ -121,12 +122,10 @@ class FolderWeights:
         Raises:
             ModelError: as ``read``.
         """
-        own = threading.local()
 
         def one(name: str) -> Tensor:
             t = model.shapes[name]
-            opened = own.__dict__.setdefault("opened", {})
-            return self.read(name, 0, t.shape[0], torch.empty(t.shape, dtype=t.dtype), opened).to(device)
+            return self.read(name, 0, t.shape[0], torch.empty(t.shape, dtype=t.dtype)).to(device)
 
         names = [name for name in model.shapes if name not in model.adapters]
         with ThreadPoolExecutor(THREADS, "verl_fn weights") as pool:

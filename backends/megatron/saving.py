@@ -18,7 +18,7 @@ from verl_fn.backends.hf.folder import Hollow
 from verl_fn.backends.hf.lora import ADAPTERS, FrozenBase, Reference, in_peft
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.megatron.executor import Executor
-from verl_fn.backends.tensor_file import Slices, Span
+from verl_fn.backends.tensor_file import Span
 from verl_fn.state import Key, Named, Params, TrainState
 from verl_fn.state.node import FrozenDict, rebuild
 from verl_fn.state.tree import flatten
@@ -159,13 +159,12 @@ def readable(folder: str | Path, model: Hollow) -> Rows | None:
         return None
     assert weights is not None
     require_same({"weights": weights.digest.encode()})
-    opened: dict[Path, Slices] = {}
 
     def rows(name: str, start: int, end: int) -> Tensor:
         if name in model.adapters:
             return model.adapters[name][start:end]
         into = torch.empty(end - start, *weights.shapes[name][1:])
-        return weights.read(name, start, end, into, opened)
+        return weights.read(name, start, end, into)
 
     return rows
 

@@ -117,7 +117,7 @@ def test_weights_that_make_every_step_useless_are_refused(tmp_path, name, value,
     with contextlib.nullcontext() if told is None else pytest.raises(ModelError, match=told):
         load(folder)
     with contextlib.nullcontext() if told is None else pytest.raises(ModelError, match=told.replace("model: ", "")):
-        weights.read(name, 0, len(rows), rows, {})
+        weights.read(name, 0, len(rows), rows)
 
 
 def test_a_bias_may_exclude_tokens():
