@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from verl_fn.backends.hf import logprobs
+from verl_fn.state.guards import transforming
 
 from .config import EXPERTS, ModelError
 
@@ -90,8 +91,9 @@ def use_grouped(model: nn.Module) -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped)
     for module in model.modules():
-        if getattr(module, "has_bias", False) and module.config._experts_implementation == "grouped_mm":
-            module.config._experts_implementation = NAME
+        config: Any = module.config if getattr(module, "has_bias", False) else None
+        if config is not None and config._experts_implementation == "grouped_mm":
+            config._experts_implementation = NAME
 
 
 def grouped(
@@ -150,7 +152,7 @@ def _gated(module: Any, x: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
     """Returns the activation of sums of products and biases."""
     half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     # Compiled layers fuse the activation; transformations of torch.func need torch's own functions.
-    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    plain = torch.compiler.is_compiling() or transforming()
     if half and not plain and type(module).__name__ == "GptOssExperts":
         out: Tensor = _BiasedGate.apply(x, module.gate_up_proj_bias, experts, ones, module.alpha, module.limit)
         return out
