@@ -153,11 +153,17 @@ def _gated(module: Any, x: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
     half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     # Compiled layers fuse the activation; transformations of torch.func need torch's own functions.
     plain = torch.compiler.is_compiling() or transforming()
-    if half and not plain and type(module).__name__ == "GptOssExperts":
+    if half and not plain and _of_gpt_oss(module):
         out: Tensor = _BiasedGate.apply(x, module.gate_up_proj_bias, experts, ones, module.alpha, module.limit)
         return out
     gated: Tensor = module._apply_gate(torch.addmm(x, ones, module.gate_up_proj_bias))
     return gated
+
+
+def _of_gpt_oss(module: nn.Module) -> bool:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return isinstance(module, GptOssExperts)
 
 
 class _BiasedGate(torch.autograd.Function):
