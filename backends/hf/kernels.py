@@ -4,7 +4,8 @@ The first are the reductions of log-probabilities, the gradient in the logits' p
 reads the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact``
 models and, some of them, other decoders: a program computes a tile of rows, and adds over the inner dimension in
 one order. What a call's number of rows decides is how many programs run, and the tiles of a product, or the
-library's kernel in their place; all of these add in the same order.
+library's kernel in their place; all of these add in the same order. ``biased_gate`` and its gradient are the
+activation of gpt-oss's experts.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
