@@ -41,6 +41,7 @@ USED = {
         "backends/checkpoint.py": {"_weight_conversions"},
         "backends/hf/checks.py": {"_model_mapping"},
         "backends/hf/config.py": {"_extra_content"},
+        "backends/hf/experts.py": {"_apply_gate", "_experts_implementation", "_grouped_linear"},
         "backends/hf/folder.py": {"_gradient_checkpointing_func", "_is_hf_initialized", "_model_mapping"},
         "backends/hf/vision.py": {"_model_mapping"},
     },

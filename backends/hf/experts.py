@@ -1,4 +1,8 @@
-"""The experts of Hugging Face models: how many a layer has, and which of them each token goes to."""
+"""The experts of Hugging Face models: how many a layer has, which of them each token goes to, and those with biases.
+
+transformers gathers a bias for each token, and the gradient of that adds the gradients of an expert's tokens one
+after another. Experts with biases are computed here instead, registered with transformers as ``verl_fn_grouped``.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from verl_fn.backends.hf import logprobs
+from verl_fn.state.guards import transforming
+
 from .config import EXPERTS, ModelError
+
+NAME = "verl_fn_grouped"
 
 # The argument with which transformers gives a layer's experts the numbers that the router picked.
 PICKED = "top_k_index"
@@ -74,3 +83,102 @@ class Recorder:
 
 def _parameters(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
+
+
+def use_grouped(model: nn.Module) -> None:
+    """Sets ``grouped`` for the experts with biases of a model that transformers would compute by grouped products."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, grouped)
+    for module in model.modules():
+        config: Any = module.config if getattr(module, "has_bias", False) else None
+        if config is not None and config._experts_implementation == "grouped_mm":
+            config._experts_implementation = NAME
+
+
+def grouped(
+    module: Any,
+    hidden: Float[Tensor, "T H"],
+    picked: Int[Tensor, "T k"],
+    weights: Float[Tensor, "T k"],
+) -> Float[Tensor, "T H"]:
+    """Returns the weighted sum of what the picked experts compute for each token.
+
+    Args:
+        module: transformers' module of experts.
+        picked: the numbers of the experts of each token.
+        weights: of the picked experts.
+    """
+    experts, order = picked.flatten().sort()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    of_expert = experts[:, None] == torch.arange(module.num_experts, device=experts.device)
+    # A product with ones and zeros picks biases, so that their gradients are a product, too.
+    ones, ends = of_expert.to(module.down_proj.dtype), of_expert.sum(0).cumsum(0, dtype=torch.int32)
+    product = functools.partial(_product, ends=ends, transposed=module.is_transposed)
+    x = _Moved.apply(hidden.repeat_interleave(picked.shape[1], 0), order, back)
+    x = product(_gated(module, product(x, module.gate_up_proj), experts, ones), module.down_proj)
+    x = torch.addmm(x, ones, module.down_proj_bias) * _Moved.apply(weights.flatten(), order, back)[:, None]
+    return _Moved.apply(x, back, order).unflatten(0, picked.shape).sum(1).to(hidden.dtype)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows in another order. Its gradient is read in the inverse order; an index's would be added to zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        return x[order]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    from transformers.integrations.moe import _grouped_linear
+
+    out: Tensor = _grouped_linear(x, weight, ends, is_transposed=transposed)
+    return out
+
+
+def _gated(module: Any, x: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
+    """Returns the activation of sums of products and biases."""
+    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    # Compiled layers fuse the activation; transformations of torch.func need torch's own functions.
+    plain = torch.compiler.is_compiling() or transforming()
+    if half and not plain and _of_gpt_oss(module):
+        out: Tensor = _BiasedGate.apply(x, module.gate_up_proj_bias, experts, ones, module.alpha, module.limit)
+        return out
+    gated: Tensor = module._apply_gate(torch.addmm(x, ones, module.gate_up_proj_bias))
+    return gated
+
+
+def _of_gpt_oss(module: nn.Module) -> bool:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return isinstance(module, GptOssExperts)
+
+
+class _BiasedGate(torch.autograd.Function):
+    """The activation of gpt-oss's experts, by kernels that keep nothing between a product and the next."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, biases: Tensor, experts: Tensor, ones: Tensor, alpha: float, limit: float
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, biases, experts, ones)
+        ctx.options = alpha, limit
+        return logprobs.on_cuda().biased_gate(x, biases, experts, alpha, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, biases, experts, ones = ctx.saved_tensors
+        d_x = logprobs.on_cuda().biased_gate_gradient(grad, x, biases, experts, *ctx.options)
+        return d_x, ones.T @ d_x if ctx.needs_input_grad[1] else None, None, None, None, None

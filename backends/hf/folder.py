@@ -25,6 +25,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from verl_fn.backends.hf import experts
 from verl_fn.backends.hf.checks import fit_of, kernels_for, wrong_gradients
 from verl_fn.backends.hf.config import (
     LOCAL,
@@ -349,6 +350,7 @@ def _prepared(
     """Returns the model as a skeleton, and whether its output layer is new."""
     model.config.use_cache = False
     model.eval()
+    experts.use_grouped(model)
     if checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ModelError(
