@@ -247,3 +247,14 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     assert restarts(died(), RuntimeError("y"), died()) == 3
     with pytest.raises(ActorDied, match="rollout died"):
         restarts(died(), died(), died(), died())
+
+
+def test_an_update_of_another_role_neither_drops_nor_copies_the_weights_of_engines():
+    engines = object.__new__(RemoteRollout)
+    engines._group = SimpleNamespace(idle=True)
+    weights = SimpleNamespace(backend=SimpleNamespace(component="actor"))
+    engines._past = [remote._Past(SimpleNamespace(succeeded=True), 1, weights)]
+    engines._keep_weights("critic")
+    assert engines._past[0].weights is weights
+    engines._keep_weights("actor")
+    assert engines._past[0].weights is None

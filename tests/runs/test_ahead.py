@@ -264,13 +264,16 @@ def test_all_that_waits_is_saved(parts, new, tmp_path):
     experience = attrs.evolve(
         drawn.experience, problems=5, report={"train/x": 0.5}, dropped={"odd": drawn.experience.batch.take([3, 1])}
     )
-    odd = Waiting(11, 47, attrs.evolve(drawn, experience=experience, problems=11, asked=47))
+    # An algorithm of the user may ask for rewards twice and learn from the first rows as they are.
+    scored = experience.batch, experience.batch.take([2])
+    odd = Waiting(11, 47, attrs.evolve(drawn, experience=experience, problems=11, asked=47, scored=scored))
     run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
     (read,) = restore(run.save(attrs.evolve(state, waiting=(odd,)), w), blank_state(plan), plan, w).waiting
     assert (read.problems, read.drawn.experience.problems, read.asked) == (11, 5, 47)
     assert read.drawn.experience.report == {"train/x": 0.5}
     assert digests(read.drawn.experience.dropped["odd"]) == digests(experience.dropped["odd"])
     assert digests(read.drawn.experience.batch) == digests(experience.batch)
+    assert [*map(digests, read.drawn.scored)] == [*map(digests, scored)]
 
 
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
