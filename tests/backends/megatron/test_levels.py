@@ -485,6 +485,25 @@ def test_an_environment_that_cannot_test_the_model_blocks(levels, config, words,
     assert report["sentence"].startswith("this is no evidence against the provider")
 
 
+def test_without_a_number_level_0_is_tested(levels, config):
+    _, report, of = levels("--model", config("llama"), "--device", "cuda")
+    requested = [name for name, one in of.items() if name.startswith("Level") and one["verdict"] != "Not requested"]
+    assert requested == ["Level 0"] and report["result"] == "Blocked"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [({"vocab_size": 5}, "has a vocabulary of 5"), ({"model_type": "no_such"}, "has the model type 'no_such'")],
+    ids=["vocabulary", "family"],
+)
+def test_a_config_of_which_no_model_can_be_made_blocks(levels, config, tmp_path, content, reason):
+    """Whatever the name of the file."""
+    read = json.loads(Path(config("llama")).read_text())
+    (file := tmp_path / "other.json").write_text(json.dumps(read | content))
+    status, _, of = levels(0, 4, "--model", file, "--device", "cpu")
+    assert status == 3 and reason in of["Level 0"]["reason"] and reason in of["Level 4"]["reason"]
+
+
 def half(folder, **changed):
     """A tiny folder of weights in bf16, with other characters of its tokenizer if they are given."""
     new_model(folder, arch="llama", head_dim=32, **({"chars": TASKS["count"].alphabet} | changed))
