@@ -661,10 +661,16 @@ def test_an_import_from_elsewhere_blocks(levels, config, warm, monkeypatch, tmp_
 def test_one_rank_that_imports_another_package_blocks(tmp_path):
     (tmp_path / "src/megatron/bridge").mkdir(parents=True)
     modules = ("megatron.bridge", "megatron.core")
-    imports = {f"rank {rank} {name}": f"{tmp_path}/src/{name.replace('.', '/')}/x.py" for rank in range(3) for name in modules}
+    imports = {
+        f"rank {rank} {name}": f"{tmp_path}/src/{name.replace('.', '/')}/x.py"
+        for rank in range(3)
+        for name in modules
+    }
     assert not command._elsewhere(imports, str(tmp_path))
     imports["rank 2 megatron.bridge"] = "/installed/megatron/bridge/__init__.py"
-    assert command._elsewhere(imports, str(tmp_path)).startswith("rank 2: megatron.bridge is imported from /installed")
+    assert command._elsewhere(imports, str(tmp_path)).startswith(
+        "rank 2: megatron.bridge is imported from /installed"
+    )
 
 
 def test_a_process_that_failed_outweighs_one_that_is_blocked():

@@ -147,9 +147,11 @@ def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24, first
 
 def check_last(folder, params, fused):
     """A response whose last permitted token ends it has ended by itself."""
-    (token,) = engine(folder, params).generate(
-        requests_for([PROMPTS[0]], Sampling(max_tokens=1, temperature=0), Key.from_seed(0)), version=0
-    )[0].tokens.tolist()
+    (token,) = (
+        engine(folder, params)
+        .generate(requests_for([PROMPTS[0]], Sampling(max_tokens=1, temperature=0), Key.from_seed(0)), version=0)[0]
+        .tokens.tolist()
+    )
     sampling = Sampling(max_tokens=1, temperature=0, stop_token_ids=(token,))
     (sample,) = fused.generate(requests_for([PROMPTS[0]], sampling, Key.from_seed(0)), version=0)
     assert sample.finish_reason == "stop"
@@ -328,7 +330,9 @@ if __name__ == "__main__":
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), PROMPTS[2:], max_tokens=7)
         shared = [PROMPTS[3]] * 9
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), shared, max_tokens=7)
-        check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), shared[:4], max_tokens=5, first=2)
+        check_in_flight(
+            folder, params, fused_on_cpu(folder, params, in_flight=True), shared[:4], max_tokens=5, first=2
+        )
         with pytest.MonkeyPatch.context() as patch:
             # A row reads its own copy of the prompt then, in the caches of all layers.
             check_refilled(folder, params, fused_on_cpu(folder, params), patch)
