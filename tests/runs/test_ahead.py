@@ -5,6 +5,7 @@ same numbers: ``tests/driver/test_overlap.py``.
 """
 
 import contextlib
+from pathlib import Path
 
 import attrs
 import pytest
@@ -284,6 +285,9 @@ def test_responses_are_kept_of_a_step_that_asks_the_reward_twice(parts, new, tmp
     run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
     keep_responses(run, tmp_path / "1.jsonl", 1, twice, w)
     assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 2 * len(drawn.scored[0])
+    # An error names the folder that they go to, and not the run's.
+    with pytest.raises(RunError, match=r"the responses of step 1 cannot be written to /proc/self/texts: "):
+        keep_responses(run, Path("/proc/self/texts/1.jsonl"), 1, twice, w)
 
 
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
