@@ -29,6 +29,7 @@ from verl_fn.cli import main
 from verl_fn.data.prepare import ALPHABET
 from verl_fn.data.tasks import TASKS
 from verl_fn.levels import command, parity, provenance, training, verdict
+from verl_fn.levels import levels as levels_module
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -671,6 +672,13 @@ def test_one_rank_that_imports_another_package_blocks(tmp_path):
     assert command._elsewhere(imports, str(tmp_path)).startswith(
         "rank 2: megatron.bridge is imported from /installed"
     )
+
+
+def test_the_ratio_is_1_in_every_step(tmp_path):
+    for gap in (0.0, 1e-3):
+        rows = [{"step": step, "actor/ppo_kl": kl, "actor/pg_clipfrac": 0.0} for step, kl in ((1, 0.0), (2, gap))]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert levels_module._ratio(tmp_path).held == (gap == 0.0)
 
 
 def test_a_process_that_failed_outweighs_one_that_is_blocked():
