@@ -157,6 +157,10 @@ def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):
     ]
 
 
-def test_an_evaluation_of_a_folder_asks_for_its_problems(tmp_path, capsys):
-    assert main(["eval", str(tmp_path)]) == 2
+def test_an_evaluation_of_a_folder_asks_for_its_problems(tiny, tmp_path, capsys):
+    assert main(["eval", str(tiny)]) == 2
     assert "set data.val_files to a file, or data.task to a task of verl-fn list" in capsys.readouterr().err
+    # As the folder of a run's checkpoints.
+    for words in (["eval", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
+        assert main(words) == 1
+        assert "config.json; name a run, a checkpoint or a model" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import ray
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.plan import check_room
+from verl_fn.driver.host import Host
 from verl_fn.driver.ray import check_address, placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
@@ -165,3 +167,21 @@ def test_torchrun_fine_tunes_as_one_process_does(warm, model, tmp_path):
     assert more.returncode == 0 and "continuing" in more.stdout and "after step 3" in more.stdout
     refused = command(f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", **torchrun)
     assert "error: torchrun trains algorithms that sample nothing" in refused.stderr
+
+
+def test_a_heartbeat_shows_where_the_oldest_running_call_is():
+    """A publication that runs beside a call that draws does not hide it."""
+    host, end = object.__new__(Host), threading.Event()
+
+    def draws_for_ever():
+        end.wait()
+
+    drawing = threading.Thread(target=draws_for_ever)
+    drawing.start()
+    host._threads, host._calls, host._drawing = [drawing.ident, threading.get_ident()], 2, None
+    try:
+        heartbeat = host.heartbeat()
+    finally:
+        end.set()
+        drawing.join()
+    assert "draws_for_ever" in [frame.name for frame in heartbeat.stack]

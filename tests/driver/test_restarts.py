@@ -247,3 +247,23 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     assert restarts(died(), RuntimeError("y"), died()) == 3
     with pytest.raises(ActorDied, match="rollout died"):
         restarts(died(), died(), died(), died())
+
+
+def test_an_update_of_another_role_neither_drops_nor_copies_the_weights_of_engines():
+    engines = object.__new__(RemoteRollout)
+    engines._group = SimpleNamespace(idle=True)
+    weights = SimpleNamespace(backend=SimpleNamespace(component="actor"))
+    engines._past = [remote._Past(SimpleNamespace(succeeded=True), 1, weights)]
+    engines._keep_weights("critic")
+    assert engines._past[0].weights is weights
+    engines._keep_weights("actor")
+    assert engines._past[0].weights is None
+
+
+def test_engines_that_dropped_their_weights_have_no_version():
+    engines = object.__new__(RemoteRollout)
+    engines._group = SimpleNamespace(restart=None, members=[None], scatter=lambda *call, **options: None)
+    engines._component, engines._past = "rollout", []
+    engines._published = remote._Past(SimpleNamespace(succeeded=True), 3)
+    versions = [engines.sleep(level) or engines.version for level in (1, 2)]
+    assert versions == [3, None]

@@ -5,6 +5,7 @@ same numbers: ``tests/driver/test_overlap.py``.
 """
 
 import contextlib
+from pathlib import Path
 
 import attrs
 import pytest
@@ -19,7 +20,7 @@ from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.folder import Run
-from verl_fn.runs.journal import Recorded, digests, entry
+from verl_fn.runs.journal import Recorded, digests, entry, keep_responses
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics
 from verl_fn.runs.loop import Interrupted, train
 from verl_fn.runs.prepare import prepare
@@ -264,13 +265,29 @@ def test_all_that_waits_is_saved(parts, new, tmp_path):
     experience = attrs.evolve(
         drawn.experience, problems=5, report={"train/x": 0.5}, dropped={"odd": drawn.experience.batch.take([3, 1])}
     )
-    odd = Waiting(11, 47, attrs.evolve(drawn, experience=experience, problems=11, asked=47))
+    # An algorithm of the user may ask for rewards twice and learn from the first rows as they are.
+    scored = experience.batch, experience.batch.take([2])
+    odd = Waiting(11, 47, attrs.evolve(drawn, experience=experience, problems=11, asked=47, scored=scored))
     run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
     (read,) = restore(run.save(attrs.evolve(state, waiting=(odd,)), w), blank_state(plan), plan, w).waiting
     assert (read.problems, read.drawn.experience.problems, read.asked) == (11, 5, 47)
     assert read.drawn.experience.report == {"train/x": 0.5}
     assert digests(read.drawn.experience.dropped["odd"]) == digests(experience.dropped["odd"])
     assert digests(read.drawn.experience.batch) == digests(experience.batch)
+    assert [*map(digests, read.drawn.scored)] == [*map(digests, scored)]
+
+
+def test_responses_are_kept_of_a_step_that_asks_the_reward_twice(parts, new, tmp_path):
+    """It is not known then which samples the rows of a call were."""
+    plan, w, _ = parts
+    drawn = new().take(1, 1).state.waiting[0].drawn
+    twice = attrs.evolve(drawn, scored=drawn.scored * 2, judged=drawn.judged * 2)
+    run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
+    keep_responses(run, tmp_path / "1.jsonl", 1, twice, w)
+    assert len((tmp_path / "1.jsonl").read_text().splitlines()) == 2 * len(drawn.scored[0])
+    # An error names the folder that they go to, and not the run's.
+    with pytest.raises(RunError, match=r"the responses of step 1 cannot be written to /proc/self/texts: "):
+        keep_responses(run, Path("/proc/self/texts/1.jsonl"), 1, twice, w)
 
 
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):

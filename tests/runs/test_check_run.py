@@ -489,9 +489,10 @@ def test_trainer_and_engine_are_made_in_the_dtype_of_the_device(tiny, tmp_path, 
     assert build.rollout(plan.rollout, "cpu").dtype == torch.bfloat16
 
 
-def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path):
+@pytest.mark.parametrize("key", ["trainer.dir", "trainer.rollout_data_dir"])
+def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path, key):
     """Of /proc everybody may read, and nobody may make files, not even root, whatever its permissions say."""
-    with pytest.raises(ConfigError, match=r"trainer.dir: /proc/\S+ cannot be written \("):
-        check_run(tiny_run(tiny, "/proc/self/runs/run"))
+    with pytest.raises(ConfigError, match=rf"{key}: /proc/\S+ cannot be written \("):
+        check_run(tiny_run(tiny, tmp_path / "runs/run", f"{key}=/proc/self/runs/run"))
     check_run(tiny_run(tiny, tmp_path / "runs/run"))
     assert not (tmp_path / "runs").exists()

@@ -13,6 +13,7 @@ import torch
 from run_configs import tiny_run
 from safetensors.torch import load_file
 
+from verl_fn import atomic
 from verl_fn.atomic import BLOCK, crc_of
 from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.local import Local
@@ -73,6 +74,19 @@ def test_a_run_saves_before_its_first_update(run, tiny, tmp_path, monkeypatch, f
     assert done == ["save", *updates, "save"]
     assert [p.name for p in checkpoints(tmp_path / "b")] == ["step_3", "step_1" if fork else "step_0"]
     assert (tmp_path / "b/model/config.json").exists()
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint_that_follows_them(tiny, tmp_path, monkeypatch):
+    """A log that ends before its newest checkpoint would lose lines when the power fails."""
+    synced = []
+
+    def sync(path):
+        synced.append((path.name, len(checkpoints(tmp_path))))
+
+    monkeypatch.setattr(atomic, "sync", sync)
+    train(tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
+    for name in ("metrics.jsonl", "logs.crc"):
+        assert [count for synced_name, count in synced if synced_name == name] == [0, 1]
 
 
 def test_a_folder_in_the_place_of_the_runs_link_is_refused_at_once(tiny, tmp_path):

@@ -127,6 +127,16 @@ def test_a_kill_between_answers_and_metrics_leaves_no_answer_twice(tiny, copy, r
     assert read_answers(copy / "a") == read_answers(run / "a")
 
 
+def test_the_link_to_the_model_follows_the_checkpoint_that_a_run_goes_on_from(tiny, copy):
+    """A newer one was damaged and removed; until the next save the link must not point at nothing."""
+    folder = copy / "a"
+    (origin, before) = checkpoints(folder)[:2]
+    shutil.rmtree(origin)
+    assert not (folder / "model").exists()
+    Run(plan(tiny, copy), SILENT).start(1, origin=before)
+    assert (folder / "model").resolve() == before / "actor"
+
+
 def test_changed_data_is_reported(tiny, copy, monkeypatch):
     more = "trainer.total_training_steps=3"
     with (copy / "data.jsonl").open("a") as file:

@@ -71,6 +71,16 @@ def settings(folder, step, plan_):
     record(folder, step, plan_.table, {"file": f"CRC {plan_.roles['actor'].optim.lr}", "torch": "version 1"})
 
 
+def test_a_run_has_the_same_identity_wherever_its_files_lie(tiny, tmp_path):
+    """A file of another name is another one."""
+    table, found = tiny_run(tiny, tmp_path, "algorithm.name=sft").table, []
+    for path in ("/a/model", "/b/c/model", "/a/another"):
+        (folder := tmp_path / str(len(found))).mkdir()
+        record(folder, None, table | {"model": {"path": path}}, {path: "CRC 1"})
+        found.append(identity_at(folder, 1))
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize("killed_in", [None, "config.toml", "inputs.json", "until_step_4.toml", "run.json"])
 def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, monkeypatch, killed_in):
     """Continuations from several steps, that die before they save, go back, or are killed in the midst of a write."""

@@ -265,5 +265,8 @@ def test_a_step_that_was_cut_off_while_its_samples_were_written_leaves_nothing(t
     samples = tmp_path / "run" / "samples"
     assert {file.name for file in samples.iterdir()} == {"step_1.safetensors"}
     (samples / ".step_2.safetensors.writing").write_text("what a killed process leaves")
-    train(plan, SILENT)
-    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", "step_2.safetensors"}
+    (samples / "step_2.safetensors").write_text("of a step that is done again")
+    train(tiny_run(tiny, tmp_path / "run", *more, "trainer.journal=digests"), SILENT)
+    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors"}
+    train(tiny_run(tiny, tmp_path / "run", *more, "trainer.total_training_steps=3"), SILENT)
+    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", "step_3.safetensors"}

@@ -149,6 +149,17 @@ def test_states_lie_on_the_cpu_but_in_learn(parts, monkeypatch):
     assert all(torch.equal(t, whole.role("actor").params[name]) for name, t in state.role("actor").params.items())
 
 
+def test_a_loaded_state_rests_on_the_cpu_if_the_engine_has_the_gpu(parts, monkeypatch):
+    plan, w, _ = parts
+    moves = []
+    monkeypatch.setattr(type(w.trainers["actor"]), "place", lambda self, state, **to: moves.append(to) or state)
+    monkeypatch.setattr("verl_fn.runs.state.offloads", lambda plan, gpu_memory: True)
+    initial_state(plan, w)
+    assert not moves
+    initial_state(plan, attrs.evolve(w, processes=attrs.evolve(w.processes, gpu_memory=1)))
+    assert moves == [{"params": "cpu", "optimizer": "cpu"}]
+
+
 def test_an_update_that_was_left_out_copies_nothing_back(parts):
     plan, w, _ = parts
     algorithm = algorithm_of(plan)

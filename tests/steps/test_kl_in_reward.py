@@ -36,6 +36,13 @@ def test_the_controller_sees_the_mean_over_rows_of_their_token_means(masks, seed
     assert controller.value == pytest.approx(start.update(current, len(masks)).value)
 
 
+def test_rows_without_a_response_token_do_not_move_the_controller():
+    start = AdaptiveKL(0.2, target=0.5, horizon=50)
+    batch = pack([[1, 1], [0, 0], [1]], 0, *FIELDS)[0]
+    moved = [apply_kl_in_reward(rows, start)[1] for rows in (batch, batch.take([0, 2]))]
+    assert moved[0].value == pytest.approx(moved[1].value, rel=1e-6) != start.value
+
+
 def test_rewards_use_the_coefficient_from_before_the_move():
     batch, fields = pack([[1, 1], [1]], 0, *FIELDS)
     start = AdaptiveKL(0.5, target=0.01, horizon=2)

@@ -285,7 +285,7 @@ def model_of(path: str) -> tuple[Path, Path | None]:
     """Returns the model folder that a path stands for, and the run that it belongs to, if any.
 
     Raises:
-        RunError: there is no such folder, or it is a run that has saved nothing yet.
+        RunError: there is no such folder, it is of another kind, or it is a run that has saved nothing yet.
     """
     from verl_fn.runs import RunError
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
@@ -304,6 +304,8 @@ def model_of(path: str) -> tuple[Path, Path | None]:
     if (folder / MANIFEST).is_file():
         run = run_of(folder)
         return folder / "actor", run if run is not None and (run / "config.toml").is_file() else None
+    if not (folder / "config.json").is_file():
+        raise RunError(f"{folder} has no config.toml, {MANIFEST} or config.json; name a run, a checkpoint or a model")
     return folder, None
 
 

@@ -220,7 +220,8 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
 def _add_levels(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``levels``."""
     add = to.add_argument
-    add("levels", type=int, nargs="*", choices=range(6), default=[0], metavar="LEVEL", help="0 to 5; by default 0")
+    # Some versions of argparse compare a default list with the choices.
+    add("levels", type=int, nargs="*", choices=range(6), metavar="LEVEL", help="0 to 5; by default 0")
     add("--model", type=path, required=True, help="a model folder, or a config.json for random weights")
     add("--tiny", action="store_true", help="with a config: tiny sizes")
     add(

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--steps must be at least 2, and --gpus at least 1")
     provenance.search_path(args.bridge)
     out.mkdir(parents=True, exist_ok=True)
-    levels = tuple(sorted(set(args.levels)))
+    levels = tuple(sorted(set(args.levels or [0])))
     request, blocked = _request(args, levels, out)
     request.write(out / REQUEST)
     env = provenance.environment(args.bridge, args.device)
@@ -87,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace, levels: tuple[int, ...], out: Path) -> tuple[Request, list[str]]:
     """Returns the request, with its model folder, and why no model can be made."""
     blocked: list[str] = []
-    folder, dummy = Path(args.model), False
+    folder, dummy = "", False
     try:
-        folder, dummy = model_folder(args.model, out, tiny=args.tiny, device=args.device)
+        made, dummy = model_folder(args.model, out, tiny=args.tiny, device=args.device)
+        folder = str(made)
     except ModelError as error:
         blocked.append(f"there is no model to test: {error}")
     engine = args.engine or ("vllm" if args.device == "cuda" else "sampler")
@@ -99,7 +100,7 @@ def _request(args: argparse.Namespace, levels: tuple[int, ...], out: Path) -> tu
         str(Path(name).resolve()) if name else "" for name in (args.data, args.reward_model, args.bridge)
     )
     return Request(
-        levels=levels, model=args.model, folder=str(folder), dummy=dummy, device=args.device, out=str(out),
+        levels=levels, model=args.model, folder=folder, dummy=dummy, device=args.device, out=str(out),
         gpus=args.gpus, features=tuple(args.features), bridge=bridge, engine=engine, ray=ray, data=data,
         reward_model=rewards, steps=args.steps, margin=args.margin, seed=args.seed,
     ), blocked  # fmt: skip

@@ -70,8 +70,8 @@ class Request:
 
     @property
     def experts(self) -> int:
-        """How many experts a layer of the model has; 0 without experts."""
-        return experts_of(read_config(self.folder).get_text_config()) or 0
+        """How many experts a layer of the model has; 0 without experts, and if no model could be made."""
+        return (experts_of(read_config(self.folder).get_text_config()) or 0) if self.folder else 0
 
 
 def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Path, bool]:

@@ -173,24 +173,31 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(plan: Plan) -> None:
-    """Checks that a run's folder is no file and lies in none, and is no model's."""
-    folder = Path(plan.trainer.dir)
-    if (folder / "config.json").is_file():
-        raise ConfigError(f"trainer.dir: {folder} is the folder of a model; choose another folder for the run")
-    if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
-        raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
+    """Checks that the folders that a run writes are no files and lie in none, and that its own is no model's."""
+    if (Path(plan.trainer.dir) / "config.json").is_file():
+        raise ConfigError(f"trainer.dir: {plan.trainer.dir} is the folder of a model; choose another one for the run")
+    for key, folder in _written_folders(plan):
+        if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
+            raise ConfigError(f"{key}: {taken} is a file; choose a folder")
 
 
 def check_writable(plan: Plan) -> None:
-    """Checks that a run's folder can be written or made, by a file that has no name."""
-    there = existing(Path(plan.trainer.dir))
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.dir: {there} cannot be written ({error.strerror or error}); choose a folder that can be"
-        ) from error
+    """Checks that the folders that a run writes can be written or made, by a file that has no name."""
+    for key, folder in _written_folders(plan):
+        there = existing(folder)
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: {there} cannot be written ({error.strerror or error}); choose a folder that can be"
+            ) from error
+
+
+def _written_folders(plan: Plan) -> list[tuple[str, Path]]:
+    """Returns the folders that a run writes, with their keys."""
+    given = {"trainer.dir": plan.trainer.dir, "trainer.rollout_data_dir": plan.trainer.rollout_data_dir}
+    return [(key, Path(folder)) for key, folder in given.items() if folder]
 
 
 def check_has_training(plan: Plan) -> None:

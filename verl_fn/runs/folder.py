@@ -284,8 +284,13 @@ class Run:
             raise
 
     @contextlib.contextmanager
-    def written(self, what: str) -> Iterator[None]:
-        """Turns a disk error into a RunError that names the folder, its free space and the last checkpoint."""
+    def written(self, what: str, folder: Path | None = None) -> Iterator[None]:
+        """Turns a disk error into a RunError that names the folder, its free space and the last checkpoint.
+
+        Args:
+            folder: where ``what`` is written; by default the run's folder.
+        """
+        folder = folder or self.folder
         try:
             yield
         except OSError as error:
@@ -293,9 +298,9 @@ class Run:
                 raise RunError(f"{error.filename} is a symbolic link; remove it") from error
             last = self.latest()
             intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
-            free = shutil.disk_usage(atomic.existing(self.folder)).free / 2**20
+            free = shutil.disk_usage(atomic.existing(folder)).free / 2**20
             raise RunError(
-                f"{what} cannot be written to {self.folder}: {error.strerror or error} ({free:,.0f} MiB are free on "
+                f"{what} cannot be written to {folder}: {error.strerror or error} ({free:,.0f} MiB are free on "
                 f"its disk); {intact}. Make room or fix the folder, then run the same command to continue"
             ) from error
 

@@ -145,7 +145,7 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
             verl |= {name: row.pop(ours) for name, ours in (("output", "response"), ("gts", "answer"))}
             lines.append(json.dumps(verl | row) + "\n")
     if lines:
-        with run.written(str(file)):
+        with run.written(f"the responses of step {step}", file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic.write(file, "".join(lines))
 

@@ -29,6 +29,7 @@ from verl_fn.cli import main
 from verl_fn.data.prepare import ALPHABET
 from verl_fn.data.tasks import TASKS
 from verl_fn.levels import command, parity, provenance, training, verdict
+from verl_fn.levels import levels as levels_module
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
 from verl_fn.levels.report import Report
@@ -485,6 +486,25 @@ def test_an_environment_that_cannot_test_the_model_blocks(levels, config, words,
     assert report["sentence"].startswith("this is no evidence against the provider")
 
 
+def test_without_a_number_level_0_is_tested(levels, config):
+    _, report, of = levels("--model", config("llama"), "--device", "cuda")
+    requested = [name for name, one in of.items() if name.startswith("Level") and one["verdict"] != "Not requested"]
+    assert requested == ["Level 0"] and report["result"] == "Blocked"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [({"vocab_size": 5}, "has a vocabulary of 5"), ({"model_type": "no_such"}, "has the model type 'no_such'")],
+    ids=["vocabulary", "family"],
+)
+def test_a_config_of_which_no_model_can_be_made_blocks(levels, config, tmp_path, content, reason):
+    """Whatever the name of the file."""
+    read = json.loads(Path(config("llama")).read_text())
+    (file := tmp_path / "other.json").write_text(json.dumps(read | content))
+    status, _, of = levels(0, 4, "--model", file, "--device", "cpu")
+    assert status == 3 and reason in of["Level 0"]["reason"] and reason in of["Level 4"]["reason"]
+
+
 def half(folder, **changed):
     """A tiny folder of weights in bf16, with other characters of its tokenizer if they are given."""
     new_model(folder, arch="llama", head_dim=32, **({"chars": TASKS["count"].alphabet} | changed))
@@ -637,6 +657,34 @@ def test_an_import_from_elsewhere_blocks(levels, config, warm, monkeypatch, tmp_
         status, _report, of = levels(0, *words)
     assert (status, of["Level 0"]["verdict"]) == (3, "Blocked")
     assert "nothing that passes or fails is evidence about the checkout" in of["Level 0"]["reason"]
+
+
+def test_one_rank_that_imports_another_package_blocks(tmp_path):
+    (tmp_path / "src/megatron/bridge").mkdir(parents=True)
+    modules = ("megatron.bridge", "megatron.core")
+    imports = {
+        f"rank {rank} {name}": f"{tmp_path}/src/{name.replace('.', '/')}/x.py"
+        for rank in range(3)
+        for name in modules
+    }
+    assert not command._elsewhere(imports, str(tmp_path))
+    imports["rank 2 megatron.bridge"] = "/installed/megatron/bridge/__init__.py"
+    assert command._elsewhere(imports, str(tmp_path)).startswith(
+        "rank 2: megatron.bridge is imported from /installed"
+    )
+
+
+def test_the_ratio_is_1_in_every_step(tmp_path):
+    for gap in (0.0, 1e-3):
+        rows = [{"step": step, "actor/ppo_kl": kl, "actor/pg_clipfrac": 0.0} for step, kl in ((1, 0.0), (2, gap))]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert levels_module._ratio(tmp_path).held == (gap == 0.0)
+
+
+def test_a_process_that_failed_outweighs_one_that_is_blocked():
+    outcomes = {"one": Outcome(blocked="no GPU"), "two": Outcome(failed="a wrong shape")}
+    found = of_level("Level 1", [], outcomes)
+    assert (found.verdict, found.reason) == (Verdict.FAIL, "a wrong shape")
 
 
 def test_a_package_that_a_checkout_needs_is_named(levels, config, tmp_path):

@@ -114,12 +114,14 @@ def check_refilled(folder, params, fused, monkeypatch):
     check_equal(fused.generate(requests, version=0), engine(folder, params).generate(requests, version=0))
 
 
-def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
+def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24, first=None):
     """Weights that arrive between two looks compute the cache again: rows end with the new version.
 
     Rows that begin later have nothing of the old ones, though they may copy a prompt from a row that began before.
+    A first row that has ended leaves its slot to nobody if there are no more rows, and the others do not read it.
     """
     requests = requests_for(prompts, Sampling(max_tokens=max_tokens), Key.from_seed(0))
+    requests[0] = attrs.evolve(requests[0], sampling=Sampling(max_tokens=first or max_tokens))
     stream = fused.stream(requests, version=0)
     samples = [next(stream)]
     fused.publish(1, Weights.of({name: t * 1.5 for name, t in params.items()}))
@@ -141,6 +143,18 @@ def check_in_flight(folder, params, fused, prompts=PROMPTS, max_tokens=24):
     for i in begun_later:
         assert samples[i].tokens.tolist() == new[samples[i].request].tokens.tolist()
         torch.testing.assert_close(samples[i].log_probs, new[samples[i].request].log_probs, atol=2e-5, rtol=0)
+
+
+def check_last(folder, params, fused):
+    """A response whose last permitted token ends it has ended by itself."""
+    (token,) = (
+        engine(folder, params)
+        .generate(requests_for([PROMPTS[0]], Sampling(max_tokens=1, temperature=0), Key.from_seed(0)), version=0)[0]
+        .tokens.tolist()
+    )
+    sampling = Sampling(max_tokens=1, temperature=0, stop_token_ids=(token,))
+    (sample,) = fused.generate(requests_for([PROMPTS[0]], sampling, Key.from_seed(0)), version=0)
+    assert sample.finish_reason == "stop"
 
 
 def check_not_finite(folder, params, fused):
@@ -259,6 +273,8 @@ def test_weights_arrive_in_flight_on_cuda(tmp_path):
     check_in_flight(folder, params, fused)
     fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
     check_in_flight(folder, params, fused, [PROMPTS[3]] * 9)
+    fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
+    check_in_flight(folder, params, fused, [PROMPTS[3]] * 4, first=2)
 
 
 @CUDA
@@ -273,6 +289,7 @@ def test_rows_with_the_same_prompt_share_it_on_cuda(tmp_path, arch, monkeypatch)
 @CUDA
 def test_nan_is_an_error_on_cuda(tmp_path):
     folder, params = made(tmp_path, "qwen3")
+    check_last(folder, params, engine(folder, params, device="cuda"))
     check_not_finite(folder, params, engine(folder, params, device="cuda"))
 
 
@@ -313,6 +330,9 @@ if __name__ == "__main__":
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), PROMPTS[2:], max_tokens=7)
         shared = [PROMPTS[3]] * 9
         check_in_flight(folder, params, fused_on_cpu(folder, params, in_flight=True), shared, max_tokens=7)
+        check_in_flight(
+            folder, params, fused_on_cpu(folder, params, in_flight=True), shared[:4], max_tokens=5, first=2
+        )
         with pytest.MonkeyPatch.context() as patch:
             # A row reads its own copy of the prompt then, in the caches of all layers.
             check_refilled(folder, params, fused_on_cpu(folder, params), patch)
@@ -322,4 +342,5 @@ if __name__ == "__main__":
             check_shared(folder, params, fused_on_cpu(folder, params), patch)
         with pytest.MonkeyPatch.context() as patch:
             check_refilled(folder, params, fused_on_cpu(folder, params, ExactFusedDecoder), patch)
+        check_last(folder, params, fused_on_cpu(folder, params))
         check_not_finite(folder, params, fused_on_cpu(folder, params))

@@ -15,8 +15,11 @@ from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import sgd
 
-# Linear attention; Mamba and attention in one layer; Mamba only; a window; ALiBi: its positions come from the mask.
-FAMILIES = {"qwen3_5_text": {}, "falcon_h1": {}, "mamba2": {}, "gpt_neo": {"window_size": 4}, "bloom": {}}
+# Linear attention; Mamba and attention in one layer; Mamba only; a window in the mask; one in the cache; ALiBi: its
+# positions come from the mask.
+FAMILIES = {
+    "qwen3_5_text": {}, "falcon_h1": {}, "mamba2": {}, "gpt_neo": {"window_size": 4}, "phimoe": {}, "bloom": {},
+}  # fmt: skip
 PROMPTS = [[5, 9, 13, 7, 11, 3, 8], [4, 12], [33], [60, 14, 61, 15, 8], [9, 4, 22, 17, 10, 6, 40, 21, 3, 30, 2]]
 REQUESTS = requests_for(PROMPTS, Sampling(max_tokens=9, n=2, temperature=0.8), Key.from_seed(1))
 

@@ -43,6 +43,27 @@ def test_rows_of_different_limits_are_drawn_as_alone(made):
     assert runs == [4]
 
 
+def test_rows_of_different_stop_tokens_are_drawn_as_alone(made, sampler):
+    """Each second row ends with a token from the middle of what it draws without that."""
+    asked = requests_for(PROMPTS, Sampling(12), KEY)
+    whole = [sample.tokens.tolist() for sample in sampler.generate(asked)]
+    stops = [(tokens[len(tokens) // 2],) if i % 2 else () for i, tokens in enumerate(whole)]
+    asked = [
+        attrs.evolve(request, sampling=Sampling(12, stop_token_ids=stop))
+        for request, stop in zip(asked, stops, strict=True)
+    ]
+    alone = [sampler.generate([request])[0].tokens.tolist() for request in asked]
+    assert alone != whole and [sample.tokens.tolist() for sample in sampler.generate(asked)] == alone
+
+
+def test_a_row_may_have_every_position_of_the_model(sampler):
+    prompt = [4] * (int(sampler.max_length) - 1)
+    (sample,) = sampler.generate(requests_for([prompt], Sampling(1), KEY))
+    assert len(sample.tokens) == 1
+    with pytest.raises(ValueError, match="positions of the model"):
+        sampler.generate(requests_for([prompt], Sampling(2), KEY))
+
+
 # Weights
 
 

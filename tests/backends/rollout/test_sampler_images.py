@@ -66,6 +66,17 @@ def test_draws_depend_on_no_other_prompt(model):
     assert [*itertools.chain(*[each[i : i + 3] for i in range(len(each) - 3, -1, -3)])] == whole
 
 
+def test_prompts_of_equal_tokens_and_other_images_are_computed_apart(model):
+    """As the same question about pictures of one size."""
+    trainer, state, sampler = engine(model("qwen3_vl"))
+    request = next(one for one in asked(model("qwen3_vl"), n=1) if one.images is not None)
+    pixels = request.images.fields["pixels"]
+    inverted = attrs.evolve(request.images, fields={**request.images.fields, "pixels": -pixels})
+    batch = pack(sampler.generate([request, attrs.evolve(request, id=request.id + 1, images=inverted)]))
+    own = trainer.forward(state.params, batch).logprobs
+    assert float((own - batch["rollout_log_probs"]).abs().max()) <= 1e-4
+
+
 def test_new_weights_in_flight_compute_images_again(model):
     trainer, state, sampler = engine(model("qwen2_5_vl"), in_flight=True)
     other = trainer.init(Key.from_seed(9))
