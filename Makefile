@@ -57,7 +57,9 @@ demo: $(STAMP)
 # Where tests find what lies beside the environment.
 BESIDE = VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python TORCHVISION=$(CURDIR)/$(TORCHVISION)
 
-PYTEST = $(BESIDE) $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --no-loadscope-reorder \
+# A worker more than there are cores, since tests also wait for processes.
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+PYTEST = $(BESIDE) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=4 --no-loadscope-reorder \
 	--durations=30 --durations-min=2
 
 test: setup

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import multiprocessing.spawn
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -76,6 +78,9 @@ def start_warm_pythons(config):
     config.add_cleanup(started.close)
     os.environ["WARM_PYTHON"] = warm = started.enter_context(warm_python())
     os.environ["VLLM_PYTHON"] = started.enter_context(warm_python(VLLM, python=warm))
+    if config.args_source is config.ArgsSource.TESTPATHS and importlib.util.find_spec("vllm"):
+        # All workers wait while one core collects the tests, so another one imports vLLM.
+        config.add_cleanup(subprocess.Popen([os.environ["VLLM_PYTHON"], "-c", ""]).wait)
     collected = started.enter_context(warm_python(Path(__file__).with_name("collected.py"), python=warm))
     config.option.tx = [f"popen//python={collected}" for _ in config.option.tx]
 

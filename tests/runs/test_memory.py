@@ -1,5 +1,6 @@
 """The bytes of each phase: by hand for a small model, against measured peaks, and what is refused."""
 
+import functools
 import json
 import re
 import shutil
@@ -24,14 +25,16 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VLLM = ["driver.kind=ray", "driver.device=cuda", "rollout.name=vllm", "rollout.dtype=bfloat16"]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with the config of a shape alone: no weights are read."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the config of a shape alone: no weights are read, and each model is counted once."""
 
+    @functools.cache
     def make(shape):
+        made = tmp_path_factory.mktemp(shape)
         config = AutoConfig.for_model("qwen2", architectures=["Qwen2ForCausalLM"], **workload.SHAPES[shape])
-        config.save_pretrained(tmp_path / shape)
-        return tmp_path / shape
+        config.save_pretrained(made)
+        return made
 
     return make
 
@@ -79,8 +82,8 @@ def test_a_small_model_by_hand(tmp_path):
     assert moved["gen"] == engine | always and moved["update_actor"] == sizes["update_actor"]
 
 
-def test_a_changed_config_is_counted_anew(folder):
-    model = folder("tiny")
+def test_a_changed_config_is_counted_anew(folder, tmp_path):
+    model = shutil.copytree(folder("tiny"), tmp_path / "tiny")
     before, config = model_sizes(model, "lm").total, json.loads((model / "config.json").read_text())
     config |= {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
     (model / "config.json").write_text(json.dumps(config))

@@ -337,11 +337,16 @@ def no_replay():
     return mock.patch.object(RouterReplay, "set_router_replay_action", lambda self, action: None)
 
 
-def ranks_with(name):
-    """A fault of the ranks of layouts, which are processes of their own: ``name`` is a function below."""
+def scale():
+    graded(lambda name, g, b: g * 1.01 if b.layout.rank == 1 else g).start()
+
+
+@fault
+def wrong_on_one_rank():
+    """A fault of the ranks of layouts, which are processes of their own."""
     here = Path(__file__).parent
     code = (
-        f"import runpy, sys; sys.path.insert(0, {str(here)!r}); import levels_cases; levels_cases.{name}(); "
+        f"import runpy, sys; sys.path.insert(0, {str(here)!r}); import levels_cases; levels_cases.scale(); "
         "sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     )
     file = Path(tempfile.mkdtemp()) / "python"
@@ -350,24 +355,6 @@ def ranks_with(name):
     stack = few_layouts()
     stack.enter_context(mock.patch.object(sys, "executable", str(file)))
     return stack
-
-
-def poison():
-    graded(lambda name, g, b: g * torch.nan if b.layout.rank == 1 else g).start()
-
-
-def scale():
-    graded(lambda name, g, b: g * 1.01 if b.layout.rank == 1 else g).start()
-
-
-@fault
-def nan_in_one_rank():
-    return ranks_with("poison")
-
-
-@fault
-def wrong_on_one_rank():
-    return ranks_with("scale")
 
 
 # What follows says nothing about the provider.

@@ -141,7 +141,6 @@ FAILS = {
     "wrong_activation": (0, "activation"),
     "wrong_layers": (0, ""),
     "provider_that_raises": (0, "rope_theta"),
-    "nan_in_one_rank": (2, "above its bar: sft grad_norm"),
     "wrong_on_one_rank": (2, "above its bar: sft grad_norm"),
     "frozen_parameter": (3, "all parameters changed: 1 of "),
     "router_without_gradient": (4, "all routers changed: "),

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import attrs
@@ -312,7 +313,14 @@ if __name__ == "__main__":
     for module in [name for name in sys.modules if name.startswith("triton") and "._C" not in name]:
         del sys.modules[module]
 
+    from triton import language
+    from triton.runtime import interpreter
+
     from verl_fn.backends.sampler import fused
+
+    # Triton gives its operations their interpreted form again for each call inside a kernel, a third of all the time.
+    interpreter._patch_lang(types.FunctionType(made.__code__, {"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda function: mock.Mock()
 
     # The interpreter takes a millisecond for an operation: few tokens, several looks.
     fused.STEPS = 3

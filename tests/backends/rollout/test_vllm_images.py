@@ -31,7 +31,11 @@ def python():
             yield path
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "idefics3", "qwen3_vl", "qwen2_5_vl"])
+CLASSES = ["idefics3", "qwen3_vl", "qwen2_5_vl"]  # in vLLM; SmolVLM's is the first one, too
+each_class = pytest.mark.parametrize("alone", CLASSES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=["smolvlm", *CLASSES])
 def alone(request, python):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCH", request.param)
@@ -46,17 +50,20 @@ def test_log_probs_and_draws_after_publications(alone):
 
 
 @runs
+@each_class
 def test_weights_in_flight_compute_images_again(alone):
     assert alone("in_flight") <= 1e-4
 
 
 @runs
+@each_class
 def test_a_frozen_tower_is_published_once(alone):
     sent, worst = alone("frozen_tower")
     assert sent == [True, False, False, True, True, False] and worst <= 1e-4
 
 
 @runs
+@each_class
 def test_another_prompt_than_the_trainers_is_an_error(alone):
     alone("another_prompt")
 
