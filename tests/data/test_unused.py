@@ -147,6 +147,101 @@ def test_numbers_about_images_are_no_images(write, learns, tmp_path):
     assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
 
 
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("learns", "first", "other", "column"),
+    [
+        ("answers", LAYOUTS["answers"], {"prompt": "a", "completion": "b"}, "messages"),
+        ("answers", {"prompt": "a", "completion": "b"}, {"prompt": "a", "question": "b"}, "completion"),
+        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "data_source"),
+        ("pairs", LAYOUTS["pairs"], LAYOUTS["labels"], "chosen"),
+        ("labels", LAYOUTS["labels"], LAYOUTS["pairs"], "completion"),
+    ],
+)
+def test_rows_of_several_kinds_name_the_first_of_each(write, learns, first, other, column, tmp_path):
+    first, other = ({name: row.get(name) for name in first | other} for row in (first, other))
+    if write is jsonl:
+        first, other = ({k: v for k, v in row.items() if v is not None} for row in (first, other))
+    file = write(tmp_path, first, first, other, first)
+    where = ("line 3", "line 1") if write is jsonl else ("row 2", "row 0")
+    if write is parquet and column == "data_source":
+        column = "reward_model"
+    if write is parquet and learns == "labels":  # a file with columns of pairs has pairs
+        where, column = ("row 0", "row 2"), "chosen"
+    said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and the rows of a file must be of one kind"
+    with pytest.raises(DataError, match=said):
+        read_files([file], learns)
+    if write is parquet and learns != "labels" and column != "completion":  # others have the kind of their first row
+        with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and the rows"):
+            read_files([write(tmp_path, other, first)], learns)
+
+
+def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_path):
+    wrong = {"messages": [SAID]}, LAYOUTS["answers"] | {"messages": "a"}
+    for learns, rows in (("answers", (LAYOUTS["answers"], wrong[0])), ("answers", wrong), ("samples", (wrong[0],))):
+        with pytest.raises(DataError) as error:
+            read_files([jsonl(tmp_path, *rows)], learns)
+        assert "one kind" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does the <video> tag do in HTML?",
+        "What is `<image>` in SVG?",
+        "Does React know <image> and <audio>? It is not JSX.",
+        "Which element of HTML is newer, <picture> or <video>?",
+        "<video> is an HTML element. Since when?",
+        "Is the tag <audio> allowed in a mail?",
+        "Correct this:\n<svg>\n  <image>\n</svg>",
+        "Read <image>https://a.b/c.png</image> in this feed.",
+    ],
+)
+@pytest.mark.parametrize("learns", ["samples", "answers", "pairs", "labels"])
+def test_elements_of_texts_about_html_and_xml_are_no_marks_of_images(learns, text, tmp_path):
+    unused = Counter()
+    for content in (text, [USER | {"content": text}]):
+        named = LAYOUTS[learns] | ({"messages": [*content, SAID]} if learns == "answers" else {"prompt": content})
+        if isinstance(content, str):
+            named = {"prompt": text, "completion": "b"} if learns == "answers" else named
+            named |= {name: "b" for name in ("chosen", "completion") if name in named}
+            named |= {"rejected": "c"} if "rejected" in named else {}
+        (read,) = read_files([jsonl(tmp_path, named)], learns, unused=unused)
+        assert text in str(read.prompt if isinstance(read.prompt, str) else read.prompt[0]["content"])
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<image>Find x.",
+        "<image>\nWrite the HTML of this page, with <div> and <img>.",
+        "Here is a page.\n<image>\nWrite its HTML.",
+        "Compare <image> and <image>.",
+        "<video>\nis there a dog?",
+        "Think in <think></think> tags.\n<image>",
+        "<|image_pad|> Which element of HTML?",
+        "<start_of_image> as HTML",
+    ],
+)
+def test_marks_of_images_that_no_row_has_are_refused(text, tmp_path):
+    for prompt in (text, [USER | {"content": text}]):
+        with pytest.raises(DataError, match="line 1: .*has the mark <.*of an image, video or sound"):
+            read_files([jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": prompt})], "samples")
+
+
+@pytest.mark.parametrize(
+    ("learns", "row"),
+    [
+        ("answers", {"prompt": "a", "completion": "See <image>."}),
+        ("pairs", {"prompt": "a", "chosen": "<video>", "rejected": "c"}),
+        ("labels", {"prompt": "a", "completion": "<audio> it is", "label": False}),
+    ],
+)
+def test_a_response_as_text_may_name_an_element_as_one_of_messages_may(learns, row, tmp_path):
+    assert len(read_files([jsonl(tmp_path, row)], learns)) == 1
+
+
 def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
     row = LAYOUTS["samples"] | {"prompt": [USER | {"content": "Read: b  c\nAnd answer."}]}
     for value in ("b c", ["x", "b c"], {"title": "t", "text": ["b c And"]}, "", None):

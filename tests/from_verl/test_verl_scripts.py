@@ -427,6 +427,14 @@ def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
     assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said
 
 
+def test_a_frequency_of_once_an_epoch_is_refused_with_the_number_to_write(script):
+    start = "python3 -m verl.trainer.sft_trainer trainer.save_freq=after_each_epoch trainer.test_freq=fast"
+    said = " ".join(translate(read_settings([script(start)])).report().split())
+    words = "give the steps of an epoch: the rows divided by data.train_batch_size"
+    assert f'trainer.save_freq: expected a number, got "after_each_epoch"; {words}' in said
+    assert said.count(words) == 1
+
+
 def test_programs_whose_exit_status_decides_on_settings_are_named(script, monkeypatch):
     text = """
     set -e

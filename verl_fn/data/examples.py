@@ -76,7 +76,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
         if row.get(prompt_key) is not None:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key, images), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
-            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value, last)
+            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION, None), value, last)
         if value[last + 1 :]:
             unused[BEHIND] += 1
         judged_by = row.get("reward_model")
@@ -103,7 +103,7 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
         common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
         prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
-        completion = prompt_of(place, row[COMPLETION], COMPLETION)
+        completion = prompt_of(place, row[COMPLETION], COMPLETION, None)
         if isinstance(completion, str):
             return Problem(prompt, completion, **common)
         check_turns(place, completion, COMPLETION)

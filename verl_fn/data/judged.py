@@ -200,7 +200,7 @@ def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
 def _response(place: str, value: Any, column: str) -> Response:
     if value in ([], None) or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{place}: {column} is empty; write a response, or remove the row")
-    return prompt_of(place, value, column)
+    return prompt_of(place, value, column, None)
 
 
 def _repeated(prompt: Response, response: Response) -> Messages:

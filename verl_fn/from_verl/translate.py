@@ -12,7 +12,7 @@ import attrs
 import tomli_w
 
 from verl_fn.config.describe import without_effect
-from verl_fn.config.load import UNSET, default_table, flat, keys, structure
+from verl_fn.config.load import UNSET, default_table, flat, keys, of_epochs, structure
 from verl_fn.config.options import ConfigError
 from verl_fn.config.plan import make_plan
 from verl_fn.config.schema import Table
@@ -217,7 +217,7 @@ def _no_values(
     for key, value in given.items():
         number = key in NUMBERS or _is_number(defaults.get(key))
         if number and value is not None and not _is_number(value):
-            lines[key] = f"{', '.join(written[key])}: expected a number, got {_shown(value)}"
+            lines[key] = f"{', '.join(written[key])}: expected a number, got {_shown(value)}{of_epochs(value)}"
         elif value == "" and defaults.get(key) not in ("", None):
             lines[key] = f"{', '.join(written[key])}: it is empty; set it, or leave it out"
     return lines
