@@ -22,7 +22,7 @@ from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.checks import _check_tools
-from verl_fn.runs.prepare import prepare
+from verl_fn.runs.prepare import _notices, prepare
 
 USER, SAID, OTHER = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -226,7 +226,7 @@ def test_elements_of_texts_about_html_and_xml_are_no_marks_of_images(learns, tex
 )
 def test_marks_of_images_that_no_row_has_are_refused(text, tmp_path):
     for prompt in (text, [USER | {"content": text}]):
-        with pytest.raises(DataError, match="line 1: .*has the mark <.*of an image, video or sound"):
+        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound"):
             read_files([jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": prompt})], "samples")
 
 
@@ -523,6 +523,29 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
     source = FileData(read_files([file], "samples"), (), True)
     with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
         _check_tools(plan, source, char_tokenizer("ab>"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "more", "told"),
+    [
+        ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "need_tools_kwargs": True}, [], 1),
+        ({"tools_kwargs": {"calc": {"create_kwargs": None}}}, [], 0),
+        ({"tools_kwargs": None}, [], 0),
+        ({"index": 1}, [], 0),
+        ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}}, ["env.name={folder}/env.py:make"], 0),
+    ],
+)
+def test_arguments_of_tools_that_no_environment_reads_are_told(extra, more, told, tiny, tmp_path):
+    (tmp_path / "env.py").write_text("def make():\n    pass\n")
+    file = jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": "ab>", "data_source": "reverse", "extra_info": extra})
+    source = FileData(read_files([file], "samples"), (), True)
+    plan = tiny_run(
+        tiny, tmp_path / "run", f"data.train_files={file}", *(one.format(folder=tmp_path) for one in more)
+    )
+    said = [line for line in _notices(source, plan, char_tokenizer("ab>"), answers=False) if "tools_kwargs" in line]
+    assert len(said) == told and all(
+        line.startswith("1 of 1 problems have tools_kwargs in extra_info") for line in said
+    )
 
 
 def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):

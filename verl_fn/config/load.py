@@ -409,7 +409,7 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
 
 
 def of_epochs(value: Any) -> str:
-    """Returns advice about verl's word for once an epoch in place of a number of steps; nothing about other values."""
+    """Returns advice about verl's word for once an epoch in place of a number of steps; else nothing."""
     return "; give the steps of an epoch: the rows divided by data.train_batch_size" * (value == "after_each_epoch")
 
 
