@@ -39,6 +39,13 @@ def test_prompts_that_are_there_twice(prompt):
     ]
 
 
+def test_prompts_of_several_labelled_responses_are_no_repetition():
+    labelled = [Judged("a", "", chosen=("b",)), Judged("a", "", rejected=("c",)), Judged("b", "", rejected=("c",))]
+    assert lines(labelled) == [] and len(lines(labelled, labelled[:1])) == 1
+    pair = Judged("a", "", chosen=("b",), rejected=("c",))
+    assert lines([pair, pair]) == ["data.train_files: 1 of 2 prompts repeat an earlier one"]
+
+
 def test_ground_truths_that_no_response_can_equal():
     unknown = [*problems("a", answer="ba"), *problems("b", answer="two"), *problems("c", answer="ax")]
     said = lines(unknown)

@@ -254,7 +254,9 @@ def notices(
     """
     trained, held_out = traits_of(training, tokenizer), traits_of(validation, tokenizer)
     different = np.unique(trained.prompts)
-    if repeated := len(trained) - len(different):
+    # Of labelled responses each has a row, and a prompt may have several.
+    labelled = ((trained.flags & GOOD) > 0) != ((trained.flags & BAD) > 0)
+    if (repeated := len(trained) - len(different)) and not labelled.any():
         yield f"data.train_files: {repeated} of {len(trained)} prompts repeat an earlier one"
     if known := int(np.isin(held_out.prompts, different).sum()):
         yield f"data.val_files: {known} of {len(held_out)} held-out prompts are also in data.train_files"
