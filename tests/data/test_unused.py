@@ -168,11 +168,11 @@ def test_rows_of_several_kinds_name_the_first_of_each(write, learns, first, othe
         column = "reward_model"
     if write is parquet and learns == "labels":  # a file with columns of pairs has pairs
         where, column = ("row 0", "row 2"), "chosen"
-    said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and the rows of a file must be of one kind"
+    said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and rows of another kind belong into a"
     with pytest.raises(DataError, match=said):
         read_files([file], learns)
     if write is parquet and learns != "labels" and column != "completion":  # others have the kind of their first row
-        with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and the rows"):
+        with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and rows of another kind"):
             read_files([write(tmp_path, other, first)], learns)
 
 
@@ -181,7 +181,7 @@ def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_pat
     for learns, rows in (("answers", (LAYOUTS["answers"], wrong[0])), ("answers", wrong), ("samples", (wrong[0],))):
         with pytest.raises(DataError) as error:
             read_files([jsonl(tmp_path, *rows)], learns)
-        assert "one kind" not in str(error.value)
+        assert "another kind" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -453,6 +453,43 @@ def test_json_of_messages_is_no_prompt(value, tmp_path):
         read_files([jsonl(tmp_path, {"prompt": json.dumps(value), "completion": "b"})], "answers")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"role": "engineer", "content": "C++"},
+        {"from": "Rome", "to": "Oslo", "value": 3},
+        {"content": "a"},
+        [{"value": 1}],
+        {"role": "user", "name": "Bob"},
+        {"messages": 3, "role": "admin"},
+    ],
+)
+def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
+    (one,) = read_files([jsonl(tmp_path, {"prompt": json.dumps(value), "completion": json.dumps(value)})], "answers")
+    assert json.loads(one.prompt) == json.loads(one.answer) == value
+
+
+@pytest.mark.parametrize("value", [[USER, SAID], {"messages": [USER]}, [{"from": "human", "value": "a"}]])
+def test_messages_as_json_or_as_python_writes_them_are_no_completion(value, tmp_path):
+    for written in (json.dumps(value), str(value), json.dumps(value)[:-1]):
+        with pytest.raises(DataError, match="completion is a string that holds messages as JSON"):
+            read_files([jsonl(tmp_path, {"prompt": [USER], "completion": written})], "answers")
+
+
+@pytest.mark.parametrize("prompt", ["a", [USER]])
+def test_a_completion_may_begin_with_its_prompt(prompt, tmp_path):
+    for completion in ([SAID], [USER, SAID]):
+        (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": completion})], "answers")
+        assert one.messages == (USER, SAID)
+    asked = {"role": "user", "content": "b"}
+    more = [asked, SAID]
+    (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": more})], "answers")
+    assert one.messages == (USER, asked, SAID)
+    row = {"prompt": [USER, SAID], "completion": [USER, SAID]}
+    (one,) = read_files([jsonl(tmp_path, row)], "answers")
+    assert [m["content"] for m in one.messages] == ["a", "b", "a", "b"]
+
+
 @pytest.mark.parametrize("mark", [0, 0.0, False])
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_exclude_turns(name, mark, tmp_path):
@@ -531,6 +568,7 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
         ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "need_tools_kwargs": True}, [], 1),
         ({"tools_kwargs": {"calc": {"create_kwargs": None}}}, [], 0),
         ({"tools_kwargs": None}, [], 0),
+        ({"interaction_kwargs": {"name": "gsm8k"}}, [], 1),
         ({"index": 1}, [], 0),
         ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}}, ["env.name={folder}/env.py:make"], 0),
     ],
@@ -544,7 +582,7 @@ def test_arguments_of_tools_that_no_environment_reads_are_told(extra, more, told
     )
     said = [line for line in _notices(source, plan, char_tokenizer("ab>"), answers=False) if "tools_kwargs" in line]
     assert len(said) == told and all(
-        line.startswith("1 of 1 problems have tools_kwargs in extra_info") for line in said
+        line.startswith("1 of 1 problems have tools_kwargs or interaction_kwargs in extra_info") for line in said
     )
 
 

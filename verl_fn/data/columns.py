@@ -50,7 +50,10 @@ _TEXTS = ("context", "contexts", "input", "passage", "passages")
 FEW_NUMBERS = 16  # sizes, boxes and times; sounds and pictures have more
 _NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s*", re.IGNORECASE)
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-_JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
+_JSON_MESSAGES = (  # an object may have a role, a sender or a value of its own
+    re.compile(r"""["'](role|from)["']\s*:\s*["'](system|developer|user|human|assistant|gpt|model|tool)["']"""),
+    re.compile(r"""["'](content|value)["']\s*:"""),
+)
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
 # Words around a mark that speak of an element of HTML or XML; other elements; and names of such texts.
 _AN_ELEMENT = re.compile(r"[`'\" ]{0,2}(is an? (\w+ )?)?(tag|element|vs)s?\b"), re.compile(r"\b(tag|element)s? $")
@@ -459,16 +462,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_json_of_messages(text: str) -> bool:
-    if _JSON_MESSAGES.match(text):
-        return True
-    if not text.lstrip().startswith(("[", "{")):
-        return False
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, Mapping) and not {"role", "messages", "conversations"}.isdisjoint(first)
+    return text.lstrip().startswith(("[", "{")) and all(one.search(text) for one in _JSON_MESSAGES)
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:

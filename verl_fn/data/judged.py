@@ -176,10 +176,10 @@ def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
     else:
         prompt = prompt_of(place, row[prompt_key], prompt_key)
-        if repeated := _repeated(prompt, chosen):
-            if _repeated(prompt, rejected) != repeated:
+        if begun := repeated(prompt, chosen):
+            if repeated(prompt, rejected) != begun:
                 raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
-            prompt, chosen, rejected = repeated, chosen[len(repeated) :], rejected[len(repeated) :]
+            prompt, chosen, rejected = begun, chosen[len(begun) :], rejected[len(begun) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
     return _judged(place, row, number, prompt, (chosen,), (rejected,))
@@ -203,7 +203,7 @@ def _response(place: str, value: Any, column: str) -> Response:
     return prompt_of(place, value, column, None)
 
 
-def _repeated(prompt: Response, response: Response) -> Messages:
+def repeated(prompt: Response, response: Response) -> Messages:
     """Returns the messages with which a response repeats its prompt: the same, or those up to the user's words."""
     if isinstance(response, str):
         return ()

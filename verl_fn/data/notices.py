@@ -28,6 +28,9 @@ JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED,
     1 << bit for bit in range(12)
 )
 
+OF_TOOLS = ("tools_kwargs", "interaction_kwargs")
+"""Keys of ``extra_info`` with arguments of an environment, as verl's data have them."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
@@ -64,7 +67,7 @@ class Traits:
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
             its images, ``BEGUN`` for a prompt that ends with a turn of the assistant, ``GOOD`` and ``BAD`` for
             responses that are labelled so, ``REPEATED`` for responses that begin with the last text of the prompt,
-            ``TEXT`` for a prompt that no template renders, ``TOOL_ARGUMENTS`` for ``tools_kwargs`` in extra_info.
+            ``TEXT`` for a prompt that no template renders, ``TOOL_ARGUMENTS`` for keys of ``OF_TOOLS`` in extra_info.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -172,7 +175,7 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= BAD if getattr(problem, "rejected", ()) else 0
     flags |= REPEATED if _is_repeated(problem) else 0
     flags |= TEXT if isinstance(problem.prompt, str) else 0
-    flags |= TOOL_ARGUMENTS if is_filled(problem.extra_info.get("tools_kwargs")) else 0
+    flags |= TOOL_ARGUMENTS if any(is_filled(problem.extra_info.get(name)) for name in OF_TOOLS) else 0
     if special is not None:
         flags |= SPECIAL if any(map(special.search, _texts(problem))) else 0
         flags |= SPECIAL_ANSWER if any(map(special.search, _answers(problem))) else 0

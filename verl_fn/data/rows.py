@@ -163,7 +163,7 @@ def of_one_kind(place: str, column: str) -> str:
         for block in read_blocks(place.rpartition(", ")[0], ALL):
             for other, row in block_rows(block, ALL):
                 if row.get(column) is not None:
-                    return f"; {other} has {column}, and the rows of a file must be of one kind: split the file"
+                    return f"; {other} has {column}, and rows of another kind belong into a file of their own"
     return ""
 
 

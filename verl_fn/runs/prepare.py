@@ -24,7 +24,7 @@ from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
-from verl_fn.data.notices import MOST_ENCODED, TOOL_ARGUMENTS, notices, of_template, traits_of
+from verl_fn.data.notices import MOST_ENCODED, OF_TOOLS, TOOL_ARGUMENTS, notices, of_template, traits_of
 from verl_fn.data.tasks import Source
 from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
@@ -181,8 +181,8 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     needing = sum(one.count(TOOL_ARGUMENTS) for one in made)
     if needing and not plan.env.name and plan.learns_from == "samples":
         yield (
-            f"{needing} of {sum(map(len, made))} problems have tools_kwargs in extra_info, and the model calls no "
-            "tools without an environment (env.name) that has them"
+            f"{needing} of {sum(map(len, made))} problems have {' or '.join(OF_TOOLS)} in extra_info, and without an "
+            "environment (env.name) the model calls no tools and answers once"
         )
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
