@@ -95,8 +95,8 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
 def completion_rows(prompt_key: str = "prompt") -> Kind:
     """Returns the kind of rows with prompts and their completions, each a string or chat messages.
 
-    Turns of the assistant in a prompt are not learned. A completion of messages may begin with the prompt. Optional are
-    the columns of ``conversation_rows`` other than ``reward_model``.
+    Turns of the assistant in a prompt are not learned. A completion of messages may begin with the prompt. Optional
+    are the columns of ``conversation_rows`` other than ``reward_model``.
     """
     required = (prompt_key, COMPLETION)
 
