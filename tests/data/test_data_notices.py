@@ -163,6 +163,9 @@ def test_responses_that_repeat_their_prompt():
             Judged("c", "", chosen=("ca",), rejected=("a",)),
         ]
         assert said in lines(pairs)[0]
+    greetings = [*problems("a", answer="ab"), *problems(*(f"b{i}" for i in range(19)), answer="c")]
+    assert not any("begin with the prompt" in line for line in lines(greetings, answers=True))
+    assert any("begin with the prompt" in line for line in lines(greetings[:-1], answers=True))
     answer = ({"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]},)
     assert lines([Judged(chat("a"), "", chosen=(answer,), rejected=("b",))]) == []
 

@@ -34,6 +34,7 @@ OF_TOOLS = ("tools_kwargs", "interaction_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
+FEW_ONE_IN = 20  # responses that begin as their prompt, such as greetings, are no mistake of the data
 MOST_RENDERED = 8  # problems of a group, to see which fields the template reads
 
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
@@ -310,7 +311,8 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
     good, bad = trained.count(GOOD), trained.count(BAD)
-    if (answers or good or bad) and (repeated := trained.count(REPEATED)):
+    # A greeting is answered by one.
+    if (answers or good or bad) and (repeated := trained.count(REPEATED)) * FEW_ONE_IN > len(trained):
         yield (
             f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
             "text, so the model learns to say it again; remove it from responses that only quote what they answer"
