@@ -213,12 +213,11 @@ def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenize
     """Yields a line for each frozen model whose own chat template writes the first prompts otherwise."""
     firsts = [one for problems in known for one in problems[:MOST_RENDERED]]
     firsts = [one for one in firsts if not isinstance(one.prompt, str) and not one.images]
-    for name in OTHER_MODELS:
-        role = plan.roles.get(name)
-        other = role and read_tokenizer(role.folder, plan.data.chat_template_kwargs, plan.data.date)
-        if role is None or other.chat_template is None:
+    for name, role in plan.roles.items():
+        if name not in OTHER_MODELS or not firsts:
             continue
-        for problem in firsts:
+        other = read_tokenizer(role.folder, plan.data.chat_template_kwargs, plan.data.date)
+        for problem in firsts if other.chat_template is not None else ():
             texts = [prompt_text(tokenizer, problem), ""]
             # It may refuse a role, or leave out a message.
             with contextlib.suppress(ModelError, DataError):
