@@ -520,7 +520,7 @@ def _is_element(mark: re.Match[str], text: str) -> bool:
 
     Example:
         >>> texts = "What is the `<video>` tag?", "<svg><image></svg>", "<image>\\nWrite its HTML.", "See <image>."
-        >>> [_is_element(re.search("<image>|<video>", text), text) for text in texts]
+        >>> [_is_element(_MEDIA_MARK.search(text), text) for text in texts]
         [True, True, False, False]
     """
     if mark[1] is None or mark[2] or "|" in mark[0]:
