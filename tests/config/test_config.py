@@ -46,6 +46,11 @@ def test_recipes_load_and_round_trip(recipe):
         ("actor.optim.lr=fast", "actor.optim.lr: expected a number, got 'fast'"),
         ("actor.optim.lr=true", "actor.optim.lr: expected a number, got True"),
         ("rollout.n=1.5", "rollout.n: expected a whole number, got 1.5"),
+        (
+            "trainer.test_freq=after_each_epoch",
+            "trainer.test_freq: expected a whole number, got 'after_each_epoch'; give the steps of an epoch: the "
+            "rows divided by data.train_batch_size",
+        ),
         ("rollout.n=0", "rollout.n: must be >= 1: 0"),
         ("driver.kind=slurm", "driver.kind: must be local or ray"),
         ("driver.deterministic=1", "driver.deterministic: expected true or false, got 1"),

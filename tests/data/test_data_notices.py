@@ -2,6 +2,8 @@
 
 import attrs
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
@@ -35,6 +37,13 @@ def test_prompts_that_are_there_twice(prompt):
     assert lines(problems(prompt, "b"), problems(prompt, prompt, "c")) == [
         "data.val_files: 2 of 3 held-out prompts are also in data.train_files"
     ]
+
+
+def test_prompts_of_several_labelled_responses_are_no_repetition():
+    labelled = [Judged("a", "", chosen=("b",)), Judged("a", "", rejected=("c",)), Judged("b", "", rejected=("c",))]
+    assert lines(labelled) == [] and len(lines(labelled, labelled[:1])) == 1
+    pair = Judged("a", "", chosen=("b",), rejected=("c",))
+    assert lines([pair, pair]) == ["data.train_files: 1 of 2 prompts repeat an earlier one"]
 
 
 def test_ground_truths_that_no_response_can_equal():
@@ -154,5 +163,128 @@ def test_responses_that_repeat_their_prompt():
             Judged("c", "", chosen=("ca",), rejected=("a",)),
         ]
         assert said in lines(pairs)[0]
+    greetings = [*problems("a", answer="ab"), *problems(*(f"b{i}" for i in range(19)), answer="c")]
+    assert not any("begin with the prompt" in line for line in lines(greetings, answers=True))
+    assert any("begin with the prompt" in line for line in lines(greetings[:-1], answers=True))
     answer = ({"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]},)
     assert lines([Judged(chat("a"), "", chosen=(answer,), rejected=("b",))]) == []
+
+
+def fast(model, normalizer=None, pre_tokenizer=None, decoder=None, **special):
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(list(special.values()))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def ids(*pieces):
+    return {piece: i for i, piece in enumerate(pieces)}
+
+
+BYTES, LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet()), "abcdefghijklmnopqrstuvwxyz"
+LOSSY = {
+    "no accents": lambda: fast(
+        models.WordPiece(ids("[U]", *LETTERS, *(f"##{one}" for one in LETTERS)), unk_token="[U]"),
+        normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(), unk_token="[U]",
+    ),
+    "unknown are dropped": lambda: fast(models.BPE(ids(*LETTERS, " "), [])),
+    "the unknown token is the end": lambda: fast(models.BPE(ids("<e>", *LETTERS, " "), [], unk_token="<e>"),
+                                                 unk_token="<e>", eos_token="<e>"),
+    "no bytes": lambda: fast(models.BPE(ids(*(b for b in BYTES if b != "©")), []), None,
+                             pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()),
+}  # fmt: skip
+WHOLE = {
+    "bytes": lambda: fast(models.BPE(ids(*BYTES), []), normalizers.NFC(), pre_tokenizers.ByteLevel(False),
+                          decoders.ByteLevel()),
+    "bytes without a decoder": lambda: fast(models.BPE(ids(*BYTES), []), None, pre_tokenizers.ByteLevel(False)),
+    "bytes as a fallback": lambda: fast(
+        models.BPE(ids("<u>", *(f"<0x{i:02X}>" for i in range(256)), *LETTERS, "▁"), [], byte_fallback=True,
+                   unk_token="<u>"),
+        normalizers.Replace(" ", "▁"), None,
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), unk_token="<u>",
+    ),
+    "words": lambda: fast(models.WordLevel(ids("<u>", "do", "not", "café", ",", "\u2013"), unk_token="<u>"), None,
+                          pre_tokenizers.Whitespace(), decoders.WordPiece(), unk_token="<u>"),
+    "other forms": lambda: fast(
+        models.Unigram([("<u>", 0.0), *((one, -1.0) for one in [*LETTERS, *"é21\u2044,-▁"])], 0),
+        normalizers.Sequence([normalizers.Replace("\u2013", "-"), normalizers.NFKC(), normalizers.Lowercase()]),
+        pre_tokenizers.Metaspace(), decoders.Metaspace(), unk_token="<u>",
+    ),
+}  # fmt: skip
+
+
+def of_tokenizer(tokenizer, *texts, answers=False):
+    rows = [Problem(one if i % 2 else chat(one), one if answers else "", i, "s") for i, one in enumerate(texts)]
+    found = notices(rows, [], DataConfig(train_batch_size=1), tokenizer, answers=answers)
+    return [line for line in found if "drops characters or accents" in line]
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_characters_that_a_tokenizer_drops(kind):
+    assert of_tokenizer(LOSSY[kind](), "abc", "café", "é a é") == [
+        "data.train_files: the tokenizer drops characters or accents of 2 of the first 3 problems, "
+        "and the model does not see them; problem 1 of 's': 'é'"
+    ]
+    assert of_tokenizer(LOSSY[kind](), "abc", "a b") == []
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_other_spaces_and_other_forms_of_characters_are_no_loss(kind):
+    texts = ["do not", "café", "cafe\u0301", "½ ﬁ ²", "Do \n\u200b not", "do \u2013 not,"]
+    assert of_tokenizer(WHOLE[kind](), *(texts if kind != "words" else [texts[i] for i in (0, 1, 5)])) == []
+
+
+def test_characters_of_answers_are_looked_at_if_these_are_learned():
+    tokenizer, table = LOSSY["unknown are dropped"](), DataConfig(train_batch_size=1)
+    bad = ({"role": "assistant", "content": "ö"},)
+    rows = [Problem("a", "é", 0, "s"), Judged("b", "b", 1, "s", chosen=("a",), rejected=(bad,))]
+    learned, sampled = (list(notices(rows, [], table, tokenizer, answers=answers)) for answers in (True, False))
+    assert len(learned) == len(sampled) == 1
+    assert "of 2 of the first 2 problems, and the model does not see them; problem 0 of 's': 'é'" in learned[0]
+    assert "of 1 of the first 2 problems, and the model does not see them; problem 1 of 's': 'ö'" in sampled[0]
+
+
+TURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
+
+
+LLAMA = "[INST] {{ messages[0].content }} [/INST]{% if messages[1:] %} {{ messages[1].content }} <eos>{% endif %}"
+
+
+@pytest.mark.parametrize("template", [TURNS, LLAMA])
+def test_prompts_as_strings_of_a_model_that_answers_in_turns(template):
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = template
+    rows = problems("a", chat("b"), "c")
+    assert list(of_template([rows[:2], rows[2:]], DataConfig(), tokenizer)) == [
+        "2 of 3 prompts are strings, which no chat template renders: the model continues them as "
+        "text; write messages for a model that answers in turns"
+    ]
+    assert list(of_template([rows[1:2], []], DataConfig(), tokenizer)) == []
+    assert list(of_template([rows], DataConfig(), tokenizer, converses=True)) == []
+    assert list(of_template([], DataConfig(), tokenizer)) == []
+
+
+OF_BASE = TURNS.replace("<eos>", "<|end|>")
+
+
+@pytest.mark.parametrize(
+    "template", [None, OF_BASE, "{{ messages[0].content }}\n", "{{ raise_exception('no system') }}"]
+)
+def test_prompts_as_strings_of_a_model_without_turns(template):
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = template
+    assert list(of_template([problems("a", "c")], DataConfig(), tokenizer)) == []
+
+
+def test_prompts_as_strings_that_are_rendered_already():
+    tokenizer = char_tokenizer("abc<|>sitnedru")
+    tokenizer.chat_template = TURNS
+    assert list(of_template([problems("<|user|>a<eos><|assistant|>")], DataConfig(), tokenizer)) == []
+    tokenizer.chat_template = LLAMA
+    for prompt in ("<bos>a<eos>", "[INST] a [/INST]"):
+        assert list(of_template([problems(prompt)], DataConfig(), tokenizer)) == []

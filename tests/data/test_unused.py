@@ -22,7 +22,7 @@ from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.checks import _check_tools
-from verl_fn.runs.prepare import prepare
+from verl_fn.runs.prepare import _notices, prepare
 
 USER, SAID, OTHER = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -145,6 +145,101 @@ def test_numbers_about_images_are_no_images(write, learns, tmp_path):
         read_files([write(tmp_path, LAYOUTS[learns] | {"audio": {"array": [0.5] * 99, "sampling_rate": 9}})], learns)
     messages = {"messages": [USER | {"image_index": 3}, SAID]}
     assert read_files([write(tmp_path, messages)], "answers")[0].messages[0]["image_index"] == 3
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("learns", "first", "other", "column"),
+    [
+        ("answers", LAYOUTS["answers"], {"prompt": "a", "completion": "b"}, "messages"),
+        ("answers", {"prompt": "a", "completion": "b"}, {"prompt": "a", "question": "b"}, "completion"),
+        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "data_source"),
+        ("pairs", LAYOUTS["pairs"], LAYOUTS["labels"], "chosen"),
+        ("labels", LAYOUTS["labels"], LAYOUTS["pairs"], "completion"),
+    ],
+)
+def test_rows_of_several_kinds_name_the_first_of_each(write, learns, first, other, column, tmp_path):
+    first, other = ({name: row.get(name) for name in first | other} for row in (first, other))
+    if write is jsonl:
+        first, other = ({k: v for k, v in row.items() if v is not None} for row in (first, other))
+    file = write(tmp_path, first, first, other, first)
+    where = ("line 3", "line 1") if write is jsonl else ("row 2", "row 0")
+    if write is parquet and column == "data_source":
+        column = "reward_model"
+    if write is parquet and learns == "labels":  # a file with columns of pairs has pairs
+        where, column = ("row 0", "row 2"), "chosen"
+    said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and rows of another kind belong into a"
+    with pytest.raises(DataError, match=said):
+        read_files([file], learns)
+    if write is parquet and learns != "labels" and column != "completion":  # others have the kind of their first row
+        with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and rows of another kind"):
+            read_files([write(tmp_path, other, first)], learns)
+
+
+def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_path):
+    wrong = {"messages": [SAID]}, LAYOUTS["answers"] | {"messages": "a"}
+    for learns, rows in (("answers", (LAYOUTS["answers"], wrong[0])), ("answers", wrong), ("samples", (wrong[0],))):
+        with pytest.raises(DataError) as error:
+            read_files([jsonl(tmp_path, *rows)], learns)
+        assert "another kind" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does the <video> tag do in HTML?",
+        "What is `<image>` in SVG?",
+        "Does React know <image> and <audio>? It is not JSX.",
+        "Which element of HTML is newer, <picture> or <video>?",
+        "<video> is an HTML element. Since when?",
+        "Is the tag <audio> allowed in a mail?",
+        "Correct this:\n<svg>\n  <image>\n</svg>",
+        "Read <image>https://a.b/c.png</image> in this feed.",
+    ],
+)
+@pytest.mark.parametrize("learns", ["samples", "answers", "pairs", "labels"])
+def test_elements_of_texts_about_html_and_xml_are_no_marks_of_images(learns, text, tmp_path):
+    unused = Counter()
+    for content in (text, [USER | {"content": text}]):
+        named = LAYOUTS[learns] | ({"messages": [*content, SAID]} if learns == "answers" else {"prompt": content})
+        if isinstance(content, str):
+            named = {"prompt": text, "completion": "b"} if learns == "answers" else named
+            named |= {name: "b" for name in ("chosen", "completion") if name in named}
+            named |= {"rejected": "c"} if "rejected" in named else {}
+        (read,) = read_files([jsonl(tmp_path, named)], learns, unused=unused)
+        assert text in str(read.prompt if isinstance(read.prompt, str) else read.prompt[0]["content"])
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<image>Find x.",
+        "<image>\nWrite the HTML of this page, with <div> and <img>.",
+        "Here is a page.\n<image>\nWrite its HTML.",
+        "Compare <image> and <image>.",
+        "<video>\nis there a dog?",
+        "Think in <think></think> tags.\n<image>",
+        "<|image_pad|> Which element of HTML?",
+        "<start_of_image> as HTML",
+    ],
+)
+def test_marks_of_images_that_no_row_has_are_refused(text, tmp_path):
+    for prompt in (text, [USER | {"content": text}]):
+        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound"):
+            read_files([jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": prompt})], "samples")
+
+
+@pytest.mark.parametrize(
+    ("learns", "row"),
+    [
+        ("answers", {"prompt": "a", "completion": "See <image>."}),
+        ("pairs", {"prompt": "a", "chosen": "<video>", "rejected": "c"}),
+        ("labels", {"prompt": "a", "completion": "<audio> it is", "label": False}),
+    ],
+)
+def test_a_response_as_text_may_name_an_element_as_one_of_messages_may(learns, row, tmp_path):
+    assert len(read_files([jsonl(tmp_path, row)], learns)) == 1
 
 
 def test_a_text_that_the_prompt_has_may_be_a_column_too(tmp_path):
@@ -358,6 +453,43 @@ def test_json_of_messages_is_no_prompt(value, tmp_path):
         read_files([jsonl(tmp_path, {"prompt": json.dumps(value), "completion": "b"})], "answers")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"role": "engineer", "content": "C++"},
+        {"from": "Rome", "to": "Oslo", "value": 3},
+        {"content": "a"},
+        [{"value": 1}],
+        {"role": "user", "name": "Bob"},
+        {"messages": 3, "role": "admin"},
+    ],
+)
+def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
+    (one,) = read_files([jsonl(tmp_path, {"prompt": json.dumps(value), "completion": json.dumps(value)})], "answers")
+    assert json.loads(one.prompt) == json.loads(one.answer) == value
+
+
+@pytest.mark.parametrize("value", [[USER, SAID], {"messages": [USER]}, [{"from": "human", "value": "a"}]])
+def test_messages_as_json_or_as_python_writes_them_are_no_completion(value, tmp_path):
+    for written in (json.dumps(value), str(value), json.dumps(value)[:-1]):
+        with pytest.raises(DataError, match="completion is a string that holds messages as JSON"):
+            read_files([jsonl(tmp_path, {"prompt": [USER], "completion": written})], "answers")
+
+
+@pytest.mark.parametrize("prompt", ["a", [USER]])
+def test_a_completion_may_begin_with_its_prompt(prompt, tmp_path):
+    for completion in ([SAID], [USER, SAID]):
+        (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": completion})], "answers")
+        assert one.messages == (USER, SAID)
+    asked = {"role": "user", "content": "b"}
+    more = [asked, SAID]
+    (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": more})], "answers")
+    assert one.messages == (USER, asked, SAID)
+    row = {"prompt": [USER, SAID], "completion": [USER, SAID]}
+    (one,) = read_files([jsonl(tmp_path, row)], "answers")
+    assert [m["content"] for m in one.messages] == ["a", "b", "a", "b"]
+
+
 @pytest.mark.parametrize("mark", [0, 0.0, False])
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_exclude_turns(name, mark, tmp_path):
@@ -428,6 +560,30 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
     source = FileData(read_files([file], "samples"), (), True)
     with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
         _check_tools(plan, source, char_tokenizer("ab>"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "more", "told"),
+    [
+        ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "need_tools_kwargs": True}, [], 1),
+        ({"tools_kwargs": {"calc": {"create_kwargs": None}}}, [], 0),
+        ({"tools_kwargs": None}, [], 0),
+        ({"interaction_kwargs": {"name": "gsm8k"}}, [], 1),
+        ({"index": 1}, [], 0),
+        ({"tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}}, ["env.name={folder}/env.py:make"], 0),
+    ],
+)
+def test_arguments_of_tools_that_no_environment_reads_are_told(extra, more, told, tiny, tmp_path):
+    (tmp_path / "env.py").write_text("def make():\n    pass\n")
+    file = jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": "ab>", "data_source": "reverse", "extra_info": extra})
+    source = FileData(read_files([file], "samples"), (), True)
+    plan = tiny_run(
+        tiny, tmp_path / "run", f"data.train_files={file}", *(one.format(folder=tmp_path) for one in more)
+    )
+    said = [line for line in _notices(source, plan, char_tokenizer("ab>"), answers=False) if "tools_kwargs" in line]
+    assert len(said) == told and all(
+        line.startswith("1 of 1 problems have tools_kwargs or interaction_kwargs in extra_info") for line in said
+    )
 
 
 def test_digits_that_a_float_does_not_keep_are_named_with_their_rows(tmp_path):

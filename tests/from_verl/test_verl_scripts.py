@@ -427,6 +427,28 @@ def test_a_variable_that_is_not_set_is_no_value_of_verls(script):
     assert "actor_rollout_ref.model.path: it is empty; set it" in said and "data.seed: expected a number" in said
 
 
+def test_a_sweep_is_no_number_whatever_its_default_would_do(script):
+    start = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4,8"
+    assert (
+        'actor_rollout_ref.rollout.n: expected a number, got "4,8"'
+        in translate(read_settings([script(start)])).report()
+    )
+
+
+@pytest.mark.parametrize("trainer", ["main_ppo", "sft_trainer"])
+def test_no_held_out_files_are_not_the_default_ones(script, trainer):
+    made = translate(read_settings([script(f"python3 -m verl.trainer.{trainer} data.val_files=null")]))
+    assert "val_files" not in made.table["data"] and "data.val_files: null leaves the default" in made.report()
+
+
+def test_a_frequency_of_once_an_epoch_is_refused_with_the_number_to_write(script):
+    start = "python3 -m verl.trainer.sft_trainer trainer.save_freq=after_each_epoch trainer.test_freq=fast"
+    said = " ".join(translate(read_settings([script(start)])).report().split())
+    words = "give the steps of an epoch: the rows divided by data.train_batch_size"
+    assert f'trainer.save_freq: expected a number, got "after_each_epoch"; {words}' in said
+    assert said.count(words) == 1
+
+
 def test_programs_whose_exit_status_decides_on_settings_are_named(script, monkeypatch):
     text = """
     set -e

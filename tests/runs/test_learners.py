@@ -1,5 +1,6 @@
 """Runs with a reward model as the reward of PPO and GRPO, distillation, and rejection sampling."""
 
+import json
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from run_configs import tiny_run
 
 from verl_fn.algorithms.experience import with_model_score
 from verl_fn.algorithms.imitation import best_of_groups
-from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.config import ConfigError
@@ -18,6 +19,7 @@ from verl_fn.data.tasks import TASKS
 from verl_fn.errors import UserError
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import prepare
 from verl_fn.state import Batch, Key
 from verl_fn.steps import frozen
 
@@ -96,6 +98,34 @@ def test_models_that_cannot_be_the_reward_or_the_teacher(judge, tiny, tmp_path):
     char_tokenizer("hgfedcba>").save_pretrained(other)
     with pytest.raises(UserError, match=r"algorithm.teacher: the tokenizer in .*other is not the actor's"):
         train(plan(tiny, tmp_path / "e", "distill", f"algorithm.teacher={other}"), silent)
+
+
+OWN = "{% for m in messages %}{{ m.content }}{% endfor %}>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "told"),
+    [
+        (OWN, [{"role": "user", "content": "ab"}], True),
+        ("{{ raise_exception('no') }}", [{"role": "user", "content": "ab"}], True),
+        (OWN, "ab>", False),
+        (CHAT_TEMPLATE + "{# written otherwise #}", [{"role": "user", "content": "ab"}], False),
+        (None, [{"role": "user", "content": "ab"}], False),
+    ],
+)
+def test_a_teacher_with_a_chat_template_of_its_own_is_told(template, prompt, told, tmp_path):
+    actor, teacher = (
+        new_model(tmp_path / name, chars="abcdefgh>\n", hidden_size=16, num_hidden_layers=1, chat_template=True)
+        for name in ("actor", "teacher")
+    )
+    (teacher / "chat_template.jinja").unlink()
+    if template:
+        (teacher / "chat_template.jinja").write_text(template)
+    row = {"data_source": "reverse", "prompt": prompt, "reward_model": {"ground_truth": "ba"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    said, more = [], [f"algorithm.teacher={teacher}", f"data.train_files={tmp_path}/a.jsonl"]
+    prepare(plan(actor, tmp_path / "run", "distill", *more), said.append)
+    assert sum("algorithm.teacher: the chat template in" in line for line in said) == told
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])

@@ -396,7 +396,7 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             left = "; --from-verl left it open, and the comments at the head of its TOML say why" * (value == UNSET)
-            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}{left}")
+            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}{left}{of_epochs(value)}")
         if kind is str and not _is_unicode(cast(str, value)):
             raise TypeError(f"expected Unicode, got {value!r}")
         if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:
@@ -406,6 +406,11 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
         return kind(value)
 
     return hook
+
+
+def of_epochs(value: Any) -> str:
+    """Returns advice about verl's word for once an epoch in place of a number of steps; else nothing."""
+    return "; give the steps of an epoch: the rows divided by data.train_batch_size" * (value == "after_each_epoch")
 
 
 def _is_unicode(value: str) -> bool:

@@ -50,20 +50,30 @@ _TEXTS = ("context", "contexts", "input", "passage", "passages")
 FEW_NUMBERS = 16  # sizes, boxes and times; sounds and pictures have more
 _NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s*", re.IGNORECASE)
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-_JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
+_JSON_MESSAGES = (  # an object may have a role, a sender or a value of its own
+    re.compile(r"""["'](role|from)["']\s*:\s*["'](system|developer|user|human|assistant|gpt|model|tool)["']"""),
+    re.compile(r"""["'](content|value)["']\s*:"""),
+)
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
+# Words around a mark that speak of an element of HTML or XML; other elements; and names of such texts.
+_AN_ELEMENT = re.compile(r"[`'\" ]{0,2}(is an? (\w+ )?)?(tag|element|vs)s?\b"), re.compile(r"\b(tag|element)s? $")
+_ELEMENTS = re.compile(
+    r"<[/?!]?(doctype|html|head|body|div|span|br|ul|li|img|table|td|canvas|picture|source|svg|rss|channel|xml)\b[^<>]*>",
+    re.IGNORECASE,
+)
+_MARKUP = re.compile(r"\b(html5?|xhtml|xml|svg|rss|jsx|xaml|markup)\b", re.IGNORECASE)
 _NO_MEDIA = (
     "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
 )
 
 
-def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Messages:
+def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> str | Messages:
     """Returns a prompt after checking it: a string, or chat messages.
 
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
-        images: how many images the row has, of which the prompt shows each.
+        images: how many images the row has, of which the prompt shows each; None for a response, which shows none.
 
     Raises:
         DataError: it is neither, or a string that holds messages as JSON, or it has videos, sounds, or more or fewer
@@ -81,7 +91,8 @@ def prompt_of(place: str, value: Any, column: str, images: int = 0) -> str | Mes
             )
         if images:
             check_marks(place, column, value, images)
-        _check_marks(place, value.replace(MARK, "") if images else value, column)
+        if images is not None:
+            _check_marks(place, value.replace(MARK, "") if images else value, column)
         return value
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         places = [f"{place}: message {i} of {column}" for i in range(len(value))]
@@ -451,16 +462,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_json_of_messages(text: str) -> bool:
-    if _JSON_MESSAGES.match(text):
-        return True
-    if not text.lstrip().startswith(("[", "{")):
-        return False
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, Mapping) and not {"role", "messages", "conversations"}.isdisjoint(first)
+    return text.lstrip().startswith(("[", "{")) and all(one.search(text) for one in _JSON_MESSAGES)
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:
@@ -493,7 +495,7 @@ def _is_call(call: Any) -> bool:
     return isinstance(inner.get("arguments", ""), str | Mapping)
 
 
-def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
+def _check_media(place: str, message: Mapping[str, Any], images: int | None) -> None:
     content = message.get("content")
     if isinstance(content, list) and not images:
         kinds = {str(part.get("type", "")) for part in content if isinstance(part, Mapping)}
@@ -508,10 +510,29 @@ def _check_media(place: str, message: Mapping[str, Any], images: int) -> None:
 
 
 def _check_marks(place: str, text: str, what: str) -> None:
-    mark = _MEDIA_MARK.search(text)
-    # An element of XML is text.
-    if mark and f"</{mark[0].strip('<|>')}>" not in text:
-        raise DataError(f"{place}: {what} has the mark {mark[0]} of an image, video or sound; {_NO_MEDIA}")
+    marks = [mark for mark in _MEDIA_MARK.finditer(text) if not _is_element(mark, text)]
+    if marks:
+        raise DataError(f"{place}: {what} has the mark {marks[0][0]} of an image, video or sound; {_NO_MEDIA}")
+
+
+def _is_element(mark: re.Match[str], text: str) -> bool:
+    """Returns whether what looks like the mark of an image is an element in a text about HTML or XML.
+
+    Example:
+        >>> texts = "What is the `<video>` tag?", "<svg><image></svg>", "<image>\\nWrite its HTML.", "See <image>."
+        >>> [_is_element(_MEDIA_MARK.search(text), text) for text in texts]
+        [True, True, False, False]
+    """
+    if mark[1] is None or mark[2] or "|" in mark[0]:
+        return False  # a token of a model
+    before, behind = text[: mark.start()], text[mark.end() :]
+    quoted = before[-1:] == behind[:1] and before[-1:] in tuple("`'\"")
+    said = _AN_ELEMENT[0].match(behind) or _AN_ELEMENT[1].search(before)
+    if quoted or said or f"</{mark[1]}>" in text:
+        return True
+    # A picture may be of a page to describe in HTML; its mark begins the text or a line.
+    first, line = (not _MEDIA_MARK.sub("", part).strip() for part in (before, before.rpartition("\n")[2]))
+    return not first and bool(_ELEMENTS.search(text) or (not line and _MARKUP.search(text)))
 
 
 def _check_weights(place: str, message: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from verl_fn.data.rows import (
     check_plain,
     column_names,
     has_inexact,
+    of_one_kind,
     parsed,
     read_blocks,
 )
@@ -37,6 +38,9 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 
 OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
 """Columns of objects, or of strings of JSON that hold objects."""
+
+OF_KINDS = ("messages", "completion", "chosen", "rejected", "reward_model")
+"""Columns by which rows of one kind differ from others."""
 
 DIGITS = "digits of numbers that a float does not keep (a string keeps them)"
 ABILITY = "ability, beside another one in extra_info"
@@ -119,7 +123,13 @@ class Kind:
                 unused[ABILITY] += 1
             if has_inexact(used):
                 unused[DIGITS] += 1
-            yield self.make(place, used, number, unused)
+            try:
+                yield self.make(place, used, number, unused)
+            except DataError as error:
+                lacking = [name for name in OF_KINDS if name in self.required]
+                if any(used.get(name) is not None for name in lacking):
+                    raise
+                raise DataError(f"{error}{of_one_kind(place, lacking[0])}") from error
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from verl_fn.data.columns import (
 from verl_fn.data.entries import Kind
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
 from verl_fn.data.images import fill, kept, seen_by
-from verl_fn.data.judged import Judged
+from verl_fn.data.judged import Judged, repeated
 from verl_fn.data.notices import strings
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
 from verl_fn.data.rows import DataError, Row
@@ -76,7 +76,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
         if row.get(prompt_key) is not None:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key, images), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
-            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value, last)
+            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION, None), value, last)
         if value[last + 1 :]:
             unused[BEHIND] += 1
         judged_by = row.get("reward_model")
@@ -95,19 +95,22 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
 def completion_rows(prompt_key: str = "prompt") -> Kind:
     """Returns the kind of rows with prompts and their completions, each a string or chat messages.
 
-    Turns of the assistant in a prompt are not learned. Optional are the columns of ``conversation_rows`` other than
-    ``reward_model``.
+    Turns of the assistant in a prompt are not learned. A completion of messages may begin with the prompt. Optional
+    are the columns of ``conversation_rows`` other than ``reward_model``.
     """
     required = (prompt_key, COMPLETION)
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
         common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
         prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
-        completion = prompt_of(place, row[COMPLETION], COMPLETION)
+        completion = prompt_of(place, row[COMPLETION], COMPLETION, None)
         if isinstance(completion, str):
             return Problem(prompt, completion, **common)
         check_turns(place, completion, COMPLETION)
         before: Messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        begun = repeated(prompt, completion)
+        if begun and learned_turns(rest := completion[len(begun) :]):
+            before, completion = begun, tuple(rest)
         messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
         *_, last = learned_turns(messages)
         if messages[last + 1 :]:

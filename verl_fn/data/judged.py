@@ -176,10 +176,10 @@ def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
     else:
         prompt = prompt_of(place, row[prompt_key], prompt_key)
-        if repeated := _repeated(prompt, chosen):
-            if _repeated(prompt, rejected) != repeated:
+        if begun := repeated(prompt, chosen):
+            if repeated(prompt, rejected) != begun:
                 raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
-            prompt, chosen, rejected = repeated, chosen[len(repeated) :], rejected[len(repeated) :]
+            prompt, chosen, rejected = begun, chosen[len(begun) :], rejected[len(begun) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
     return _judged(place, row, number, prompt, (chosen,), (rejected,))
@@ -200,10 +200,10 @@ def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
 def _response(place: str, value: Any, column: str) -> Response:
     if value in ([], None) or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{place}: {column} is empty; write a response, or remove the row")
-    return prompt_of(place, value, column)
+    return prompt_of(place, value, column, None)
 
 
-def _repeated(prompt: Response, response: Response) -> Messages:
+def repeated(prompt: Response, response: Response) -> Messages:
     """Returns the messages with which a response repeats its prompt: the same, or those up to the user's words."""
     if isinstance(response, str):
         return ()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,19 +18,23 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.columns import MARKS, is_filled, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
-from verl_fn.data.rendering import REASONING, Message, in_parts, opens_reasoning, token_ids
+from verl_fn.data.rendering import REASONING, Message, all_ends, in_parts, opens_reasoning, token_ids
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
-JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED, TEXT = (
-    1 << bit for bit in range(11)
+JSON, EMPTY, SPECIAL, SPECIAL_ANSWER, TOOLS, IMAGES, BEGUN, GOOD, BAD, REPEATED, TEXT, TOOL_ARGUMENTS = (
+    1 << bit for bit in range(12)
 )
+
+OF_TOOLS = ("tools_kwargs", "interaction_kwargs")
+"""Keys of ``extra_info`` with arguments of an environment, as verl's data have them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
+FEW_ONE_IN = 20  # responses that begin as their prompt, such as greetings, are no mistake of the data
 MOST_RENDERED = 8  # problems of a group, to see which fields the template reads
 
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
@@ -62,7 +68,7 @@ class Traits:
             ``SPECIAL_ANSWER`` for special tokens in prompt and answer, ``TOOLS`` for tools of the row, ``IMAGES`` for
             its images, ``BEGUN`` for a prompt that ends with a turn of the assistant, ``GOOD`` and ``BAD`` for
             responses that are labelled so, ``REPEATED`` for responses that begin with the last text of the prompt,
-            ``TEXT`` for a prompt that no template renders.
+            ``TEXT`` for a prompt that no template renders, ``TOOL_ARGUMENTS`` for keys of ``OF_TOOLS`` in extra_info.
         groups: the place in ``names`` of each problem's group.
         names: the groups.
 
@@ -170,6 +176,7 @@ def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:
     flags |= BAD if getattr(problem, "rejected", ()) else 0
     flags |= REPEATED if _is_repeated(problem) else 0
     flags |= TEXT if isinstance(problem.prompt, str) else 0
+    flags |= TOOL_ARGUMENTS if any(is_filled(problem.extra_info.get(name)) for name in OF_TOOLS) else 0
     if special is not None:
         flags |= SPECIAL if any(map(special.search, _texts(problem))) else 0
         flags |= SPECIAL_ANSWER if any(map(special.search, _answers(problem))) else 0
@@ -251,7 +258,9 @@ def notices(
     """
     trained, held_out = traits_of(training, tokenizer), traits_of(validation, tokenizer)
     different = np.unique(trained.prompts)
-    if repeated := len(trained) - len(different):
+    # Of labelled responses each has a row, and a prompt may have several.
+    labelled = ((trained.flags & GOOD) > 0) != ((trained.flags & BAD) > 0)
+    if (repeated := len(trained) - len(different)) and not labelled.any():
         yield f"data.train_files: {repeated} of {len(trained)} prompts repeat an earlier one"
     if known := int(np.isin(held_out.prompts, different).sum()):
         yield f"data.val_files: {known} of {len(held_out)} held-out prompts are also in data.train_files"
@@ -279,6 +288,14 @@ def notices(
             many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
             lacks = describe_unknown("ground truth", lacking[0].answer, tokenizer)
             yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {lacks}"
+        of = answers and key == "data.train_files"
+        texts = [_contents(one, answers=of) for one in problems[:MOST_ENCODED]]
+        if gone := [(i, lost) for i, lost in enumerate(_lost(texts, tokenizer)) if lost]:
+            yield (
+                f"{key}: the tokenizer drops characters or accents of {len(gone)} of the first {len(texts)} problems,"
+                f" and the model does not see them; {label_of(problems[gone[0][0]])}: "
+                f"{', '.join(map(repr, gone[0][1][:5]))}"
+            )
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
 
@@ -294,7 +311,8 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
     good, bad = trained.count(GOOD), trained.count(BAD)
-    if (answers or good or bad) and (repeated := trained.count(REPEATED)):
+    # A greeting is answered by one.
+    if (answers or good or bad) and (repeated := trained.count(REPEATED)) * FEW_ONE_IN > len(trained):
         yield (
             f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
             "text, so the model learns to say it again; remove it from responses that only quote what they answer"
@@ -312,6 +330,48 @@ def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
         return []
     ids = token_ids([one.answer for one in problems], tokenizer)
     return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
+
+
+def _contents(problem: Problem, *, answers: bool) -> str:
+    """Returns the texts of a problem that the model sees, with its answer if that is learned."""
+    conversations = _conversations(problem)
+    said = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ()), problem.answer if answers else ""]
+    texts = [problem.prompt, *said, *(m.get("content") for messages in conversations for m in messages)]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _lost(texts: Sequence[str], tokenizer: Any) -> list[list[str]]:
+    """Returns for each text the characters of which the tokenizer keeps nothing, or not all parts.
+
+    Such a character is lost both in the text and by itself: tokenizers may know words and no letters. White space,
+    control characters and upper case are not looked at.
+    """
+    if tokenizer is None:
+        return []
+    characters = sorted(set().union(*texts))
+    encoded = zip(characters, token_ids(characters, tokenizer), strict=True)
+    lossy = {one for one, ids in encoded if _parts(_said(ids, tokenizer)).keys() < _parts(one).keys()}
+    suspect = [text for text in texts if not lossy.isdisjoint(text)]
+    gone = {}
+    for text, ids in zip(suspect, token_ids(suspect, tokenizer), strict=True):
+        lacking = _parts(text) - _parts(_said(ids, tokenizer))
+        # Unknown tokens are errors of their own.
+        if not has_unknown(ids, tokenizer):
+            gone[text] = [one for one in sorted(lossy & set(text)) if _parts(one).keys() & lacking.keys()]
+    return [gone.get(text, []) for text in texts]
+
+
+def _said(ids: Sequence[int], tokenizer: Any) -> str:
+    """Returns what tokens say, without unknown ones and parts of characters."""
+    known = [i for i in ids if i != tokenizer.unk_token_id]
+    said: str = tokenizer.decode(known, clean_up_tokenization_spaces=False)
+    return said.replace("\ufffd", "")
+
+
+def _parts(text: str) -> Counter[str]:
+    """Returns the letters, signs and marks of a text, accents by themselves, and ligatures as their letters."""
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    return Counter(c for c in plain if not c.isspace() and unicodedata.category(c)[0] != "C" and c != "\ufe0f")
 
 
 class _Read(dict[str, Any]):
@@ -423,6 +483,8 @@ def of_template(
             f"chat_template_kwargs have no effect on {lost} of {asked} prompts: these are strings, and the chat "
             "template renders messages"
         )
+    elif not converses:
+        yield from _not_rendered(known, traits, tokenizer)
     if not text:
         return
     if unread := sum((_unread(*one, tokenizer) for one in zip(known, traits, strict=True)), Counter[str]()):
@@ -437,6 +499,28 @@ def of_template(
             f"messages have roles that the chat template does not name: {roles}; it may show them as they stand, and "
             f"only what the assistant says is learned; the usual ones are {', '.join(ROLES)}"
         )
+
+
+def _not_rendered(known: Sequence[Sequence[Problem]], traits: Sequence[Traits], tokenizer: Any) -> Iterator[str]:
+    """Yields a line if prompts are strings without what the chat template writes behind a prompt.
+
+    A base model may have a template too. Its answers do not end as the template ends a turn.
+    """
+    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
+        return
+    asked, said = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
+    with contextlib.suppress(ModelError):
+        prompt, whole = chat_texts(tokenizer, [([asked], True), ([asked, said], False)])
+        ends = tokenizer.batch_decode([[token] for token in all_ends(tokenizer, tokenizer.eos_token_id)])
+        written = (prompt.partition(asked["content"])[2].split() or [""])[0]
+        places = [np.flatnonzero((one.flags & TEXT != 0) & (one.flags & SPECIAL == 0)) for one in traits]
+        first = [made[int(i)].prompt for made, of in zip(known, places, strict=True) for i in of[:MOST_RENDERED]]
+        in_turns = whole.partition(said["content"])[2].lstrip().startswith(tuple(ends))
+        if written and in_turns and first and not any(written in text for text in first):
+            yield (
+                f"{sum(map(len, places))} of {sum(map(len, traits))} prompts are strings, which no chat template "
+                "renders: the model continues them as text; write messages for a model that answers in turns"
+            )
 
 
 def _texts_for_false(

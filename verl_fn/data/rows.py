@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -82,6 +83,7 @@ class Columns:
                     + (f" (did you mean {match!r}?)" if match else "")
                     + f"; its columns are {', '.join(names)}"
                     + (f"; {self.hint}" if self.hint else "")
+                    + of_one_kind(place, column)
                 )
 
 
@@ -153,6 +155,16 @@ def read_rows(file: str | Path, required: Sequence[str]) -> Iterator[tuple[str, 
     columns = Columns(required)
     for block in read_blocks(file, columns):
         yield from block_rows(block, columns)
+
+
+def of_one_kind(place: str, column: str) -> str:
+    """Returns words about the first row of a row's file with a value in a column; nothing without such a row."""
+    with contextlib.suppress(DataError):
+        for block in read_blocks(place.rpartition(", ")[0], ALL):
+            for other, row in block_rows(block, ALL):
+                if row.get(column) is not None:
+                    return f"; {other} has {column}, and rows of another kind belong into a file of their own"
+    return ""
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:

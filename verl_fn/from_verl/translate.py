@@ -12,7 +12,7 @@ import attrs
 import tomli_w
 
 from verl_fn.config.describe import without_effect
-from verl_fn.config.load import UNSET, default_table, flat, keys, structure
+from verl_fn.config.load import UNSET, default_table, flat, keys, of_epochs, structure
 from verl_fn.config.options import ConfigError
 from verl_fn.config.plan import make_plan
 from verl_fn.config.schema import Table
@@ -139,7 +139,8 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     refused |= _not_allowed({key: value for key, value in given.items() if key not in moved}, written)
     table, ignored, unusable = _config(moves)
     for key, message in unusable.items():
-        refused |= _refusal(moves.pop(key).keys if key in moves else (key,), message, written)
+        # A value that is no number has been left out, and the default may not do.
+        refused = _refusal(moves.pop(key).keys if key in moves else (key,), message, written) | refused
     used = {key for move in moves.values() if move.ours not in ignored for key in move.keys}
     kept = flat(table)
     for key in {move.ours for move in problems} - {""}:
@@ -185,7 +186,7 @@ def _canonical_names(settings: Settings) -> dict[str, str]:
 def _given(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns the values by canonical key; of several names of a key, the last one with more than a neutral value.
 
-    A null leaves verl's default, except of the clip ranges, for which it means clip_ratio.
+    A null leaves verl's default, except of the clip ranges, for which it means clip_ratio, and of ``data.val_files``.
     """
     given: dict[str, Any] = {}
     fixed: set[str] = set()
@@ -197,7 +198,9 @@ def _given(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
             fixed.add(key)
         if key not in given or overrides or (key not in fixed and not neutral) or given[key] is None:
             given[key] = value
-    return {key: value for key, value in given.items() if value is not None or "clip_ratio_" in key}
+    return {
+        k: value for k, value in given.items() if value is not None or "clip_ratio_" in k or k == "data.val_files"
+    }
 
 
 def _moves(values: Mapping[str, Any], settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -217,7 +220,7 @@ def _no_values(
     for key, value in given.items():
         number = key in NUMBERS or _is_number(defaults.get(key))
         if number and value is not None and not _is_number(value):
-            lines[key] = f"{', '.join(written[key])}: expected a number, got {_shown(value)}"
+            lines[key] = f"{', '.join(written[key])}: expected a number, got {_shown(value)}{of_epochs(value)}"
         elif value == "" and defaults.get(key) not in ("", None):
             lines[key] = f"{', '.join(written[key])}: it is empty; set it, or leave it out"
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,31 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint import dtype_of_weights
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
-from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
+from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
-from verl_fn.data.notices import MOST_ENCODED, notices, of_template
-from verl_fn.data.tasks import Source
+from verl_fn.data.notices import (
+    MOST_ENCODED,
+    MOST_RENDERED,
+    OF_TOOLS,
+    TOOL_ARGUMENTS,
+    notices,
+    of_template,
+    traits_of,
+)
+from verl_fn.data.rendering import prompt_text
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
 from verl_fn.rewards.reward import FORMS, rule_for, unattainable
 
 from .checkpoints import check_model_folder
-from .checks import check, check_code, check_device, check_model_folders, check_parts, sampled
+from .checks import OTHER_MODELS, check, check_code, check_device, check_model_folders, check_parts, sampled
 from .progress import Say
 from .state import check_blank
 
@@ -175,8 +185,16 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
     yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
+    yield from _of_other_templates(known, plan, tokenizer)
     if isinstance(source, FileData):
         yield from _by_rules(source, plan)
+    made = [traits_of(problems, tokenizer) for problems in known]
+    needing = sum(one.count(TOOL_ARGUMENTS) for one in made)
+    if needing and not plan.env.name and plan.learns_from == "samples":
+        yield (
+            f"{needing} of {sum(map(len, made))} problems have {' or '.join(OF_TOOLS)} in extra_info, and without an "
+            "environment (env.name) the model calls no tools and answers once"
+        )
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
@@ -189,6 +207,27 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
             "no ground truth with a rule for their data source, so only their loss is reported (reward.functions "
             "judge all)"
         )
+
+
+def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenizer: Any) -> Iterator[str]:
+    """Yields a line for each frozen model whose own chat template writes the first prompts otherwise."""
+    firsts = [one for problems in known for one in problems[:MOST_RENDERED]]
+    firsts = [one for one in firsts if not isinstance(one.prompt, str) and not one.images]
+    for name, role in plan.roles.items():
+        if name not in OTHER_MODELS or not firsts:
+            continue
+        other = read_tokenizer(role.folder, plan.data.chat_template_kwargs, plan.data.date)
+        for problem in firsts if other.chat_template is not None else ():
+            texts = [prompt_text(tokenizer, problem), ""]
+            # It may refuse a role, or leave out a message.
+            with contextlib.suppress(ModelError, DataError):
+                texts[1] = prompt_text(other, problem)
+            if texts[0] != texts[1]:
+                yield (
+                    f"algorithm.{name}: the chat template in {role.folder} writes {label_of(problem)} otherwise than "
+                    "the actor's, and the model reads what the actor's writes; take one that learned from the same"
+                )
+                break
 
 
 def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
