@@ -31,8 +31,8 @@ from verl_fn.steps import adamw
 
 from . import measure
 
-# The room of vLLM's cache on the GPU, in bytes.
-CACHE = 4 << 30
+# The room of vLLM's cache on the GPU, in bytes, and the share that has to be free.
+CACHE, SHARE = 4 << 30, 0.1
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
     # The engine's core in this process, so that its modules can be read.
@@ -52,7 +52,7 @@ def started(folder: str, length: int, attend: str) -> Any:
     from vllm import LLM
 
     return LLM(
-        folder, dtype="bfloat16", enforce_eager=True, max_model_len=length, kv_cache_memory_bytes=CACHE,
+        folder, dtype="bfloat16", enforce_eager=True, max_model_len=length, kv_cache_memory_bytes=CACHE, gpu_memory_utilization=SHARE,
         enable_prefix_caching=False, skip_tokenizer_init=True, attention_config={"backend": attend},
     )  # fmt: skip
 
