@@ -58,7 +58,7 @@ demo: $(STAMP)
 BESIDE = VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python TORCHVISION=$(CURDIR)/$(TORCHVISION)
 
 # A worker more than there are cores, since tests also wait for processes.
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+WORKERS ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 PYTEST = $(BESIDE) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=4 --no-loadscope-reorder \
 	--durations=30 --durations-min=2
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,7 +34,6 @@ TENSORS = "train_state.safetensors"  # of a training state, beside the weights o
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
 BLOCK = 4 * 2**20  # bytes that are written at once
-THREADS = 4  # that read or write
 # Layout of a checksum: bytes of a word, words of a row and of a slice, and an odd multiplier that mixes bits.
 WORD, WIDTH, SLICE = 8, 1024, 2**18
 MULTIPLIER = 6364136223846793005
@@ -93,30 +90,23 @@ def start(file: Path, parts: Mapping[str, Span]) -> None:
 def fill(file: Path, parts: Mapping[str, Span]) -> None:
     """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
-    own = threading.local()
+    # New memory for each tensor would take longer than writing it.
+    buffer = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
     fd = os.open(file, os.O_WRONLY)
-
-    def write(name: str) -> None:
-        if not hasattr(own, "buffer"):
-            # New memory for each tensor would take longer than writing it.
-            own.buffer = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
-        part = parts[name]
-        width = part.elements.element_size()
-        at = len(header) + places[name] + part.start * width
-        for block in part.elements.split(BLOCK // width):
-            # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
-            copied = own.buffer.view(block.dtype)[: block.numel()].copy_(block)
-            bits, to = copied.view(torch.uint8), at
-            at += len(bits)
-            # What was not written since ``start`` reads as zeros.
-            data = bits.numpy().data if bits.any() else memoryview(b"")
-            while data:
-                done = os.pwrite(fd, data, to)
-                data, to = data[done:], to + done
-
     try:
-        with ThreadPoolExecutor(THREADS, "verl_fn write") as pool:
-            list(pool.map(write, parts))
+        for name, part in parts.items():
+            width = part.elements.element_size()
+            at = len(header) + places[name] + part.start * width
+            for block in part.elements.split(BLOCK // width):
+                # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
+                copied = buffer.view(block.dtype)[: block.numel()].copy_(block)
+                bits, to = copied.view(torch.uint8), at
+                at += len(bits)
+                # What was not written since ``start`` reads as zeros.
+                data = bits.numpy().data if bits.any() else memoryview(b"")
+                while data:
+                    done = os.pwrite(fd, data, to)
+                    data, to = data[done:], to + done
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -52,8 +52,9 @@ def started(folder: str, length: int, attend: str) -> Any:
     from vllm import LLM
 
     return LLM(
-        folder, dtype="bfloat16", enforce_eager=True, max_model_len=length, kv_cache_memory_bytes=CACHE, gpu_memory_utilization=SHARE,
-        enable_prefix_caching=False, skip_tokenizer_init=True, attention_config={"backend": attend},
+        folder, dtype="bfloat16", enforce_eager=True, max_model_len=length, kv_cache_memory_bytes=CACHE,
+        gpu_memory_utilization=SHARE, enable_prefix_caching=False, skip_tokenizer_init=True,
+        attention_config={"backend": attend},
     )  # fmt: skip
 
 

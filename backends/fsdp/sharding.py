@@ -27,9 +27,9 @@ from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.skeleton import Hollow
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.hf.weights import FolderWeights
+from verl_fn.backends.hf.weights import THREADS, FolderWeights
 from verl_fn.backends.protocol import TensorSpec
-from verl_fn.backends.tensor_file import THREADS, Span
+from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Cut
 from verl_fn.state import Named, tree
 from verl_fn.state.ownership import opened, with_leaves

@@ -16,9 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from verl_fn.backends.hf import logprobs
-from verl_fn.state.guards import transforming
-
 from .config import EXPERTS, ModelError
 
 NAME = "verl_fn_grouped"
@@ -90,10 +87,11 @@ def use_grouped(model: nn.Module) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped)
-    for module in model.modules():
-        config: Any = module.config if getattr(module, "has_bias", False) else None
-        if config is not None and config._experts_implementation == "grouped_mm":
-            config._experts_implementation = NAME
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "has_bias")]
+    if all(module.has_bias and module.has_gate for module in found):
+        for module in found:
+            if module.config._experts_implementation == "grouped_mm":
+                module.config._experts_implementation = NAME
 
 
 def grouped(
@@ -106,7 +104,7 @@ def grouped(
 
     Args:
         module: transformers' module of experts.
-        picked: the numbers of the experts of each token.
+        picked: the numbers of the experts of each token, all of them of this module.
         weights: of the picked experts.
     """
     experts, order = picked.flatten().sort()
@@ -117,7 +115,8 @@ def grouped(
     ones, ends = of_expert.to(module.down_proj.dtype), of_expert.sum(0).cumsum(0, dtype=torch.int32)
     product = functools.partial(_product, ends=ends, transposed=module.is_transposed)
     x = _Moved.apply(hidden.repeat_interleave(picked.shape[1], 0), order, back)
-    x = product(_gated(module, product(x, module.gate_up_proj), experts, ones), module.down_proj)
+    x = torch.addmm(product(x, module.gate_up_proj), ones, module.gate_up_proj_bias)
+    x = product(module._apply_gate(x), module.down_proj)
     x = torch.addmm(x, ones, module.down_proj_bias) * _Moved.apply(weights.flatten(), order, back)[:, None]
     return _Moved.apply(x, back, order).unflatten(0, picked.shape).sum(1).to(hidden.dtype)
 
@@ -146,39 +145,3 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tenso
 
     out: Tensor = _grouped_linear(x, weight, ends, is_transposed=transposed)
     return out
-
-
-def _gated(module: Any, x: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
-    """Returns the activation of sums of products and biases."""
-    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    # Compiled layers fuse the activation; transformations of torch.func need torch's own functions.
-    plain = torch.compiler.is_compiling() or transforming()
-    if half and not plain and _of_gpt_oss(module):
-        out: Tensor = _BiasedGate.apply(x, module.gate_up_proj_bias, experts, ones, module.alpha, module.limit)
-        return out
-    gated: Tensor = module._apply_gate(torch.addmm(x, ones, module.gate_up_proj_bias))
-    return gated
-
-
-def _of_gpt_oss(module: nn.Module) -> bool:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    return isinstance(module, GptOssExperts)
-
-
-class _BiasedGate(torch.autograd.Function):
-    """The activation of gpt-oss's experts, by kernels that keep nothing between a product and the next."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, biases: Tensor, experts: Tensor, ones: Tensor, alpha: float, limit: float
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, biases, experts, ones)
-        ctx.options = alpha, limit
-        return logprobs.on_cuda().biased_gate(x, biases, experts, alpha, limit)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, biases, experts, ones = ctx.saved_tensors
-        d_x = logprobs.on_cuda().biased_gate_gradient(grad, x, biases, experts, *ctx.options)
-        return d_x, ones.T @ d_x if ctx.needs_input_grad[1] else None, None, None, None, None

@@ -4,8 +4,7 @@ The first are the reductions of log-probabilities, the gradient in the logits' p
 reads the logits in whatever dtype the output layer gave them, and computes in fp32. The others compute ``exact``
 models and, some of them, other decoders: a program computes a tile of rows, and adds over the inner dimension in
 one order. What a call's number of rows decides is how many programs run, and the tiles of a product, or the
-library's kernel in their place; all of these add in the same order. ``biased_gate`` and its gradient are the
-activation of gpt-oss's experts.
+library's kernel in their place; all of these add in the same order.
 """
 
 # Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
@@ -373,64 +372,6 @@ def _gated(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
     active = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
     product = active * tl.load(up + row * up_row + at, mask=at < width, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, product.to(value.dtype), mask=at < width)
-
-
-def biased_gate(
-    x: Float[Tensor, "S F2"], biases: Float[Tensor, "E F2"], experts: Int[Tensor, " S"], alpha: float, limit: float
-) -> Float[Tensor, "S F"]:
-    """Returns (up + 1) * gate * sigmoid(alpha * gate) of rows to which their expert's bias is added.
-
-    Columns of gates and ups alternate. Gates are at most ``limit``, and ups between it and its negative.
-    """
-    x, biases = x.contiguous(), biases.contiguous()
-    out = x.new_empty(len(x), x.shape[1] // 2)
-    _biased_gate[(len(x), triton.cdiv(out.shape[1], 1024))](
-        x, biases, experts, out, out, out.shape[1], alpha, limit, BLOCK=1024, BACKWARD=False, num_warps=4
-    )
-    return out
-
-
-def biased_gate_gradient(
-    grad: Float[Tensor, "S F"],
-    x: Float[Tensor, "S F2"],
-    biases: Float[Tensor, "E F2"],
-    experts: Int[Tensor, " S"],
-    alpha: float,
-    limit: float,
-) -> Float[Tensor, "S F2"]:
-    """Returns the gradient of ``biased_gate`` with respect to ``x``."""
-    grad, x, biases = grad.contiguous(), x.contiguous(), biases.contiguous()
-    out = torch.empty_like(x)
-    _biased_gate[(len(x), triton.cdiv(grad.shape[1], 1024))](
-        x, biases, experts, grad, out, grad.shape[1], alpha, limit, BLOCK=1024, BACKWARD=True, num_warps=4
-    )
-    return out
-
-
-@triton.jit
-def _biased_gate(
-    x, biases, experts, narrow, wide, width, alpha, limit, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.load(experts + row).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    value = tl.load(x + row * 2 * width + both, mask=both < 2 * width, other=0.0)
-    bias = tl.load(biases + expert * 2 * width + both, mask=both < 2 * width, other=0.0)
-    value = (value.to(tl.float32) + bias.to(tl.float32)).to(value.dtype).to(tl.float32)
-    gate, up = tl.split(tl.reshape(value, (BLOCK, 2)))
-    low, held = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    share = 1.0 / (1.0 + tl.exp(-alpha * low))
-    if BACKWARD:
-        grad = tl.load(narrow + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        slope = share * (1.0 + alpha * low * (1.0 - share))
-        d_gate = tl.where(gate <= limit, grad * (held + 1.0) * slope, 0.0)
-        d_up = tl.where((up >= -limit) & (up <= limit), grad * low * share, 0.0)
-        result = tl.reshape(tl.join(d_gate, d_up), (2 * BLOCK,))
-        tl.store(wide + row * 2 * width + both, result.to(wide.dtype.element_ty), mask=both < 2 * width)
-    else:
-        result = (held + 1.0) * low * share
-        tl.store(narrow + row * width + at, result.to(narrow.dtype.element_ty), mask=at < width)
 
 
 def store(

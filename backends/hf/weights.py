@@ -20,13 +20,14 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.skeleton import Hollow
-from verl_fn.backends.tensor_file import THREADS, Slices, files_of
+from verl_fn.backends.tensor_file import Slices, files_of
 
 # What transformers calls the output layers of language models and of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 LARGEST_WEIGHT = 1e18
+THREADS = 4  # that read
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:

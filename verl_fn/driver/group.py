@@ -294,8 +294,6 @@ def unwrapped_error(error: Exception, name: str = "") -> Exception:
         return ActorDied(f"{name}: {error}" if name else str(error))
     # Ray's class of an OSError has no ``errno``, and all of the traceback as its message.
     unwrapped = error.cause if isinstance(error.cause, (UserError, OSError)) else error.as_instanceof_cause()
-    if isinstance(unwrapped, OSError):
-        unwrapped.add_note(str(error))
     if name:
         unwrapped.add_note(f"raised in {name}")
     return unwrapped

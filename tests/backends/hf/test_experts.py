@@ -1,9 +1,6 @@
 """Experts with biases: their values and gradients are those of transformers' own code."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -69,49 +66,6 @@ def test_models_with_biases_compute_so_and_others_as_they_did(tmp_path):
         assert used == {expected}, name
 
 
-def check_gate(dtype, device, tolerance):
-    """Values and gradients of the activation beside torch's, of narrow rows and of ones that take two programs."""
-    for width in (48, 1100):
-        torch.manual_seed(0)
-        chosen = torch.randint(EXPERTS, (TOKENS,)).sort().values
-        ones = torch.nn.functional.one_hot(chosen, EXPERTS)
-        # Half of the gates and of the ups are beyond the limit.
-        x, biases, grad = (
-            7 * torch.randn(TOKENS, 2 * width),
-            torch.randn(EXPERTS, 2 * width),
-            torch.randn(TOKENS, width),
-        )
-        x, biases, grad, ones = (t.to(device, dtype) for t in (x, biases, grad, ones))
-        module, chosen, found = made(GptOssExperts), chosen.to(device), []
-        for half in (True, False):
-            # Torch rounds the sums, too, and both are beyond the limit or neither is.
-            leaves = [(t if half else t.float()).detach().requires_grad_() for t in (x, biases)]
-            if half:
-                out = experts._BiasedGate.apply(*leaves, chosen, ones, module.alpha, module.limit)
-            else:
-                total = leaves[0] + leaves[1][chosen]
-                out = module._apply_gate(total + (total.to(dtype).float() - total).detach())
-            found.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
-        for value, expected in zip(*found, strict=True):
-            assert (value.float() - expected).norm() <= tolerance * expected.norm()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_kernels_of_the_activation():
-    check_gate(torch.bfloat16, "cuda", 4e-3)
-
-
-def test_the_kernels_of_the_activation_in_the_interpreter(warm):
-    done = subprocess.run(
-        [warm, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_in_bf16_on_cuda_they_err_no_more_than_transformers():
     """Beside fp32: at most a tenth more than what its own grouped products do."""
@@ -127,12 +81,3 @@ def test_in_bf16_on_cuda_they_err_no_more_than_transformers():
     for exact, theirs, ours in zip(*found, strict=True):
         error, allowed = ((t.float() - exact).norm() / exact.norm() for t in (ours, theirs))
         assert error <= 1.1 * allowed + 1e-4
-
-
-if __name__ == "__main__":
-    # Functions of Triton's own look for the interpreter as they are imported, and a warm Python has done that.
-    for module in [name for name in sys.modules if name.startswith("triton") and "._C" not in name]:
-        del sys.modules[module]
-
-    check_gate(torch.float32, "cpu", 1e-6)
-    check_gate(torch.float16, "cpu", 1e-3)
