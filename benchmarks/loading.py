@@ -78,11 +78,13 @@ def measured(folder: str, ranks: int, way: str) -> list[dict[str, float]]:
 
 def _timed(rank: int, calls: Iterator[str], folder: str, saved: str) -> Iterator[dict[str, float]]:
     """Answers ``load`` and ``save`` with their seconds."""
+    import torch
     import torch.distributed as dist
 
     from verl_fn.backends.fsdp import Fsdp
     from verl_fn.steps import frozen
 
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     backend = Fsdp(folder, frozen(), dtype="bfloat16")
     # The first call also imports.
