@@ -496,3 +496,9 @@ def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path, key):
         check_run(tiny_run(tiny, tmp_path / "runs/run", f"{key}=/proc/self/runs/run"))
     check_run(tiny_run(tiny, tmp_path / "runs/run"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_refuses_a_folder_of_responses_that_cannot_be_written(tiny, tmp_path):
+    plan = tiny_run(tiny, tmp_path / "run", "trainer.rollout_data_dir=/proc/self/responses")
+    with pytest.raises(ConfigError, match=r"trainer.rollout_data_dir: /proc/\S+ cannot be written"):
+        train(plan)

@@ -25,7 +25,7 @@ from verl_fn.torchrun import leading
 from . import RunError
 from .check_run import unplanned
 from .checkpoints import can_be_held, check_disk, restore, step_of
-from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder
+from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder, check_writable
 from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
 from .evaluate import check_goal, evaluation_line, validate
 from .fitting import sized, with_engine
@@ -83,6 +83,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
             return ended
         origin, changed = find_origin(plan, run), changes(run, plan)
         with start.part("check"):
+            check_writable(plan)
             source = prepare(plan, say)
             for note in check_conversations(plan, source):
                 say(f"note: {note}")
