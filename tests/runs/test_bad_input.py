@@ -259,7 +259,7 @@ def test_commands_that_are_given_the_wrong_thing(refused, tiny, tmp_path):
     assert "is not a run's folder" in refused("replay", tmp_path, "--step", 1)
     assert "is not a run's folder" in refused("fork", tmp_path, "--step", 1)
     refused("report", tmp_path)
-    assert "has no config.json" in refused("export", tmp_path, tmp_path / "out")
+    assert "has no config.toml, checkpoint.json or config.json" in refused("export", tmp_path, tmp_path / "out")
     assert "is not empty" in refused("new-model", tiny, status=2)
     assert "there is no task 'nothing'" in refused("new-model", tmp_path / "m", "--task", "nothing", status=2)
     assert "transformers makes no abacus" in refused("new-model", tmp_path / "m", "--arch", "abacus", status=2)
