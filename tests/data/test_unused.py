@@ -14,7 +14,7 @@ from run_configs import tiny_run
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.columns import MARKS, learned_turns, prompt_of
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
@@ -189,11 +189,12 @@ def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_pat
     [
         "What does the <video> tag do in HTML?",
         "What is `<image>` in SVG?",
-        "Does React know <image> and <audio>? It is not JSX.",
+        "Does React know `<image>` and `<audio>`? It is not JSX.",
         "Which element of HTML is newer, <picture> or <video>?",
         "<video> is an HTML element. Since when?",
         "Is the tag <audio> allowed in a mail?",
-        "Correct this:\n<svg>\n  <image>\n</svg>",
+        "Correct `<svg><image></svg>`.",
+        "Correct this:\n```\n<svg>\n  <image>\n</svg>\n```",
         "Read <image>https://a.b/c.png</image> in this feed.",
     ],
 )
@@ -222,12 +223,27 @@ def test_elements_of_texts_about_html_and_xml_are_no_marks_of_images(learns, tex
         "Think in <think></think> tags.\n<image>",
         "<|image_pad|> Which element of HTML?",
         "<start_of_image> as HTML",
+        "Please look at the image below.\n<image>\nWhat is it?<br>A. cat<br>B. dog",
+        "Convert the screenshot <image> to HTML.",
+        "Given this page <image>, write the HTML and CSS.",
+        "What is in the picture (<image>)? Answer in XML.",
+        "Question: which is it? <image><br>A cat",
+        "Look: <image> tag the animals in it.",
+        "Is <image> vs the next one larger?",
+        "Caption '<image>' in ten words.",
+        "It`s here: <image>\nIt`s a cat.",
+        "`a` <image> b",
     ],
 )
 def test_marks_of_images_that_no_row_has_are_refused(text, tmp_path):
     for prompt in (text, [USER | {"content": text}]):
-        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound"):
+        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound.*backticks"):
             read_files([jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": prompt})], "samples")
+
+
+def test_many_marks_are_looked_at_once():
+    with pytest.raises(DataError, match="has the mark <audio>"):
+        prompt_of("here", "x <video> tag\n" * 40_000 + "`" * 100_001 + " <audio> y" * 40_000, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -462,6 +478,8 @@ def test_json_of_messages_is_no_prompt(value, tmp_path):
         [{"value": 1}],
         {"role": "user", "name": "Bob"},
         {"messages": 3, "role": "admin"},
+        {"users": [{"name": "Ann", "role": "user"}], "content": "page"},
+        [{"role": "nurse", "content": "a"}, {"role": "user", "content": "b"}],
     ],
 )
 def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
@@ -469,7 +487,28 @@ def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
     assert json.loads(one.prompt) == json.loads(one.answer) == value
 
 
-@pytest.mark.parametrize("value", [[USER, SAID], {"messages": [USER]}, [{"from": "human", "value": "a"}]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[INST] Fix this body: {"role": "user", "content": "hi"} [/INST]',
+        '[Task] Write the JSON of a chat request such as {"messages": [{"role": "user", "content": "a"}]}.',
+    ],
+)
+def test_json_of_messages_within_a_text_is_text(text):
+    assert prompt_of("here", text, "prompt") == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [USER, SAID],
+        {"messages": [USER]},
+        [{"from": "human", "value": "a"}],
+        [{"content": "use {x}, {y}", "role": "User"}, SAID],
+        [{"role": "ipython", "content": "a"}],
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ],
+)
 def test_messages_as_json_or_as_python_writes_them_are_no_completion(value, tmp_path):
     for written in (json.dumps(value), str(value), json.dumps(value)[:-1]):
         with pytest.raises(DataError, match="completion is a string that holds messages as JSON"):
