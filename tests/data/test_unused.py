@@ -152,8 +152,7 @@ def test_numbers_about_images_are_no_images(write, learns, tmp_path):
     ("learns", "first", "other", "column"),
     [
         ("answers", LAYOUTS["answers"], {"prompt": "a", "completion": "b"}, "messages"),
-        ("answers", {"prompt": "a", "completion": "b"}, {"prompt": "a", "question": "b"}, "completion"),
-        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "data_source"),
+        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "reward_model"),
         ("pairs", LAYOUTS["pairs"], LAYOUTS["labels"], "chosen"),
         ("labels", LAYOUTS["labels"], LAYOUTS["pairs"], "completion"),
     ],
@@ -164,16 +163,45 @@ def test_rows_of_several_kinds_name_the_first_of_each(write, learns, first, othe
         first, other = ({k: v for k, v in row.items() if v is not None} for row in (first, other))
     file = write(tmp_path, first, first, other, first)
     where = ("line 3", "line 1") if write is jsonl else ("row 2", "row 0")
-    if write is parquet and column == "data_source":
-        column = "reward_model"
     if write is parquet and learns == "labels":  # a file with columns of pairs has pairs
         where, column = ("row 0", "row 2"), "chosen"
     said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and rows of another kind belong into a"
     with pytest.raises(DataError, match=said):
         read_files([file], learns)
-    if write is parquet and learns != "labels" and column != "completion":  # others have the kind of their first row
+    if write is parquet and learns != "labels":  # others have the kind of their first row
         with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and rows of another kind"):
             read_files([write(tmp_path, other, first)], learns)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("learns", "row"),
+    [
+        ("samples", {"promt": "a"}),
+        ("samples", {"data_source": "s", "promt": "a", "completion": "c"}),
+        ("answers", {"mesages": [USER, SAID]}),
+        ("answers", {"messages": None}),
+        ("labels", {"prompt": [USER], "completion": [SAID]}),
+        ("labels", {"prompt": [USER], "completion": None, "label": True}),
+        ("pairs", {"prompt": [USER], "chosen": [SAID]}),
+    ],
+)
+def test_a_row_that_lacks_a_column_is_no_row_of_another_kind(write, learns, row, tmp_path):
+    rows = [LAYOUTS[learns], row]
+    if write is parquet and "promt" not in row:
+        rows = [dict.fromkeys(rows[0] | row) | one for one in rows]
+    with pytest.raises(DataError) as error:
+        read_files([write(tmp_path, *(rows if "promt" not in row or write is jsonl else [row]))], learns)
+    assert "another kind" not in str(error.value)
+
+
+def test_what_data_convert_makes_is_no_row_of_another_kind(tmp_path):
+    made = {"messages": None, "completion": "b", "prompt": "a"}, {"promt": "a"}
+    for one in made:
+        with pytest.raises(DataError) as error:
+            file = jsonl(tmp_path, LAYOUTS["answers"], {"completion": "b"})
+            read_files([file], "answers", convert=[lambda row, one=one: None if "messages" in row else one])
+        assert "another kind" not in str(error.value)
 
 
 def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_path):

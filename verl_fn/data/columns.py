@@ -50,7 +50,7 @@ _TEXTS = ("context", "contexts", "input", "passage", "passages")
 FEW_NUMBERS = 16  # sizes, boxes and times; sounds and pictures have more
 _NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s*", re.IGNORECASE)
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-# How such JSON begins: with a list of objects, by itself or under its name, or with a message. Other text may hold it.
+# How such JSON begins: with a list of objects or one with a name, or with a message. Other text may hold it.
 _JSON_MESSAGES = re.compile(
     r"""(\[\s*|\{[^\[]*["'](messages|conversations)["']\s*:\s*\[\s*)\{"""
     r"""|\{(?=\s*["'](role|from|content|value)["']\s*:)"""
@@ -520,8 +520,8 @@ def _check_media(place: str, message: Mapping[str, Any], images: int | None) -> 
 def _check_marks(place: str, text: str, what: str) -> None:
     """Raises DataError for the mark of an image, video or sound that is no element in a text about HTML or XML.
 
-    An element stands in backticks or has its closing tag in the text. Of HTML, whose elements are <video> and <audio>,
-    it may also stand in a line that speaks of tags or elements.
+    An element stands in backticks or has its closing tag in the text. HTML's <video> and <audio> may also stand in a
+    line with the word tag or element.
 
     Example:
         >>> _check_marks("a.jsonl, line 1", "What is `<image>`? What does the <video> tag do?", "prompt")
