@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from run_configs import tiny_run
 
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
@@ -555,6 +556,44 @@ def test_a_completion_may_begin_with_its_prompt(prompt, tmp_path):
     row = {"prompt": [USER, SAID], "completion": [USER, SAID]}
     (one,) = read_files([jsonl(tmp_path, row)], "answers")
     assert [m["content"] for m in one.messages] == ["a", "b", "a", "b"]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def test_a_completion_may_begin_with_the_end_of_its_prompt(tmp_path):
+    (one,) = read_files([jsonl(tmp_path, {"prompt": [SYSTEM, USER], "completion": [USER, SAID]})], "answers")
+    assert one.messages == (SYSTEM, USER, SAID)
+    again = [USER, SAID, USER]
+    (one,) = read_files([jsonl(tmp_path, {"prompt": again, "completion": [*again, OTHER]})], "answers")
+    assert one.messages == (USER, SAID | {"weight": 0}, USER, OTHER)
+    for rest in ([], [SAID | {"weight": 0}], [USER]):
+        with pytest.raises(DataError, match="line 1: completion repeats prompt, and nothing behind it is learned"):
+            read_files([jsonl(tmp_path, {"prompt": again, "completion": [*again, *rest]})], "answers")
+
+
+@pytest.mark.parametrize("prompt", ["a", [SYSTEM, USER], [USER]])
+def test_judged_responses_may_begin_with_their_prompt(prompt, tmp_path):
+    begun = [SYSTEM, USER] if prompt == "a" else [USER]
+    whole = (SYSTEM, USER) if SYSTEM in (*begun, *prompt) else (USER,)
+    pair = {"prompt": prompt, "chosen": [*begun, SAID], "rejected": [*begun, OTHER]}
+    (one,) = read_files([jsonl(tmp_path, pair)], "pairs")
+    assert (one.prompt, one.chosen, one.rejected) == (whole, ((SAID,),), ((OTHER,),))
+    (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": [*begun, SAID], "label": 1})], "labels")
+    assert (one.prompt, one.chosen) == (whole, ((SAID,),))
+
+
+@pytest.mark.parametrize("content", ["<image>a", [{"type": "image"}, {"type": "text", "text": "a"}]])
+def test_a_completion_may_repeat_a_prompt_with_images(content, tmp_path):
+    asked = USER | {"content": content}
+    row = {"prompt": [SYSTEM, asked], "images": ["a.png"]}
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    for completion in ([SYSTEM, asked, SAID], [asked, SAID], [SAID]):
+        (one,) = read_files([jsonl(tmp_path, row | {"completion": completion})], "answers")
+        assert one.messages == (SYSTEM, USER | {"content": "<image>a"}, SAID)
+    for completion in ([OTHER, asked, SAID], [asked, SAID, asked, SAID]):
+        with pytest.raises(DataError, match=r"of completion.* has .* image|of completion has parts"):
+            read_files([jsonl(tmp_path, row | {"completion": completion})], "answers")
 
 
 @pytest.mark.parametrize("mark", [0, 0.0, False])

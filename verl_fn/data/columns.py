@@ -77,7 +77,8 @@ def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> st
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
-        images: how many images the row has, of which the prompt shows each; None for a response, which shows none.
+        images: how many images the row has, of which the prompt shows each; None for a response, which shows none;
+            -1 for messages whose images are not looked at.
 
     Raises:
         DataError: it is neither, or a string that holds messages as JSON, or it has videos, sounds, or more or fewer
@@ -107,7 +108,7 @@ def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> st
             messages = [_with_calls(*one) for one in zip(places, without_nulls(value), strict=True)]
             # Templates look at the content of every message. Only tool calls can be without.
             whole = tuple(m if "content" in m else {**m, "content": None} for m in messages)
-            if images:
+            if images and images > 0:
                 check_marks(place, column, whole, images)
             return whole
     if value in ("", []):
