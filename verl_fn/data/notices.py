@@ -285,8 +285,7 @@ def notices(
         )
     yield from _of_flags(trained, answers)
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
-        first = range(min(len(problems), MOST_ENCODED))
-        # One problem at a time is read, with its images.
+        first = range(min(len(problems), MOST_ENCODED))  # one is read at a time, with its images
         truths = [] if answers else [problems[i].answer for i in first]
         if lacking := _unwritable(truths, tokenizer):
             lacks = describe_unknown("ground truth", truths[lacking[0]], tokenizer)
