@@ -120,6 +120,7 @@ def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
     made = [row | {"more": 1} for row in rows(20)]
     made[7] |= {"prompt": '{"x":1}', "reward_model": {"ground_truth": ""}, "tools": [{"name": "x"}]}
     made[9]["prompt"][0] |= {"content": "a<eos>", "name": "b"}
+    made[11] |= {"prompt": "a b c", "reward_model": {"ground_truth": "a b c d"}}
     file, heard = write(tmp_path / "a.jsonl", made), []
     using = tokenizer(LETTERS + '{"}: 1x')
     for _ in range(2):
@@ -136,7 +137,7 @@ def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
         "data.train_files: left out 3 of 20 prompts, longer than 8 tokens",
     ]
     assert "1 of 17 prompts are JSON" in heard[0][3] and "1 of 17 ground truths are empty" in heard[0][4]
-    assert "the responses of 3 of 17 prompts begin with the prompt's own text" in heard[0][5]
+    assert "the responses of 1 of 17 prompts begin with the prompt's own text" in heard[0][5]
     assert f"such as '<eos>' in {file}, line 10;" in heard[0][6] and heard[0][-1].fields == ("user.name",)
 
 

@@ -198,7 +198,8 @@ def test_a_completion_beside_messages_may_have_space_and_an_end_token(completion
     ("row", "message"),
     [
         ({"prompt": "ab", "completion": ""}, "line 1: completion is empty"),
-        ({"prompt": "ab", "completion": talk("ab")}, "completion has no message of the assistant to learn from"),
+        ({"prompt": "ab", "completion": talk("cd")}, "completion has no message of the assistant to learn from"),
+        ({"prompt": "ab", "completion": talk("ab")}, "completion repeats prompt, and nothing behind it is learned"),
         ({"question": "ab", "completion": "c"}, "required are prompt and completion, and data.prompt_key names"),
         ({"prompt": "ab", "completion": "c", "label": False}, "required are data_source, prompt, reward_model"),
     ],

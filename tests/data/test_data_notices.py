@@ -43,7 +43,8 @@ def test_prompts_of_several_labelled_responses_are_no_repetition():
     labelled = [Judged("a", "", chosen=("b",)), Judged("a", "", rejected=("c",)), Judged("b", "", rejected=("c",))]
     assert lines(labelled) == [] and len(lines(labelled, labelled[:1])) == 1
     pair = Judged("a", "", chosen=("b",), rejected=("c",))
-    assert lines([pair, pair]) == ["data.train_files: 1 of 2 prompts repeat an earlier one"]
+    for more in ([], labelled):
+        assert lines([pair, pair, *more]) == ["data.train_files: 1 of 2 prompts repeat an earlier one"]
 
 
 def test_ground_truths_that_no_response_can_equal():
@@ -154,20 +155,20 @@ def test_special_tokens_inside_texts():
 
 
 def test_responses_that_repeat_their_prompt():
-    said = "the responses of 1 of 2 prompts begin with the prompt's own text, so the model learns to say it again"
-    for prompt in ("ab", chat(" ab\n")):
-        training = [*problems(prompt, answer="abc"), *problems("c", answer="c")]
-        assert said in lines(training, answers=True)[0] and lines(training) == []
+    said = "the responses of 1 of 101 prompts begin with the prompt's own text, so the model learns to say it again"
+    others = problems(*(f"b{i}" for i in range(100)), answer="c")
+    for prompt in ("a b c", chat(" a b c\n")):
+        training = [*problems(prompt, answer="a b c d"), *others]
+        assert said in lines(training, answers=True)[0] and not any("begin with" in line for line in lines(training))
         pairs = [
-            Judged(prompt, "", chosen=("abc",), rejected=("aba",)),
-            Judged("c", "", chosen=("ca",), rejected=("a",)),
+            Judged(prompt, "", chosen=("a b c d",), rejected=("a b c a",)),
+            Judged("c d e", "", chosen=("c d e a",), rejected=("a",)),
         ]
-        assert said in lines(pairs)[0]
-    greetings = [*problems("a", answer="ab"), *problems(*(f"b{i}" for i in range(19)), answer="c")]
-    assert not any("begin with the prompt" in line for line in lines(greetings, answers=True))
-    assert any("begin with the prompt" in line for line in lines(greetings[:-1], answers=True))
+        assert said.replace("101", "2") in lines(pairs)[0]
+    assert lines(problems("Hi", chat("Good morning"), answer="Good morning, Hi"), answers=True) == []
+    assert lines(problems("Hi", "Hi!", answer="Hi! How are you?"), answers=True) == []
     answer = ({"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]},)
-    assert lines([Judged(chat("a"), "", chosen=(answer,), rejected=("b",))]) == []
+    assert lines([Judged(chat("a b c"), "", chosen=(answer,), rejected=("b",))]) == []
 
 
 def fast(model, normalizer=None, pre_tokenizer=None, decoder=None, **special):
@@ -232,8 +233,21 @@ def test_characters_that_a_tokenizer_drops(kind):
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_other_spaces_and_other_forms_of_characters_are_no_loss(kind):
-    texts = ["do not", "café", "cafe\u0301", "½ ﬁ ²", "Do \n\u200b not", "do \u2013 not,"]
-    assert of_tokenizer(WHOLE[kind](), *(texts if kind != "words" else [texts[i] for i in (0, 1, 5)])) == []
+    texts = ["do not", "caf\ufffd", "café", "cafe\u0301", "½ ﬁ ²", "Do \n\u200b not", "do \u2013 not,"]
+    assert of_tokenizer(WHOLE[kind](), *(texts if kind != "words" else [texts[i] for i in (0, 2, 6)])) == []
+
+
+def test_characters_are_looked_for_in_the_beginnings_of_one_problem_after_the_other():
+    class Counted(list):
+        def __getitem__(self, number):
+            assert not isinstance(number, slice)
+            return super().__getitem__(number)
+
+    tokenizer = LOSSY["unknown are dropped"]()
+    rows = Counted(problems("a" * 1999 + "é", "b" * 2000 + "é"))
+    for answers in (False, True):
+        found = notices(rows, Counted(), DataConfig(train_batch_size=1), tokenizer, answers=answers)
+        assert sum("of 1 of the first 2 problems, and the model" in line for line in found) == 1
 
 
 def test_characters_of_answers_are_looked_at_if_these_are_learned():
@@ -261,8 +275,8 @@ def test_prompts_as_strings_of_a_model_that_answers_in_turns(template):
     tokenizer.chat_template = template
     rows = problems("a", chat("b"), "c")
     assert list(of_template([rows[:2], rows[2:]], DataConfig(), tokenizer)) == [
-        "2 of 3 prompts are strings, which no chat template renders: the model continues them as "
-        "text; write messages for a model that answers in turns"
+        "2 of the first 2 prompts that are strings are not as the chat template writes a prompt: the model continues "
+        "them as text; write messages for a model that answers in turns"
     ]
     assert list(of_template([rows[1:2], []], DataConfig(), tokenizer)) == []
     assert list(of_template([rows], DataConfig(), tokenizer, converses=True)) == []
@@ -288,3 +302,6 @@ def test_prompts_as_strings_that_are_rendered_already():
     tokenizer.chat_template = LLAMA
     for prompt in ("<bos>a<eos>", "[INST] a [/INST]"):
         assert list(of_template([problems(prompt)], DataConfig(), tokenizer)) == []
+    for some in (["[INST] a [/INST]"] * 20 + ["a"], ["a"] + ["[INST] b [/INST]"] * 20):
+        (line,) = of_template([problems(*some)], DataConfig(), tokenizer)
+        assert line.startswith("1 of the first 21 prompts that are strings are not as the chat template writes")

@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from run_configs import tiny_run
 
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.columns import MARKS, learned_turns, prompt_of
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
@@ -152,8 +153,7 @@ def test_numbers_about_images_are_no_images(write, learns, tmp_path):
     ("learns", "first", "other", "column"),
     [
         ("answers", LAYOUTS["answers"], {"prompt": "a", "completion": "b"}, "messages"),
-        ("answers", {"prompt": "a", "completion": "b"}, {"prompt": "a", "question": "b"}, "completion"),
-        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "data_source"),
+        ("samples", LAYOUTS["samples"], LAYOUTS["answers"], "reward_model"),
         ("pairs", LAYOUTS["pairs"], LAYOUTS["labels"], "chosen"),
         ("labels", LAYOUTS["labels"], LAYOUTS["pairs"], "completion"),
     ],
@@ -164,16 +164,45 @@ def test_rows_of_several_kinds_name_the_first_of_each(write, learns, first, othe
         first, other = ({k: v for k, v in row.items() if v is not None} for row in (first, other))
     file = write(tmp_path, first, first, other, first)
     where = ("line 3", "line 1") if write is jsonl else ("row 2", "row 0")
-    if write is parquet and column == "data_source":
-        column = "reward_model"
     if write is parquet and learns == "labels":  # a file with columns of pairs has pairs
         where, column = ("row 0", "row 2"), "chosen"
     said = rf"rows\.\w+, {where[0]}: .*rows\.\w+, {where[1]} has {column}, and rows of another kind belong into a"
     with pytest.raises(DataError, match=said):
         read_files([file], learns)
-    if write is parquet and learns != "labels" and column != "completion":  # others have the kind of their first row
+    if write is parquet and learns != "labels":  # others have the kind of their first row
         with pytest.raises(DataError, match=r"row 0: .*rows\.parquet, row 1 has \w+, and rows of another kind"):
             read_files([write(tmp_path, other, first)], learns)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("learns", "row"),
+    [
+        ("samples", {"promt": "a"}),
+        ("samples", {"data_source": "s", "promt": "a", "completion": "c"}),
+        ("answers", {"mesages": [USER, SAID]}),
+        ("answers", {"messages": None}),
+        ("labels", {"prompt": [USER], "completion": [SAID]}),
+        ("labels", {"prompt": [USER], "completion": None, "label": True}),
+        ("pairs", {"prompt": [USER], "chosen": [SAID]}),
+    ],
+)
+def test_a_row_that_lacks_a_column_is_no_row_of_another_kind(write, learns, row, tmp_path):
+    rows = [LAYOUTS[learns], row]
+    if write is parquet and "promt" not in row:
+        rows = [dict.fromkeys(rows[0] | row) | one for one in rows]
+    with pytest.raises(DataError) as error:
+        read_files([write(tmp_path, *(rows if "promt" not in row or write is jsonl else [row]))], learns)
+    assert "another kind" not in str(error.value)
+
+
+def test_what_data_convert_makes_is_no_row_of_another_kind(tmp_path):
+    made = {"messages": None, "completion": "b", "prompt": "a"}, {"promt": "a"}
+    for one in made:
+        with pytest.raises(DataError) as error:
+            file = jsonl(tmp_path, LAYOUTS["answers"], {"completion": "b"})
+            read_files([file], "answers", convert=[lambda row, one=one: None if "messages" in row else one])
+        assert "another kind" not in str(error.value)
 
 
 def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_path):
@@ -189,11 +218,12 @@ def test_a_column_that_no_row_has_and_a_wrong_value_say_nothing_of_kinds(tmp_pat
     [
         "What does the <video> tag do in HTML?",
         "What is `<image>` in SVG?",
-        "Does React know <image> and <audio>? It is not JSX.",
+        "Does React know `<image>` and `<audio>`? It is not JSX.",
         "Which element of HTML is newer, <picture> or <video>?",
         "<video> is an HTML element. Since when?",
         "Is the tag <audio> allowed in a mail?",
-        "Correct this:\n<svg>\n  <image>\n</svg>",
+        "Correct `<svg><image></svg>`.",
+        "Correct this:\n```\n<svg>\n  <image>\n</svg>\n```",
         "Read <image>https://a.b/c.png</image> in this feed.",
     ],
 )
@@ -222,12 +252,27 @@ def test_elements_of_texts_about_html_and_xml_are_no_marks_of_images(learns, tex
         "Think in <think></think> tags.\n<image>",
         "<|image_pad|> Which element of HTML?",
         "<start_of_image> as HTML",
+        "Please look at the image below.\n<image>\nWhat is it?<br>A. cat<br>B. dog",
+        "Convert the screenshot <image> to HTML.",
+        "Given this page <image>, write the HTML and CSS.",
+        "What is in the picture (<image>)? Answer in XML.",
+        "Question: which is it? <image><br>A cat",
+        "Look: <image> tag the animals in it.",
+        "Is <image> vs the next one larger?",
+        "Caption '<image>' in ten words.",
+        "It`s here: <image>\nIt`s a cat.",
+        "`a` <image> b",
     ],
 )
 def test_marks_of_images_that_no_row_has_are_refused(text, tmp_path):
     for prompt in (text, [USER | {"content": text}]):
-        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound"):
+        with pytest.raises(DataError, match=r"line 1: .*has the mark <.*of an image, video or sound.*backticks"):
             read_files([jsonl(tmp_path, LAYOUTS["samples"] | {"prompt": prompt})], "samples")
+
+
+def test_many_marks_are_looked_at_once():
+    with pytest.raises(DataError, match="has the mark <audio>"):
+        prompt_of("here", "x <video> tag\n" * 40_000 + "`" * 100_001 + " <audio> y" * 40_000, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -462,6 +507,8 @@ def test_json_of_messages_is_no_prompt(value, tmp_path):
         [{"value": 1}],
         {"role": "user", "name": "Bob"},
         {"messages": 3, "role": "admin"},
+        {"users": [{"name": "Ann", "role": "user"}], "content": "page"},
+        [{"role": "nurse", "content": "a"}, {"role": "user", "content": "b"}],
     ],
 )
 def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
@@ -469,7 +516,28 @@ def test_other_json_is_text_of_a_prompt_or_a_completion(value, tmp_path):
     assert json.loads(one.prompt) == json.loads(one.answer) == value
 
 
-@pytest.mark.parametrize("value", [[USER, SAID], {"messages": [USER]}, [{"from": "human", "value": "a"}]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[INST] Fix this body: {"role": "user", "content": "hi"} [/INST]',
+        '[Task] Write the JSON of a chat request such as {"messages": [{"role": "user", "content": "a"}]}.',
+    ],
+)
+def test_json_of_messages_within_a_text_is_text(text):
+    assert prompt_of("here", text, "prompt") == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [USER, SAID],
+        {"messages": [USER]},
+        [{"from": "human", "value": "a"}],
+        [{"content": "use {x}, {y}", "role": "User"}, SAID],
+        [{"role": "ipython", "content": "a"}],
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ],
+)
 def test_messages_as_json_or_as_python_writes_them_are_no_completion(value, tmp_path):
     for written in (json.dumps(value), str(value), json.dumps(value)[:-1]):
         with pytest.raises(DataError, match="completion is a string that holds messages as JSON"):
@@ -488,6 +556,44 @@ def test_a_completion_may_begin_with_its_prompt(prompt, tmp_path):
     row = {"prompt": [USER, SAID], "completion": [USER, SAID]}
     (one,) = read_files([jsonl(tmp_path, row)], "answers")
     assert [m["content"] for m in one.messages] == ["a", "b", "a", "b"]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def test_a_completion_may_begin_with_the_end_of_its_prompt(tmp_path):
+    (one,) = read_files([jsonl(tmp_path, {"prompt": [SYSTEM, USER], "completion": [USER, SAID]})], "answers")
+    assert one.messages == (SYSTEM, USER, SAID)
+    again = [USER, SAID, USER]
+    (one,) = read_files([jsonl(tmp_path, {"prompt": again, "completion": [*again, OTHER]})], "answers")
+    assert one.messages == (USER, SAID | {"weight": 0}, USER, OTHER)
+    for rest in ([], [SAID | {"weight": 0}], [USER]):
+        with pytest.raises(DataError, match="line 1: completion repeats prompt, and nothing behind it is learned"):
+            read_files([jsonl(tmp_path, {"prompt": again, "completion": [*again, *rest]})], "answers")
+
+
+@pytest.mark.parametrize("prompt", ["a", [SYSTEM, USER], [USER]])
+def test_judged_responses_may_begin_with_their_prompt(prompt, tmp_path):
+    begun = [SYSTEM, USER] if prompt == "a" else [USER]
+    whole = (SYSTEM, USER) if SYSTEM in (*begun, *prompt) else (USER,)
+    pair = {"prompt": prompt, "chosen": [*begun, SAID], "rejected": [*begun, OTHER]}
+    (one,) = read_files([jsonl(tmp_path, pair)], "pairs")
+    assert (one.prompt, one.chosen, one.rejected) == (whole, ((SAID,),), ((OTHER,),))
+    (one,) = read_files([jsonl(tmp_path, {"prompt": prompt, "completion": [*begun, SAID], "label": 1})], "labels")
+    assert (one.prompt, one.chosen) == (whole, ((SAID,),))
+
+
+@pytest.mark.parametrize("content", ["<image>a", [{"type": "image"}, {"type": "text", "text": "a"}]])
+def test_a_completion_may_repeat_a_prompt_with_images(content, tmp_path):
+    asked = USER | {"content": content}
+    row = {"prompt": [SYSTEM, asked], "images": ["a.png"]}
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    for completion in ([SYSTEM, asked, SAID], [asked, SAID], [SAID]):
+        (one,) = read_files([jsonl(tmp_path, row | {"completion": completion})], "answers")
+        assert one.messages == (SYSTEM, USER | {"content": "<image>a"}, SAID)
+    for completion in ([OTHER, asked, SAID], [asked, SAID, asked, SAID]):
+        with pytest.raises(DataError, match=r"of completion.* has .* image|of completion has parts"):
+            read_files([jsonl(tmp_path, row | {"completion": completion})], "answers")
 
 
 @pytest.mark.parametrize("mark", [0, 0.0, False])

@@ -57,11 +57,12 @@ def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
 
 @pytest.mark.parametrize("check", [(), ("--check",)], ids=["run", "check"])
 @pytest.mark.parametrize("below", ["", "/deeper"])
-@pytest.mark.parametrize("key", ["trainer.dir", "trainer.rollout_data_dir"])
-def test_a_file_in_the_place_of_the_folder(refused, tiny, tmp_path, check, below, key):
+@pytest.mark.parametrize(("key", "name"), [("trainer.dir", "sft"), ("trainer.rollout_data_dir", "ppo")])
+def test_a_file_in_the_place_of_the_folder(refused, tiny, tmp_path, check, below, key, name):
     file = tmp_path / "file"
     file.write_text("kept")
-    said = refused(*start(tiny, tmp_path / "run"), f"{key}={file}{below}", *check, status=2)
+    train, _, *rest = start(tiny, tmp_path / "run")
+    said = refused(train, f"recipes/{name}_reverse.toml", *rest, f"{key}={file}{below}", *check, status=2)
     assert f"{key}: {file} is a file; choose a folder" in said and file.read_text() == "kept"
 
 

@@ -495,6 +495,8 @@ def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path, key):
     with pytest.raises(ConfigError, match=rf"{key}: /proc/\S+ cannot be written \("):
         check_run(tiny_run(tiny, tmp_path / "runs/run", f"{key}=/proc/self/runs/run"))
     check_run(tiny_run(tiny, tmp_path / "runs/run"))
+    unused = "algorithm.name=sft", "trainer.rollout_data_dir=/proc/self/runs/run"
+    check_run(tiny_run(tiny, tmp_path / "runs/run", *unused))
     assert not (tmp_path / "runs").exists()
 
 

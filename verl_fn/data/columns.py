@@ -50,18 +50,22 @@ _TEXTS = ("context", "contexts", "input", "passage", "passages")
 FEW_NUMBERS = 16  # sizes, boxes and times; sounds and pictures have more
 _NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s*", re.IGNORECASE)
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
-_JSON_MESSAGES = (  # an object may have a role, a sender or a value of its own
-    re.compile(r"""["'](role|from)["']\s*:\s*["'](system|developer|user|human|assistant|gpt|model|tool)["']"""),
+# How such JSON begins: with a list of objects or one with a name, or with a message. Other text may hold it.
+_JSON_MESSAGES = re.compile(
+    r"""(\[\s*|\{[^\[]*["'](messages|conversations)["']\s*:\s*\[\s*)\{"""
+    r"""|\{(?=\s*["'](role|from|content|value)["']\s*:)"""
+)
+_END_OF_FIRST = re.compile(r"""["'\]]\s*\}\s*(,\s*\{|\]?\s*\}?\s*$)""")
+_OF_MESSAGE = (
+    re.compile(
+        r"""["'](role|from)["']\s*:\s*["'](system|developer|user|human|assistant|gpt|model|tool|function|ipython)["']""",
+        re.IGNORECASE,
+    ),
     re.compile(r"""["'](content|value)["']\s*:"""),
 )
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
-# Words around a mark that speak of an element of HTML or XML; other elements; and names of such texts.
-_AN_ELEMENT = re.compile(r"[`'\" ]{0,2}(is an? (\w+ )?)?(tag|element|vs)s?\b"), re.compile(r"\b(tag|element)s? $")
-_ELEMENTS = re.compile(
-    r"<[/?!]?(doctype|html|head|body|div|span|br|ul|li|img|table|td|canvas|picture|source|svg|rss|channel|xml)\b[^<>]*>",
-    re.IGNORECASE,
-)
-_MARKUP = re.compile(r"\b(html5?|xhtml|xml|svg|rss|jsx|xaml|markup)\b", re.IGNORECASE)
+_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_ELEMENT = re.compile(r"\b(tag|element)s?\b", re.IGNORECASE)
 _NO_MEDIA = (
     "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
 )
@@ -73,7 +77,8 @@ def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> st
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
-        images: how many images the row has, of which the prompt shows each; None for a response, which shows none.
+        images: how many images the row has, of which the prompt shows each; None for a response, which shows none;
+            -1 for messages whose images are not looked at.
 
     Raises:
         DataError: it is neither, or a string that holds messages as JSON, or it has videos, sounds, or more or fewer
@@ -103,7 +108,7 @@ def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> st
             messages = [_with_calls(*one) for one in zip(places, without_nulls(value), strict=True)]
             # Templates look at the content of every message. Only tool calls can be without.
             whole = tuple(m if "content" in m else {**m, "content": None} for m in messages)
-            if images:
+            if images and images > 0:
                 check_marks(place, column, whole, images)
             return whole
     if value in ("", []):
@@ -462,7 +467,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_json_of_messages(text: str) -> bool:
-    return text.lstrip().startswith(("[", "{")) and all(one.search(text) for one in _JSON_MESSAGES)
+    text = text.lstrip()
+    if not (first := _JSON_MESSAGES.match(text)):
+        return False
+    end = _END_OF_FIRST.search(text, first.end())
+    return all(one.search(text, first.end(), end.end() if end else len(text)) for one in _OF_MESSAGE)
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:
@@ -510,29 +519,24 @@ def _check_media(place: str, message: Mapping[str, Any], images: int | None) -> 
 
 
 def _check_marks(place: str, text: str, what: str) -> None:
-    marks = [mark for mark in _MEDIA_MARK.finditer(text) if not _is_element(mark, text)]
-    if marks:
-        raise DataError(f"{place}: {what} has the mark {marks[0][0]} of an image, video or sound; {_NO_MEDIA}")
+    """Raises DataError for the mark of an image, video or sound that is no element in a text about HTML or XML.
 
-
-def _is_element(mark: re.Match[str], text: str) -> bool:
-    """Returns whether what looks like the mark of an image is an element in a text about HTML or XML.
+    An element stands in backticks or has its closing tag in the text. HTML's <video> and <audio> may also stand in a
+    line with the word tag or element.
 
     Example:
-        >>> texts = "What is the `<video>` tag?", "<svg><image></svg>", "<image>\\nWrite its HTML.", "See <image>."
-        >>> [_is_element(_MEDIA_MARK.search(text), text) for text in texts]
-        [True, True, False, False]
+        >>> _check_marks("a.jsonl, line 1", "What is `<image>`? What does the <video> tag do?", "prompt")
     """
-    if mark[1] is None or mark[2] or "|" in mark[0]:
-        return False  # a token of a model
-    before, behind = text[: mark.start()], text[mark.end() :]
-    quoted = before[-1:] == behind[:1] and before[-1:] in tuple("`'\"")
-    said = _AN_ELEMENT[0].match(behind) or _AN_ELEMENT[1].search(before)
-    if quoted or said or f"</{mark[1]}>" in text:
-        return True
-    # A picture may be of a page to describe in HTML; its mark begins the text or a line.
-    first, line = (not _MEDIA_MARK.sub("", part).strip() for part in (before, before.rpartition("\n")[2]))
-    return not first and bool(_ELEMENTS.search(text) or (not line and _MARKUP.search(text)))
+    if not _MEDIA_MARK.search(text):
+        return
+    closed = {f"<{name}>" for name in ("image", "video", "audio") if f"</{name}>" in text}
+    for line in _CODE.sub("", text).splitlines():
+        elements = closed | {"<video>", "<audio>"} if _ELEMENT.search(line) else closed
+        if bad := next((mark[0] for mark in _MEDIA_MARK.finditer(line) if mark[0] not in elements), ""):
+            raise DataError(
+                f"{place}: {what} has the mark {bad} of an image, video or sound; {_NO_MEDIA}; write an element of "
+                "HTML or XML in backticks"
+            )
 
 
 def _check_weights(place: str, message: Mapping[str, Any]) -> None:

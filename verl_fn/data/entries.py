@@ -15,6 +15,7 @@ from verl_fn.data.columns import check_other, is_media, matters
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.rows import (
     ALL,
+    OF_KINDS,
     Block,
     Columns,
     DataError,
@@ -38,9 +39,6 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 
 OBJECTS = ("reward_model", "extra_info", "chat_template_kwargs")
 """Columns of objects, or of strings of JSON that hold objects."""
-
-OF_KINDS = ("messages", "completion", "chosen", "rejected", "reward_model")
-"""Columns by which rows of one kind differ from others."""
 
 DIGITS = "digits of numbers that a float does not keep (a string keeps them)"
 ABILITY = "ability, beside another one in extra_info"
@@ -126,10 +124,9 @@ class Kind:
             try:
                 yield self.make(place, used, number, unused)
             except DataError as error:
-                lacking = [name for name in OF_KINDS if name in self.required]
-                if any(used.get(name) is not None for name in lacking):
+                if convert or any(used.get(name) is not None for name in OF_KINDS if name in self.required):
                     raise
-                raise DataError(f"{error}{of_one_kind(place, lacking[0])}") from error
+                raise DataError(f"{error}{of_one_kind(place, self.required)}") from error
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:

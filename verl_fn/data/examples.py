@@ -103,14 +103,23 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
         common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
         prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
-        completion = prompt_of(place, row[COMPLETION], COMPLETION, None)
+        repeats = bool(common["images"]) and isinstance(row[COMPLETION], list)
+        completion = prompt_of(place, row[COMPLETION], COMPLETION, -1 if repeats else None)
         if isinstance(completion, str):
             return Problem(prompt, completion, **common)
-        check_turns(place, completion, COMPLETION)
-        before: Messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         begun = repeated(prompt, completion)
-        if begun and learned_turns(rest := completion[len(begun) :]):
-            before, completion = begun, tuple(rest)
+        if begun == completion and begun[-1]["role"] == "assistant":
+            begun = ()  # both are said once more
+        completion = completion[len(begun) :]
+        if begun and not learned_turns(completion):
+            raise DataError(
+                f"{place}: {COMPLETION} repeats {prompt_key}, and nothing behind it is learned; add the turn of the "
+                "assistant to learn"
+            )
+        if repeats:  # the rest shows no image
+            prompt_of(place, row[COMPLETION][len(begun) :], COMPLETION, None)
+        check_turns(place, completion, COMPLETION)
+        before: Messages = prompt if not isinstance(prompt, str) else begun or ({"role": "user", "content": prompt},)
         messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
         *_, last = learned_turns(messages)
         if messages[last + 1 :]:

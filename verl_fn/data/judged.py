@@ -179,7 +179,8 @@ def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         if begun := repeated(prompt, chosen):
             if repeated(prompt, rejected) != begun:
                 raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
-            prompt, chosen, rejected = begun, chosen[len(begun) :], rejected[len(begun) :]
+            prompt = begun if isinstance(prompt, str) else prompt
+            chosen, rejected = chosen[len(begun) :], rejected[len(begun) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
     return _judged(place, row, number, prompt, (chosen,), (rejected,))
@@ -193,6 +194,8 @@ def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         raise DataError(f"{place}: there is no {prompt_key}; data.prompt_key names the prompts' column")
     prompt = prompt_of(place, row[prompt_key], prompt_key)
     response = _response(place, row["completion"], "completion")
+    if begun := repeated(prompt, response):
+        prompt, response = begun if isinstance(prompt, str) else prompt, response[len(begun) :]
     _check_response(place, prompt, response, "completion")
     return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
 
@@ -204,11 +207,19 @@ def _response(place: str, value: Any, column: str) -> Response:
 
 
 def repeated(prompt: Response, response: Response) -> Messages:
-    """Returns the messages with which a response repeats its prompt: the same, or those up to the user's words."""
+    """Returns the messages with which a response repeats its prompt, or its end, or those up to the user's words.
+
+    Example:
+        >>> system, user, said = ({"role": role, "content": "a"} for role in ("system", "user", "assistant"))
+        >>> repeated((system, user), (user, said)), len(repeated("a", (system, user, said)))
+        (({'role': 'user', 'content': 'a'},), 2)
+    """
     if isinstance(response, str):
         return ()
     if not isinstance(prompt, str):
-        return prompt if response[: len(prompt)] == prompt else ()
+        # A turn of the assistant may be another one with the same words.
+        ends = (prompt[i:] for i, one in enumerate(prompt) if i == 0 or one["role"] != "assistant")
+        return next((end for end in ends if response[: len(end)] == end), ())
     first = next((i for i, message in enumerate(response) if message["role"] == "user"), -1)
     return response[: first + 1] if response[first]["content"] == prompt else ()
 

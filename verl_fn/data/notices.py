@@ -18,7 +18,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.columns import MARKS, is_filled, learned_turns
+from verl_fn.data.columns import MARKS, WORDS, is_filled, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
 from verl_fn.data.rendering import REASONING, Message, all_ends, in_parts, opens_reasoning, token_ids
 from verl_fn.data.tasks import Problem
@@ -34,9 +34,10 @@ OF_TOOLS = ("tools_kwargs", "interaction_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_ENCODED = 1000  # ground truths that are compared with the tokenizer's vocabulary
-FEW_ONE_IN = 20  # responses that begin as their prompt, such as greetings, are no mistake of the data
+MOST_CHARACTERS = 2000  # of a problem's texts, in which characters are looked for that the tokenizer drops
 MOST_RENDERED = 8  # problems of a group, to see which fields the template reads
 
+_NO_SIGNS = "\ufe0f\ufffd"  # how to show the sign before it, and of tokens a part of a character
 _json = json.JSONEncoder(sort_keys=True, default=repr).encode
 
 
@@ -189,7 +190,8 @@ def _is_repeated(problem: Problem) -> bool:
     said = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())] or [problem.answer]
     texts = [one if isinstance(one, str) else one[0].get("content") for one in said]
     text = (last or "").strip()
-    return bool(text) and all(
+    # A greeting is answered by one.
+    return len(text.split()) >= WORDS and all(
         len(one.strip()) > len(text) and one.strip().startswith(text) for one in map(str, texts)
     )
 
@@ -257,12 +259,11 @@ def notices(
         sizes: the number of training problems of each file, if each has a weight.
     """
     trained, held_out = traits_of(training, tokenizer), traits_of(validation, tokenizer)
-    different = np.unique(trained.prompts)
     # Of labelled responses each has a row, and a prompt may have several.
-    labelled = ((trained.flags & GOOD) > 0) != ((trained.flags & BAD) > 0)
-    if (repeated := len(trained) - len(different)) and not labelled.any():
-        yield f"data.train_files: {repeated} of {len(trained)} prompts repeat an earlier one"
-    if known := int(np.isin(held_out.prompts, different).sum()):
+    single = trained.prompts[((trained.flags & GOOD) > 0) == ((trained.flags & BAD) > 0)]
+    if repeated := len(single) - len(np.unique(single)):
+        yield f"data.train_files: {repeated} of {len(single)} prompts repeat an earlier one"
+    if known := int(np.isin(held_out.prompts, trained.prompts).sum()):
         yield f"data.val_files: {known} of {len(held_out)} held-out prompts are also in data.train_files"
     for file, size, weight in zip(table.train_files, sizes, table.weights, strict=False):
         drawn = table.train_batch_size * weight / sum(table.weights)
@@ -284,12 +285,16 @@ def notices(
         )
     yield from _of_flags(trained, answers)
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
-        if not answers and (lacking := _unwritable(problems[:MOST_ENCODED], tokenizer)):
-            many = f"{len(lacking)} of the first {min(len(problems), MOST_ENCODED)} ground truths"
-            lacks = describe_unknown("ground truth", lacking[0].answer, tokenizer)
-            yield f"{key}: no response can be {many}; {label_of(lacking[0])}: {lacks}"
+        first = range(min(len(problems), MOST_ENCODED))  # one is read at a time, with its images
+        truths = [] if answers else [problems[i].answer for i in first]
+        if lacking := _unwritable(truths, tokenizer):
+            lacks = describe_unknown("ground truth", truths[lacking[0]], tokenizer)
+            yield (
+                f"{key}: no response can be {len(lacking)} of the first {len(truths)} ground truths; "
+                f"{label_of(problems[lacking[0]])}: {lacks}"
+            )
         of = answers and key == "data.train_files"
-        texts = [_contents(one, answers=of) for one in problems[:MOST_ENCODED]]
+        texts = [_contents(problems[i], answers=of)[:MOST_CHARACTERS] for i in first]
         if gone := [(i, lost) for i, lost in enumerate(_lost(texts, tokenizer)) if lost]:
             yield (
                 f"{key}: the tokenizer drops characters or accents of {len(gone)} of the first {len(texts)} problems,"
@@ -311,8 +316,7 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
     if answers and (empty := trained.count(EMPTY)):
         yield f"data.train_files: {empty} of {len(trained)} ground truths are empty: the model learns to say nothing"
     good, bad = trained.count(GOOD), trained.count(BAD)
-    # A greeting is answered by one.
-    if (answers or good or bad) and (repeated := trained.count(REPEATED)) * FEW_ONE_IN > len(trained):
+    if (answers or good or bad) and (repeated := trained.count(REPEATED)):
         yield (
             f"data.train_files: the responses of {repeated} of {len(trained)} prompts begin with the prompt's own "
             "text, so the model learns to say it again; remove it from responses that only quote what they answer"
@@ -324,12 +328,11 @@ def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:
         )
 
 
-def _unwritable(problems: Sequence[Problem], tokenizer: Any) -> list[Problem]:
-    """Returns the problems whose ground truth has characters that the tokenizer does not know."""
+def _unwritable(truths: list[str], tokenizer: Any) -> list[int]:
+    """Returns the numbers of the ground truths with characters that the tokenizer does not know."""
     if tokenizer is None or tokenizer.unk_token_id is None:
         return []
-    ids = token_ids([one.answer for one in problems], tokenizer)
-    return [one for one, found in zip(problems, ids, strict=True) if has_unknown(found, tokenizer)]
+    return [i for i, ids in enumerate(token_ids(truths, tokenizer)) if has_unknown(ids, tokenizer)]
 
 
 def _contents(problem: Problem, *, answers: bool) -> str:
@@ -362,16 +365,16 @@ def _lost(texts: Sequence[str], tokenizer: Any) -> list[list[str]]:
 
 
 def _said(ids: Sequence[int], tokenizer: Any) -> str:
-    """Returns what tokens say, without unknown ones and parts of characters."""
+    """Returns what tokens say, without unknown ones."""
     known = [i for i in ids if i != tokenizer.unk_token_id]
     said: str = tokenizer.decode(known, clean_up_tokenization_spaces=False)
-    return said.replace("\ufffd", "")
+    return said
 
 
 def _parts(text: str) -> Counter[str]:
     """Returns the letters, signs and marks of a text, accents by themselves, and ligatures as their letters."""
     plain = unicodedata.normalize("NFKD", text).casefold()
-    return Counter(c for c in plain if not c.isspace() and unicodedata.category(c)[0] != "C" and c != "\ufe0f")
+    return Counter(c for c in plain if not c.isspace() and unicodedata.category(c)[0] != "C" and c not in _NO_SIGNS)
 
 
 class _Read(dict[str, Any]):
@@ -514,12 +517,12 @@ def _not_rendered(known: Sequence[Sequence[Problem]], traits: Sequence[Traits], 
         ends = tokenizer.batch_decode([[token] for token in all_ends(tokenizer, tokenizer.eos_token_id)])
         written = (prompt.partition(asked["content"])[2].split() or [""])[0]
         places = [np.flatnonzero((one.flags & TEXT != 0) & (one.flags & SPECIAL == 0)) for one in traits]
-        first = [made[int(i)].prompt for made, of in zip(known, places, strict=True) for i in of[:MOST_RENDERED]]
         in_turns = whole.partition(said["content"])[2].lstrip().startswith(tuple(ends))
-        if written and in_turns and first and not any(written in text for text in first):
+        first = [(made, int(i)) for made, of in zip(known, places, strict=True) for i in of[:MOST_ENCODED]]
+        if written and in_turns and (plain := sum(written not in made[i].prompt for made, i in first)):
             yield (
-                f"{sum(map(len, places))} of {sum(map(len, traits))} prompts are strings, which no chat template "
-                "renders: the model continues them as text; write messages for a model that answers in turns"
+                f"{plain} of the first {len(first)} prompts that are strings are not as the chat template writes a "
+                "prompt: the model continues them as text; write messages for a model that answers in turns"
             )
 
 

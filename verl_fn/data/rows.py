@@ -19,6 +19,10 @@ import pyarrow.parquet as pq
 from verl_fn.errors import UserError, closest
 
 Row = dict[str, Any]
+
+OF_KINDS = ("messages", "completion", "chosen", "rejected", "reward_model")
+"""Columns by which rows of one kind differ from others."""
+
 FEW, MANY = 64, 1024  # rows that are read together; few of a Parquet file that may have images
 
 
@@ -64,8 +68,11 @@ class Columns:
         """Returns whether a column is read."""
         return self.optional is None or name in self.required or name in self.optional or self.others(name)
 
-    def check(self, place: str, names: Collection[str]) -> None:
+    def check(self, place: str, names: Collection[str], *, of_file: bool = False) -> None:
         """Checks that all required columns are there.
+
+        Args:
+            of_file: whether the names are as the file has them in the row at the place.
 
         Raises:
             DataError: one is not; the message names the most similar column.
@@ -83,7 +90,7 @@ class Columns:
                     + (f" (did you mean {match!r}?)" if match else "")
                     + f"; its columns are {', '.join(names)}"
                     + (f"; {self.hint}" if self.hint else "")
-                    + of_one_kind(place, column)
+                    + (of_one_kind(place, self.required) if of_file and not match else "")
                 )
 
 
@@ -157,14 +164,41 @@ def read_rows(file: str | Path, required: Sequence[str]) -> Iterator[tuple[str, 
         yield from block_rows(block, columns)
 
 
-def of_one_kind(place: str, column: str) -> str:
-    """Returns words about the first row of a row's file with a value in a column; nothing without such a row."""
-    with contextlib.suppress(DataError):
-        for block in read_blocks(place.rpartition(", ")[0], ALL):
-            for other, row in block_rows(block, ALL):
-                if row.get(column) is not None:
-                    return f"; {other} has {column}, and rows of another kind belong into a file of their own"
+def of_one_kind(place: str, required: Sequence[str]) -> str:
+    """Returns words about the first row of the kind that a row's file has, if the row has a column of another kind.
+
+    Args:
+        place: of the row.
+        required: columns of the kind.
+    """
+    file, _, here = place.rpartition(", ")
+    own = [name for name in OF_KINDS if name in required]
+    other, first = False, ""
+    with contextlib.suppress(OSError, ValueError, AttributeError, pa.ArrowException):
+        for where, names in _kinds(Path(file)):
+            if where == here and not (other := not names.issubset(own)):
+                break
+            if not first and (has := next((name for name in own if name in names), "")):
+                first = f"; {file}, {where} has {has}, and rows of another kind belong into a file of their own"
+            if other and first:
+                return first
     return ""
+
+
+def _kinds(path: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yields the number of each row of a file and which columns of ``OF_KINDS`` have a value in it."""
+    if path.suffix != ".parquet":
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    yield f"line {number}", {name for name in OF_KINDS if row.get(name) is not None}
+        return
+    with pq.ParquetFile(path) as file:
+        names = [name for name in OF_KINDS if name in file.schema_arrow.names]
+        batches = file.iter_batches(FEW, columns=names)
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"row {number}", {name for name in names if row[name] is not None}
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:
@@ -329,7 +363,7 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
             f"{place} is not a JSON object, one a line: {row!r:.80}; of a file with one list, jq -c '.[]' FILE makes "
             "such lines"
         )
-    columns.check(place, row)
+    columns.check(place, row, of_file=True)
     kept = {}
     for name, value in row.items():
         if columns.has(name):

@@ -326,6 +326,8 @@ def _reason(key: str, moves: Mapping[str, Move], ignored: Mapping[str, str]) -> 
     rule = _rule(key)
     if rule:
         return rule if isinstance(rule, str) else "it asks for what happens here anyway"
+    if key == "data.val_files":
+        return "no held-out files"
     known = key in SAME or key in PPO_DEFAULTS or key in SFT_DEFAULTS or key.startswith(tuple(TABLES))
     return "null leaves the default" if known else ""
 

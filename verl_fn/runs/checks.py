@@ -174,8 +174,9 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 def check_run_folder(plan: Plan) -> None:
     """Checks that the folders that a run writes are no files and lie in none, and that its own is no model's."""
-    if (Path(plan.trainer.dir) / "config.json").is_file():
-        raise ConfigError(f"trainer.dir: {plan.trainer.dir} is the folder of a model; choose another one for the run")
+    own = Path(plan.trainer.dir)
+    if (own / "config.json").is_file():
+        raise ConfigError(f"trainer.dir: {own} is the folder of a model; choose another folder for the run")
     for key, folder in _written_folders(plan):
         if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
             raise ConfigError(f"{key}: {taken} is a file; choose a folder")
@@ -196,8 +197,10 @@ def check_writable(plan: Plan) -> None:
 
 def _written_folders(plan: Plan) -> list[tuple[str, Path]]:
     """Returns the folders that a run writes, with their keys."""
-    given = {"trainer.dir": plan.trainer.dir, "trainer.rollout_data_dir": plan.trainer.rollout_data_dir}
-    return [(key, Path(folder)) for key, folder in given.items() if folder]
+    given = {"trainer.dir": plan.trainer.dir}
+    if plan.learns_from == "samples" and plan.trainer.rollout_data_dir:
+        given["trainer.rollout_data_dir"] = plan.trainer.rollout_data_dir
+    return [(key, Path(folder)) for key, folder in given.items()]
 
 
 def check_has_training(plan: Plan) -> None:

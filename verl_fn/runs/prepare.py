@@ -225,7 +225,8 @@ def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenize
             if texts[0] != texts[1]:
                 yield (
                     f"algorithm.{name}: the chat template in {role.folder} writes {label_of(problem)} otherwise than "
-                    "the actor's, and the model reads what the actor's writes; take one that learned from the same"
+                    "the actor's, and the model reads what the actor's writes; take a model that learned from the "
+                    "actor's chat template"
                 )
                 break
 
