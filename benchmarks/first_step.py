@@ -96,12 +96,16 @@ def optimizer_of(shape: str) -> Optimizer:
     return chain(clip_by_global_norm(CLIP), adamw(constant(RATES[shape]), weight_decay=0.01))
 
 
+def _has_weights(model: Path) -> bool:
+    return any(model.glob("*.safetensors"))
+
+
 def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: Batch, device: str) -> None:
     """For a reference, its batch, and for each head a state with moments."""
     (folder / text).mkdir()
     for head in {loss_of(name)[0] for name in losses}:
         backend = Layout.parse(text).make(folder / "model", optimizer_of(shape), head, batch, device)
-        pretrained = shape == OWN and any((folder / "model").glob("*.safetensors"))
+        pretrained = shape == OWN and _has_weights(folder / "model")
         state = backend.load_pretrained() if pretrained else backend.init(Key.from_seed(0))
         warm = cross_entropy() if head == "lm" else value_clip()
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
@@ -302,11 +306,7 @@ def main(argv: Sequence[str]) -> int:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if args.model is None:
-            new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
-        else:
-            args.shape = OWN
-            (folder / "model").symlink_to(Path(args.model).resolve())
+        _place_model(folder / "model", args)
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
             bf16: dict[str, dict[str, Any]] = {}
@@ -330,6 +330,17 @@ def main(argv: Sequence[str]) -> int:
     if args.png:
         chart.draw(results, BARS, {layout.text: layout.dtype for layout in layouts}, Path(args.png))
     return 1 if failed or any(r["missed"] for r in results) else 0
+
+
+def _place_model(place: Path, args: Any) -> None:
+    """Makes the model of a shape, or links the user's; says if that one gets random weights."""
+    if args.model is None:
+        new_model(place, chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
+        return
+    args.shape = OWN
+    place.symlink_to(Path(args.model).resolve())
+    if not _has_weights(place):
+        print(f"{args.model} has no *.safetensors, so the weights are random")
 
 
 def _reference(folder: Path, args: Any, reference: str, layouts: Sequence[Layout]) -> dict[str, dict[str, Any]]:

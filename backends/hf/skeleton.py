@@ -342,10 +342,11 @@ class Skeleton(nn.Module):
         own = set(params if self.trainable is None else self.trainable)
         if differing := sorted(own.symmetric_difference(params.trained())):
             raise ValueError(
-                f"this state was given another set of trainable parameters ({len(differing)} differ: "
-                f"{', '.join(differing[:3])}), which a checkpoint does not keep: save it with the backend's own set, "
-                "attrs.evolve(state, params=attrs.evolve(state.params, trainable=...)), and choose again after "
-                "restore"
+                f"this state has another set of trainable parameters than the backend's ({len(differing)} differ: "
+                f"{', '.join(differing[:3])}), and a checkpoint does not keep the set. If its params are of another "
+                "state, such as a reference with the parameters of the actor, keep its own set: "
+                "attrs.evolve(reference, params=attrs.evolve(actor.params, trainable=reference.params.trainable)). "
+                "If you chose the set, save the state with the backend's own, and choose again after restore"
             )
 
     def check_batch(self, batch: Batch) -> None:

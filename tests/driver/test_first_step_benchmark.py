@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import sys
 from unittest import mock
 
@@ -80,6 +81,11 @@ def test_a_model_of_the_users(tmp_path, monkeypatch, capsys):
     first_step.main(["--model", str(folder), "--layouts", "local", *options, "--losses", "sft", "value"])
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["model"] == str(folder) and [r["missed"] for r in result["results"]] == [[], []]
+    assert "random" not in capsys.readouterr().out
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(folder / "config.json", bare)
+    first_step.main(["--model", str(bare), "--layouts", "local", *options, "--losses", "sft"])
+    assert f"{bare} has no *.safetensors, so the weights are random\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         first_step.main(["--model", str(tmp_path), *options])
     assert "is no model folder: it has no config.json" in capsys.readouterr().err

@@ -208,7 +208,9 @@ def test_dynamic_sampling_becomes_dapo():
     options = structure(translated(f"{line}3").table).algorithm.options
     assert (options.filter_groups.max_num_gen_batches, options.filter_groups.metric) == (3, "score")
     assert (options.clip_ratio_low, options.clip_ratio_high) == (0.2, 0.2)
-    assert "in verl, 0 is without a limit" in translated(f"{line}0").report()
+    assert "0 in verl, without a limit" in translated(f"{line}0").report()
+    unset = translated(f"{GRPO_LORA} {start}enable=True")
+    assert f"{start}max_num_gen_batches = 10; 0 in verl, without a limit" in unset.defaults
     # A call for samples asks verl's engine for whole batches, and ours for what a batch lacks.
     asked = translated(f"{line}3 data.gen_batch_size=100 data.train_batch_size=64")
     assert asked.table["algorithm"]["filter_groups"]["max_num_gen_batches"] == 5

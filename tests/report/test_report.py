@@ -191,9 +191,19 @@ def test_answers_stand_side_by_side_at_the_last_common_evaluation(tmp_path):
     a = write(tmp_path / "a", brief(4), [answer(s, response=f"a{s}") for s in (0, 2, 4)])
     b = write(tmp_path / "b", brief(2), [answer(s, response=f"b{s}", acc=0.0, finished=False) for s in (0, 2)])
     text, found = page(report([a, b, write(tmp_path / "c", brief(1))], tmp_path / "page.html"))
-    assert "At step 2." in text
+    assert "At step 2, the last evaluation that all of them have." in text
+    assert "a: from step 0 to step 4" in text and "b: from step 0 to step 2" in text
     at = found.cells.index("ab>")
     assert found.cells[at : at + 4] == ["ab>", "ba", "a2✓ right reward 1", "b2✗ wrong reward 0, cut off"]
+
+
+def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
+    asked = [answer(s, response=f"{name}{s}", answer=name) for s in (0, 4) for name in ("one", "two")]
+    text, found = page(report([write(tmp_path / "a", brief(4), asked)], tmp_path / "page.html"))
+    rows = [found.cells[i : i + 3] for i, cell in enumerate(found.cells) if cell == "ab>"]
+    assert rows[:2] == [["ab>", name, f"{name}4✓ right reward 1"] for name in ("one", "two")]
+    assert rows[2:] == [["ab>", name, f"{name}0✓ right reward 1"] for name in ("one", "two")]
+    assert "At step 4." in text and "+0 right of 2" in text
 
 
 def test_runs_without_a_common_evaluation_show_their_own_last(tmp_path):

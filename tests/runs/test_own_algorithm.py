@@ -205,6 +205,20 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
         assert (last["actor/lr"] == 0.0) is not counted
 
 
+def test_the_refreshed_reference_on_the_page_is_saved_and_replayed(tiny, tmp_path):
+    page = (ROOT / "docs/your_own.md").read_text()
+    code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :]
+    refreshing = code[code.index("def learn_and_refresh") :].partition("```")[0].replace("% 20", "% 2")
+    options = "@attrs.frozen(kw_only=True)\nclass Options:\n    pass\n\n\ndef mine(options: Options)"
+    code = code.partition("```")[0].replace("def mine(options: Options)", f"{refreshing}\n\n{options}")
+    (tmp_path / "own.py").write_text(code.replace("learn=learn,", "learn=learn_and_refresh,"))
+    more = [f"algorithm.name={tmp_path}/own.py:mine", "trainer.save_freq=2", "actor.optim.lr=0.1"]
+    train(make_plan(load(overrides=overrides(tiny, tmp_path / "run", *more))), silent)
+    far = {row["step"]: row["actor/kl_loss"] for row in read_metrics(tmp_path / "run") if row["step"]}
+    assert far[1] == far[3] == 0.0 < far[2]
+    assert replay(tmp_path / "run", 3, say=silent).difference is None
+
+
 def test_the_algorithm_with_two_updates_on_the_page_trains_and_counts_them(tiny, tmp_path):
     page = (ROOT / "docs/your_own.md").read_text()
     code = page[page.index("import attrs\n\nfrom verl_fn import Algorithm, Outline, aggregate") :]

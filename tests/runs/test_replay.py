@@ -60,6 +60,12 @@ def test_an_evaluation_that_differs_is_named(copy):
     assert replay(copy, 3, say=SILENT).difference.startswith(f"metric {name}: logged")
 
 
+def test_counters_of_work_are_not_compared(copy):
+    """A continued run may have copied what the replay, which starts at another checkpoint, need not."""
+    change(copy / "metrics.jsonl", 3, lambda row: row.update({"perf/residency_copies": 24.0}))
+    assert replay(copy, 3, say=SILENT).difference is None
+
+
 def test_a_step_of_several_processes_is_not_replayed_in_one(copy):
     """It would be rounded otherwise, which is no fault of the run."""
     change(copy / "metrics.jsonl", 2, lambda row: row.update({"perf/ranks": 2}))

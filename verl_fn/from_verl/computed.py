@@ -49,6 +49,7 @@ class Move:
         value: its value.
         remark: how it differs, for the report.
         problem: why the keys cannot be followed; nothing is set then.
+        differs: whether verl's default means something else though ``value`` is the default here.
     """
 
     keys: tuple[str, ...]
@@ -56,6 +57,7 @@ class Move:
     value: Any = None
     remark: str = ""
     problem: str = ""
+    differs: bool = False
 
 
 def algorithm(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -135,14 +137,16 @@ def _dynamic_sampling(values: Values) -> Iterator[Move]:
         remark = "" if metric in ("acc", "score") else "the rewards of a response add up to its score"
         yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)
     most = values.get(key := start + "max_num_gen_batches") or 0
-    remark = "" if most > 0 else "in verl, 0 is without a limit"
+    limited = most > 0
+    remark = "" if limited else f"{most} in verl, without a limit"
     keys: tuple[str, ...] = (key,)
     batch, drawn = values.get("data.train_batch_size"), values.get("data.gen_batch_size")
     # A call asks for the prompts that a batch lacks, so it takes more calls to ask for as many.
-    if most > 0 and isinstance(batch, int) and isinstance(drawn, int) and drawn > batch > 0:
+    if limited and isinstance(batch, int) and isinstance(drawn, int) and drawn > batch > 0:
         remark = f"{most} calls for {drawn} prompts; a call here asks for at most {batch}"
         keys, most = (key, "data.gen_batch_size"), -(-most * drawn // batch)
-    yield Move(keys, "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
+    ours, calls = "algorithm.filter_groups.max_num_gen_batches", most if limited else 10
+    yield Move(keys, ours, calls, remark, differs=not limited)
 
 
 def unequal(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:

@@ -152,7 +152,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     return Translation(
         table,
         [line + ("" if key in kept else AS_HERE) for key, line in lines.items() if by_user[key]],
-        [line for key, line in lines.items() if not by_user[key] and key in kept],
+        [line for key, line in lines.items() if not by_user[key] and (key in kept or moves[key].differs)],
         reasons,
         list(dict.fromkeys(refused.values())),
         [_unknown(name, settings) for name, reason in others.items() if not reason],

@@ -11,6 +11,7 @@ import re
 import shlex
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
@@ -43,6 +44,7 @@ _SUMMARY_COLUMNS = (
 )  # fmt: skip
 _CHARTS_IN_PNG = 8
 _TRAINING = ("prompt", "expected", "response")
+Asked = tuple[str, str, int]  # data source, prompt, and the number among the problems that share these
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
 
 
@@ -58,7 +60,7 @@ class RunRecord:
         toml: the config file as it was written.
         config: the config's values by dotted key, with the defaults of keys that the file does not have.
         rows: the metrics, one row for each step.
-        answers: the held-out answers by step, then by data source and prompt.
+        answers: the held-out answers by step, then by what was asked.
         failure: how the run ended, if it failed.
     """
 
@@ -67,7 +69,7 @@ class RunRecord:
     toml: str
     config: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
-    answers: Mapping[int, Mapping[tuple[str, str], Mapping[str, Any]]]
+    answers: Mapping[int, Mapping[Asked, Mapping[str, Any]]]
     failure: str = ""
 
 
@@ -160,9 +162,13 @@ def _read(folder: Path, label: str) -> RunRecord:
     if not rows:
         state = f"it {failure}" if failure else "wait for its first step"
         raise ReportError(f"{folder} has no metrics yet; {state}")
-    answers: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    answers: dict[int, dict[Asked, Mapping[str, Any]]] = {}
+    seen = Counter[tuple[int, str, str]]()
     for line in read_answers(folder):
-        answers.setdefault(line["step"], {})[line["data_source"], line["prompt"]] = line
+        # Problems may share a prompt: the state of an environment, or another answer, tells them apart.
+        step, source, prompt = asked = line["step"], line["data_source"], line["prompt"]
+        answers.setdefault(step, {})[source, prompt, seen[asked]] = line
+        seen[asked] += 1
     return RunRecord(label, folder, toml, config, rows, answers, failure)
 
 
@@ -361,7 +367,7 @@ def _samples(runs: Sequence[RunRecord]) -> str:
     if not logged:
         return ""
     # Only runs that were evaluated on the same prompts share a table, so that no table has empty cells.
-    groups: dict[frozenset[tuple[str, str]], list[RunRecord]] = {}
+    groups: dict[frozenset[Asked], list[RunRecord]] = {}
     for run in logged:
         groups.setdefault(frozenset(run.answers[max(run.answers)]), []).append(run)
     return "<h2>Held-out answers</h2>\n" + "".join(_sample(group, len(groups) == 1) for group in groups.values())
@@ -381,8 +387,10 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
         cells = "".join(map(_answer, answers))
         rows.append(f"<td>{_prompt(known)}</td><td>{_block(known['answer'])}</td>{cells}")
     when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
+    if common and any(max(run.answers) > max(common) for run in logged):
+        when += ", the last evaluation that all of them have"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
-    changes = "".join(_change(run, last[run.label], prompts[:SHOWN]) for run in logged)
+    changes = "".join(_change(run, prompts[:SHOWN]) for run in logged)
     whose = "" if alone else escaped(", ".join(run.label for run in logged)) + ": "
     table = table_of(["prompt", "expected", *columns], rows, "samples", "Held-out answers")
     return f'<p class="soft">{whose}{when if alone else when[0].lower() + when[1:]}{cut}.</p>\n{table}{changes}'
@@ -411,9 +419,9 @@ def _training(runs: Sequence[RunRecord]) -> str:
     return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
 
 
-def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> str:
-    """Shows the answers of the first and the last evaluation side by side, in a folded section."""
-    first = min(run.answers)
+def _change(run: RunRecord, prompts: Iterable[Asked]) -> str:
+    """Shows the answers of a run's first and last evaluation side by side, in a folded section."""
+    first, last = min(run.answers), max(run.answers)
     if first == last:
         return ""
     before, after = run.answers[first], run.answers[last]

@@ -20,13 +20,15 @@ from .evaluate import validate
 from .fitting import sized
 from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
-from .logs import TIMED, metrics_row, read_journal, read_metrics
+from .logs import metrics_row, read_journal, read_metrics
 from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
 from .state import RunState, algorithm_of, initial_state, offloaded_roles, on_one_gpu, run_of
 from .steps import RANKS, ROWS_WAITING, advance
+
+HOW = ("timing_s/", "perf/")  # families of metrics that do not say what a step computed
 
 
 def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Plan:
@@ -203,8 +205,11 @@ def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:
-    """Returns a row without times, and without evaluation metrics unless the evaluation was repeated."""
-    excluded = TIMED if evaluated else (*TIMED, "val-")
+    """Returns a row without times, and without evaluation metrics unless the evaluation was repeated.
+
+    Counters of work (``perf/``) say how a step was computed, and a continued run may have computed it otherwise.
+    """
+    excluded = HOW if evaluated else (*HOW, "val-")
     return {name: value for name, value in row.items() if not name.startswith(excluded)}
 
 

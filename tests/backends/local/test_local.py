@@ -280,6 +280,16 @@ def test_a_chosen_set_of_trained_parameters_is_not_lost_in_a_checkpoint(tiny, tm
     assert tree.equal(backend.restore(tmp_path / "all"), state)
 
 
+def test_a_reference_with_the_parameters_of_an_actor_is_saved_with_its_own_set(tiny, tmp_path):
+    backend = Local(tiny, frozen())
+    reference, actor = backend.load_pretrained(), Local(tiny, OPTIMIZER).init(Key.from_seed(1))
+    with pytest.raises(ValueError, match=r"trainable=reference\.params\.trainable"):
+        backend.save(attrs.evolve(reference, params=actor.params), tmp_path / "taken")
+    refreshed = attrs.evolve(reference, params=attrs.evolve(actor.params, trainable=reference.params.trainable))
+    backend.save(refreshed, tmp_path / "refreshed")
+    assert tree.equal(backend.restore(tmp_path / "refreshed"), refreshed)
+
+
 def test_batches_that_cannot_be_run_are_refused(tiny):
     backend = Local(tiny, OPTIMIZER, max_tokens=8)
     state = backend.load_pretrained()
