@@ -509,3 +509,31 @@ def test_a_name_that_is_not_in_a_file_gets_the_names_that_are(tmp_path):
         load_object(f"{tmp_path}/parts.py:median", "algorithm.adv_estimator")
     with pytest.raises(LoadError, match=r"has no function 'median'; it has score$"):
         find("parts.py:median", str(tmp_path))
+
+
+LOSSES = """
+import functools
+from verl_fn.steps import loss, ppo_clip
+from typing import Callable
+
+@loss(needs=["logprobs"])
+def cispo_mine(outputs, batch):
+    return -outputs.logprobs, {}
+
+def soft(weight=1.0):
+    return weight * cispo_mine
+
+clipped: object = ppo_clip()
+softer = functools.partial(soft, weight=0.5)
+limit = 3
+"""
+
+
+def test_losses_are_among_the_names_that_are_in_a_file(tmp_path):
+    """They are objects, whose class is none of the file; what the file imports is not listed."""
+    file = tmp_path / "parts.py"
+    file.write_text(LOSSES)
+    with pytest.raises(ConfigError, match=r"has no 'cispo'; did you mean cispo_mine\?$"):
+        load_object(f"{file}:cispo", "algorithm.policy_loss")
+    with pytest.raises(ConfigError, match=r"has no 'nope'; it has cispo_mine, soft, clipped, softer$"):
+        load_object(f"{file}:nope", "--losses")
