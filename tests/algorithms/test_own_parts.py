@@ -130,9 +130,18 @@ def breaks(state, experience, w):
     return learn(state, experience, w, estimate=divided)
 
 
+def keeps(state, experience, w):
+    _, report = learn(state, experience, w)
+    return attrs.evolve(state, step=state.step + 1), report
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (
+            keeps,
+            r"keeps .* returns a state whose actor cannot be used: this TrainState .* was donated to apply_update",
+        ),
         (forgets, r"forgets \(.*test_own_parts.py:\d+\) returns a State; learn returns the next state and a report"),
         (stays, "stays .* returns a state of step 0 after step 0; it must add 1 to step"),
         (lists, "lists .* reports a list as 'scores'; a report has one number for each name"),
@@ -143,6 +152,15 @@ def breaks(state, experience, w):
 def test_what_learn_must_not_return(function, message):
     with pytest.raises(AlgorithmError, match=message):
         step(own(learn=function), workers())
+
+
+def test_a_handle_to_a_state_that_an_update_has_taken_over_is_not_returned():
+    def kept(state, experience, w):
+        after, report = learn(state, experience, w)
+        return attrs.evolve(after, actor=SimpleNamespace(fate="this remote TrainState was donated.")), report
+
+    with pytest.raises(AlgorithmError, match=r"kept .* whose actor cannot be used: this remote TrainState was"):
+        step(own(learn=kept), workers())
 
 
 @node

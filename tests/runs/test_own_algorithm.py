@@ -453,6 +453,8 @@ def notes_of(plan, capsys):
         (("experience.batch,", "experience.batch.with_tokens(x=experience.batch['advantage']),"),
          "no field 'advantage'"),
         (('"token-mean"', '"token-means"'), "fails: ValueError: .*token-means"),
+        (("actor=new, step", "step"), "fails: learn .* a state whose actor cannot be used: .* was donated to"),
+        (("actor=new, step", "actor=(new, more), step"), "fails: AttributeError: 'tuple' object"),
         (("counted: bool = False", "counted: bool = True"), None),
         (("cross_entropy())", "likeliest())"), None),
     ],

@@ -16,7 +16,7 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.names import is_reference
 from verl_fn.errors import closest, kind_of, place_of, raised_as
-from verl_fn.state import PER_ROW, Batch, TokenOutputs, read_only, tree
+from verl_fn.state import PER_ROW, Batch, DonatedError, TokenOutputs, read_only, tree
 from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
 from verl_fn.steps import Loss, LossError
@@ -171,10 +171,29 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
         raise AlgorithmError(
             f"{place_of(learn)} returns a state of step {step} after step {state.step}; it must add 1 to step"
         )
+    _check_roles(after[0], w, learn)
     _check_leaves(state, after[0], w, learn)
     samples = sample_report(experience.batch) if isinstance(experience.batch, Batch) else {}
     report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
     return after[0], report | _left_out(passes, experience.batch, learn)
+
+
+def _check_roles(after: Any, w: Workers, learn: Callable[..., Any]) -> None:
+    """Raises an error if a role's training state is one that an update has taken over.
+
+    Raises:
+        AlgorithmError: it was donated, on this process or on its ranks.
+    """
+    for role in w.trainers:
+        try:
+            fate = getattr(getattr(after, role, None), "fate", None)  # of a handle; a donated node has no field
+        except DonatedError as error:
+            fate = str(error)
+        if fate:
+            raise AlgorithmError(
+                f"{place_of(learn)} returns a state whose {role} cannot be used: {fate} The next state has the new "
+                f"one: attrs.evolve(state, {role}=..., step=state.step + 1)"
+            )
 
 
 def _check_leaves(before: Any, after: Any, w: Workers, learn: Callable[..., Any]) -> None:
