@@ -539,3 +539,23 @@ def test_losses_are_among_the_names_that_are_in_a_file(tmp_path):
         load_object(f"{file}:cispo", "algorithm.policy_loss")
     with pytest.raises(ConfigError, match=r"has no 'nope'; it has cispo_mine, soft, clipped, softer$"):
         load_object(f"{file}:nope", "--losses")
+
+
+def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp_path, capsys):
+    file = tmp_path / "parts.py"
+    file.write_text(LOSSES.replace("    return -outputs", "    'Weighs tokens.'\n    return -outputs") + OWN_PARTS)
+    assert main(["list", f"{file}:cispo_mine"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}:cispo_mine: a loss, for algorithm.policy_loss",
+        f"  cispo_mine ({file}:6): Weighs tokens.",
+        "    reads logprobs and returns one value for each token",
+    ]
+    assert main(["list", f"{file}:clipped"]) == 0
+    assert "  ppo_clip (" in capsys.readouterr().out
+    for name, kind in (("signs", r"a function of \(batch\)"), ("limit", "a int")):
+        assert main(["list", f"{file}:{name}"]) == 2
+        said = capsys.readouterr().err
+        assert re.search(rf"{file}:{name} is {kind}, and list describes an algorithm or a loss: ", said), said
+        assert "algorithm.name" not in said
+    assert main(["list", f"{file}:nope"]) == 2
+    assert "algorithm.name" not in capsys.readouterr().err
