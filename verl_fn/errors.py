@@ -1,5 +1,6 @@
 """What a user reads: errors that a user can cause and fix, what their messages name, and lines on the screen."""
 
+import ast
 import contextlib
 import difflib
 import importlib.metadata
@@ -107,9 +108,26 @@ def instead_of(name: str, module: ModuleType) -> str:
         >>> instead_of("Randon", random), instead_of("x", ModuleType("empty"))
         ('; did you mean Random?', '')
     """
-    own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    public = [n for n in own if not n.startswith("_")]
+    made = _made_in(module)
+    public = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (getattr(value, "__module__", None) == module.__name__ or (name in made and callable(value)))
+    ]
     return did_you_mean(name, public) or (f"; it has {', '.join(public)}" if public else "")
+
+
+def _made_in(module: ModuleType) -> set[str]:
+    """Returns the names that a module's source defines or assigns, and does not import; none without a source."""
+    try:
+        body = ast.parse(inspect.getsource(module)).body
+    except (OSError, TypeError, ValueError, SyntaxError):  # no source, or one that was edited since
+        return set()
+    assigned = [target for one in body if isinstance(one, ast.Assign) for target in one.targets]
+    assigned += [one.target for one in body if isinstance(one, ast.AnnAssign)]
+    defined = {one.name for one in body if isinstance(one, ast.FunctionDef)}
+    return defined | {target.id for target in assigned if isinstance(target, ast.Name)}
 
 
 def place_of(fn: Callable[..., object]) -> str:

@@ -130,9 +130,18 @@ def breaks(state, experience, w):
     return learn(state, experience, w, estimate=divided)
 
 
+def keeps(state, experience, w):
+    _, report = learn(state, experience, w)
+    return attrs.evolve(state, step=state.step + 1), report
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (
+            keeps,
+            r"keeps .* returns a state whose actor cannot be used: this TrainState .* was donated to apply_update",
+        ),
         (forgets, r"forgets \(.*test_own_parts.py:\d+\) returns a State; learn returns the next state and a report"),
         (stays, "stays .* returns a state of step 0 after step 0; it must add 1 to step"),
         (lists, "lists .* reports a list as 'scores'; a report has one number for each name"),
@@ -143,6 +152,15 @@ def breaks(state, experience, w):
 def test_what_learn_must_not_return(function, message):
     with pytest.raises(AlgorithmError, match=message):
         step(own(learn=function), workers())
+
+
+def test_a_handle_to_a_state_that_an_update_has_taken_over_is_not_returned():
+    def kept(state, experience, w):
+        after, report = learn(state, experience, w)
+        return attrs.evolve(after, actor=SimpleNamespace(fate="this remote TrainState was donated.")), report
+
+    with pytest.raises(AlgorithmError, match=r"kept .* whose actor cannot be used: this remote TrainState was"):
+        step(own(learn=kept), workers())
 
 
 @node
@@ -469,6 +487,73 @@ def test_needs_that_no_model_gives_are_found_before_a_run(here):
     check_fields(GRPO(policy_loss="me:of_entropy"))
     with pytest.raises(ConfigError, match=r"the needs of me:of_logits: a lm model gives \[.*\], not \['logits'\]"):
         check_fields(GRPO(policy_loss="me:of_logits"))
+
+
+@loss(needs=["logprobs"])
+def scalar(outputs, batch):
+    return (-batch["advantages"] * outputs.logprobs).sum(), {}
+
+
+@loss(needs=["logprobs"])
+def of_rows(outputs, batch):
+    return -batch.sum_rows(outputs.logprobs), {}
+
+
+@loss(needs=["logprobs"], level="row")
+def at_rows(outputs, batch):
+    return -batch.sum_rows(outputs.logprobs), {}
+
+
+@loss(needs=["candidate_logprobs"])
+def over_candidates(outputs, batch):
+    return -outputs.candidate_logprobs.sum(-1), {}
+
+
+@loss(needs=["logprobs"])
+def in_place(outputs, batch):
+    batch["advantages"].mul_(2.0)
+    return -batch["advantages"] * outputs.logprobs, {}
+
+
+def plain_tensor(batch):
+    return batch["token_level_rewards"]
+
+
+def grouped(batch):
+    """Takes two rows for five responses to each problem, of which there are none here."""
+    scores = batch.sum_rows(batch["token_level_rewards"]).view(5, -1)
+    return scaled(batch, scores.mean())
+
+
+def logarithm(batch):
+    """Is nan for rewards that are not positive."""
+    return batch.with_tokens(advantages=batch["token_level_rewards"].log())
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("policy_loss", "scalar", r"the loss scalar \(.*\) has the shape \(\), but the batch has 19 tokens"),
+        ("policy_loss", "of_rows", r"the loss of_rows \(.*\) has the shape \(2,\), but the batch has 19 tokens"),
+        ("policy_loss", "in_place", "the loss in_place .* writes into advantages in place"),
+        ("policy_loss", "at_rows", None),
+        ("policy_loss", "over_candidates", None),
+        ("adv_estimator", "plain_tensor", "me:plain_tensor returns a Tensor; an estimator returns batch.with_tokens"),
+        ("adv_estimator", "centres", "me:centres writes into token_level_rewards in place"),
+        ("adv_estimator", "by_row", "me:by_row writes advantages for each row"),
+        ("adv_estimator", "short", "me:short fails with: .* batch has 2 rows and 19 tokens"),
+        ("adv_estimator", "mixed", "me:mixed fails with: .* batch has 2 rows and 19 tokens"),
+        ("adv_estimator", "grouped", None),
+        ("adv_estimator", "logarithm", None),
+        ("adv_estimator", "unmasked", None),
+        ("adv_estimator", "scaled", None),
+    ],
+)
+def test_what_parts_return_is_found_before_a_run(here, key, name, message):
+    """What depends on numbers of the batch is not, since a batch of the run has others."""
+    found = pytest.raises(ConfigError, match=f"algorithm.{key}: {message}") if message else contextlib.nullcontext()
+    with found:
+        check_fields(GRPO(**{key: f"me:{name}"}))
 
 
 entropy_first = -0.01 * of_entropy + reinforce

@@ -467,6 +467,8 @@ def notes_of(plan, capsys):
         (("experience.batch,", "experience.batch.with_tokens(x=experience.batch['advantage']),"),
          "no field 'advantage'"),
         (('"token-mean"', '"token-means"'), "fails: ValueError: .*token-means"),
+        (("actor=new, step", "step"), "fails: learn .* a state whose actor cannot be used: .* was donated to"),
+        (("actor=new, step", "actor=(new, more), step"), "fails: AttributeError: 'tuple' object"),
         (("counted: bool = False", "counted: bool = True"), None),
         (("cross_entropy())", "likeliest())"), None),
     ],
@@ -523,3 +525,51 @@ def test_a_name_that_is_not_in_a_file_gets_the_names_that_are(tmp_path):
         load_object(f"{tmp_path}/parts.py:median", "algorithm.adv_estimator")
     with pytest.raises(LoadError, match=r"has no function 'median'; it has score$"):
         find("parts.py:median", str(tmp_path))
+
+
+LOSSES = """
+import functools
+from verl_fn.steps import loss, ppo_clip
+from typing import Callable
+
+@loss(needs=["logprobs"])
+def cispo_mine(outputs, batch):
+    return -outputs.logprobs, {}
+
+def soft(weight=1.0):
+    return weight * cispo_mine
+
+clipped: object = ppo_clip()
+softer = functools.partial(soft, weight=0.5)
+limit = 3
+"""
+
+
+def test_losses_are_among_the_names_that_are_in_a_file(tmp_path):
+    """They are objects, whose class is none of the file; what the file imports is not listed."""
+    file = tmp_path / "parts.py"
+    file.write_text(LOSSES)
+    with pytest.raises(ConfigError, match=r"has no 'cispo'; did you mean cispo_mine\?$"):
+        load_object(f"{file}:cispo", "algorithm.policy_loss")
+    with pytest.raises(ConfigError, match=r"has no 'nope'; it has cispo_mine, soft, clipped, softer$"):
+        load_object(f"{file}:nope", "--losses")
+
+
+def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp_path, capsys):
+    file = tmp_path / "parts.py"
+    file.write_text(LOSSES.replace("    return -outputs", "    'Weighs tokens.'\n    return -outputs") + OWN_PARTS)
+    assert main(["list", f"{file}:cispo_mine"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}:cispo_mine: a loss, for algorithm.policy_loss",
+        f"  cispo_mine ({file}:6): Weighs tokens.",
+        "    reads logprobs and returns one value for each token",
+    ]
+    assert main(["list", f"{file}:clipped"]) == 0
+    assert "  ppo_clip (" in capsys.readouterr().out
+    for name, kind in (("signs", r"a function of \(batch\)"), ("limit", "a int")):
+        assert main(["list", f"{file}:{name}"]) == 2
+        said = capsys.readouterr().err
+        assert re.search(rf"{file}:{name} is {kind}, and list describes an algorithm or a loss: ", said), said
+        assert "algorithm.name" not in said
+    assert main(["list", f"{file}:nope"]) == 2
+    assert "algorithm.name" not in capsys.readouterr().err

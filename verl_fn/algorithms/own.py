@@ -16,14 +16,15 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.names import is_reference
 from verl_fn.errors import closest, kind_of, place_of, raised_as
-from verl_fn.state import PER_ROW, Batch, TokenOutputs, read_only, tree
+from verl_fn.state import PER_ROW, Batch, DonatedError, TokenOutputs, read_only, tree
 from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
-from verl_fn.steps import LossError
+from verl_fn.steps import Loss, LossError
+from verl_fn.steps.losses.contract import check_shape
 
 from .algorithm import Algorithm
 from .experience import sample_report, timing_report
-from .policy import estimator, policy_loss
+from .policy import EstimatorError, estimator, policy_loss
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 ROW = "row_of_experience"
@@ -46,9 +47,11 @@ Pass: TypeAlias = tuple[list[int] | None, int]
 def check_fields(options: PolicyOptimization) -> None:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
+    Numbers of a made-up batch are no reason to refuse one, and neither is an error that is raised in it.
+
     Raises:
-        ConfigError: one of them reads a field that the run's batches lack, or the loss needs an output that no model
-            gives, or returns what no loss returns.
+        ConfigError: one of them reads a field that the run's batches lack, writes in place, or returns what no loss
+            or no estimator returns; or the loss needs an output that no model gives.
     """
     roles = options.outline.roles
     written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
@@ -60,7 +63,7 @@ def check_fields(options: PolicyOptimization) -> None:
         with raised_as(ConfigError, f"algorithm.policy_loss: the needs of {options.policy_loss}", ValueError):
             check_needs("lm", loss.needs)
         outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
-        parts["policy_loss"] = lambda: [term.values(outputs, batch) for term in loss.terms]
+        parts["policy_loss"] = functools.partial(_try_loss, loss, outputs, batch)
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):
         lacking |= OF_LATER_STEPS
         estimate = estimator(options)
@@ -74,15 +77,28 @@ def check_fields(options: PolicyOptimization) -> None:
                 raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
         except LossError as error:
             raise ConfigError(f"algorithm.{name}: {error}") from error
+        except EstimatorError:
+            raise
         except Exception:  # a function may not suit the numbers of a made-up batch
             continue
 
 
+def _try_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+    """Calls each function of a loss; raises LossError for what no loss returns."""
+    for term in loss.terms:
+        values, _ = term.values(outputs, batch)
+        if "candidate_logprobs" not in term.needs:  # a vector for each token, which is not made up
+            check_shape(values, batch, term)
+
+
 def _small_batch(more: Mapping[str, bool]) -> Batch:
-    """Returns two rows with the fields of every run's batches, and each field of ``more`` that is true."""
-    mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    """Returns two rows with the fields of every run's batches, and each field of ``more`` that is true.
+
+    They have 19 tokens: a size that no function chooses by itself, so that an error with it is about this batch.
+    """
+    mask = torch.tensor([0.0] * 4 + [1.0] * 7 + [0.0] * 3 + [1.0] * 5)
     per_token = [*TOKEN_FIELDS, *(name for name, found in more.items() if found)]
-    batch = Batch.from_rows([[1, 2, 3], [1, 2]]).with_tokens(**dict.fromkeys(per_token, -0.5 * mask))
+    batch = Batch.from_rows([[1] * 11, [1] * 8]).with_tokens(**dict.fromkeys(per_token, -0.5 * mask))
     rows = dict.fromkeys(ROW_FIELDS, torch.tensor([1.0, 0.0])) | dict.fromkeys(ROW_NUMBERS, torch.tensor([1, 1]))
     return batch.with_tokens(response_mask=mask, versions=mask.long()).with_rows(**rows)
 
@@ -155,10 +171,29 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
         raise AlgorithmError(
             f"{place_of(learn)} returns a state of step {step} after step {state.step}; it must add 1 to step"
         )
+    _check_roles(after[0], w, learn)
     _check_leaves(state, after[0], w, learn)
     samples = sample_report(experience.batch) if isinstance(experience.batch, Batch) else {}
     report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
     return after[0], report | _left_out(passes, experience.batch, learn)
+
+
+def _check_roles(after: Any, w: Workers, learn: Callable[..., Any]) -> None:
+    """Raises an error if a role's training state is one that an update has taken over.
+
+    Raises:
+        AlgorithmError: it was donated, on this process or on its ranks.
+    """
+    for role in w.trainers:
+        try:
+            fate = getattr(getattr(after, role, None), "fate", None)  # of a handle; a donated node has no field
+        except DonatedError as error:
+            fate = str(error)
+        if fate:
+            raise AlgorithmError(
+                f"{place_of(learn)} returns a state whose {role} cannot be used: {fate} The next state has the new "
+                f"one: attrs.evolve(state, {role}=..., step=state.step + 1)"
+            )
 
 
 def _check_leaves(before: Any, after: Any, w: Workers, learn: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,10 @@ from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.policy import log_ratio
 
 RETURNS = "an estimator returns batch.with_tokens(advantages=...), with a critic also returns=..."
+
+
+class EstimatorError(ConfigError):
+    """An estimator of the user returned something that is wrong whatever the rewards are, or wrote in place."""
 
 
 def policy_loss(options: PolicyOptimization) -> Loss:
@@ -225,15 +230,16 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
     """Returns the result of an estimator of the user that must write the fields ``needs``.
 
     Raises:
-        ConfigError: it is no batch, lacks a field or all tokens to learn from, or a value is for a whole row or not
-            finite; or the estimator writes in place into the batch that it gets.
+        EstimatorError: it is no batch or lacks a field, or a value is for a whole row; or the estimator writes in
+            place into the batch that it gets.
+        ConfigError: no token to learn from is left, or a value is not finite.
     """
-    with read_only(f"algorithm.adv_estimator: {name}", ConfigError, batch):
+    with read_only(f"algorithm.adv_estimator: {name}", EstimatorError, batch):
         try:
             estimated = estimate(batch)
         except (RuntimeError, ValueError) as error:
-            if str(len(batch)) in str(error) and str(batch.num_tokens) in str(error):
-                raise ConfigError(
+            if {str(len(batch)), str(batch.num_tokens)} <= set(re.findall(r"\d+", str(error))):
+                raise EstimatorError(
                     f"algorithm.adv_estimator: {name} fails with: {error}. The batch has {len(batch)} rows and "
                     f"{batch.num_tokens} tokens; batch.sum_rows(x) gives one value for each row, and batch.spread(x) "
                     "one for each token"
@@ -241,9 +247,9 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
             error.add_note(f"raised in algorithm.adv_estimator = {name}")
             raise
     if not isinstance(estimated, Batch):
-        raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
+        raise EstimatorError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
     if missing := [field for field in needs if field not in estimated]:
-        raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
+        raise EstimatorError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
     if bool(batch["response_mask"].any()) and not bool(estimated["response_mask"].any()):
         raise ConfigError(
             f"algorithm.adv_estimator: {name} leaves no token with response_mask, so there is nothing to learn from; "
@@ -251,7 +257,7 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
         )
     written = [field for field in ("advantages", "returns") if field in estimated]
     if by_row := [field for field in written if field not in estimated.per_token]:
-        raise ConfigError(
+        raise EstimatorError(
             f"algorithm.adv_estimator: {name} writes {by_row[0]} for each row; batch.spread(values) makes one value "
             f"for each token of them; {RETURNS}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,10 @@ from verl_fn.config import (
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, LOSS_TYPES, POLICY_LOSSES
 from verl_fn.config.load import algorithm_options, split_override
+from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UsageError, complain, say
+from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
 
 
 def train(args: argparse.Namespace) -> int:
@@ -262,10 +264,33 @@ def show_choices(args: argparse.Namespace) -> int:
     return 0
 
 
+def _own_page(name: str) -> str:
+    """Describes a loss of the user; returns an empty string for an algorithm.
+
+    Raises:
+        ConfigError: the object is neither.
+    """
+    from verl_fn.steps import Loss
+
+    found = load_object(name, "verl-fn list")
+    if not isinstance(found, Loss):
+        kind = f"a function of {signature_of(found)}" if inspect.isfunction(found) else kind_of(found)
+        options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
+        return ""
+    lines = [f"{name}: a loss, for algorithm.policy_loss"]
+    for term in found.terms:
+        doc = (inspect.getdoc(term.fn) or "").partition("\n")[0]
+        lines.append(f"  {place_of(term.fn)}{': ' if doc else ''}{doc}")
+        lines.append(f"    reads {', '.join(sorted(term.needs))} and returns one value for each {term.level}")
+    return "\n".join(lines)
+
+
 def _algorithm_page(name: str) -> str:
     """Describes an algorithm, its roles, and its options with their defaults."""
     from verl_fn.algorithms import make
 
+    if is_reference(name) and (page := _own_page(name)):
+        return page
     options = algorithm_options(name)()
     outline = make(name, options).outline
     doc = (type(options).__doc__ or "").strip().splitlines()

@@ -206,7 +206,9 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     _add_prepare(command)
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
-        "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
+        "algorithm",
+        nargs="?",
+        help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options; or a loss of yours",
     )
 
     bench = command("bench", "measure")

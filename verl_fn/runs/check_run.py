@@ -413,16 +413,18 @@ def rehearse(plan: Plan, source: Source) -> str | None:
         state = algorithm.init({name: trainer.init(key.fold_in(name)) for name, trainer in trainers.items()}, key)
         problems = source.train(key.fold_in("data"), 0, min(PROBLEMS, plan.data.train_batch_size))
         after, _ = algorithm.step(state, problems, w)
+        sentences = [
+            unplanned(
+                role, plan, getattr(after, name).scheduler, algorithm.outline.updates(name, len(problems), 1), 1
+            )
+            for name, role in plan.roles.items()
+        ]
     except Exception as error:  # an algorithm of the user may raise anything
         if any(output in str(error) for output in OF_MODELS):
             return None
         place = user_files.place_of(error, __file__)
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}{place}"
         return f"a step of {plan.algorithm} on mocks fails: {what}"
-    sentences = (
-        unplanned(role, plan, getattr(after, name).scheduler, algorithm.outline.updates(name, len(problems), 1), 1)
-        for name, role in plan.roles.items()
-    )
     return next(filter(None, sentences), "")
 
 
