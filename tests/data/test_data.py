@@ -294,6 +294,7 @@ def test_columns_that_are_not_there(tmp_path, change, message):
         (row("<image>Find x."), "prompt has the mark <image> of an image"),
         (row([{"role": "user", "content": "a", "images": ["b"]}]), "message 0 of prompt has the field images"),
         (row('[{"role": "user", "content": "a"}]'), "prompt is a string that holds messages as JSON"),
+        (row('{"t": [], "messages": [{"role": "user", "content": "a"}]}'), "prompt is a string that holds messages"),
         (row("ab", None), "reward_model has no ground_truth"),
         (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
         (row(reward_model="rule"), "reward_model must be an object with a ground_truth, not 'rule'"),

@@ -214,3 +214,11 @@ def test_messages_after_the_last_turn_of_a_response_are_counted(tmp_path):
     file = write(tmp_path, *rows)
     first, _ = read_pairs([file], unused=unused)
     assert first.rejected == ((OTHER, USER),) and unused == {"messages after the last turn that is learned": 1}
+
+
+def test_a_response_may_repeat_the_end_of_its_prompt(tmp_path):
+    """Another one of the same row may repeat all of it."""
+    told = {"role": "system", "content": "s"}
+    row = pair(prompt=[told, USER], chosen=[told, USER, SAID], rejected=[USER, OTHER])
+    (problem,) = read_pairs([write(tmp_path, row)])
+    assert (problem.prompt, problem.chosen, problem.rejected) == ((told, USER), ((SAID,),), ((OTHER,),))

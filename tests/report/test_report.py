@@ -206,6 +206,17 @@ def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
     assert "At step 4." in text and "+0 right of 2" in text
 
 
+def test_answers_to_the_same_prompt_stand_beside_the_answer_that_was_expected(tmp_path):
+    """The second run reads its held-out files in another order."""
+    runs = [
+        write(tmp_path / label, brief(4), [answer(4, response=f"{label} {name}", answer=name) for name in order])
+        for label, order in (("a", ("one", "two")), ("b", ("two", "one")))
+    ]
+    _, found = page(report(runs, tmp_path / "page.html"))
+    rows = [found.cells[i + 1 : i + 4] for i, cell in enumerate(found.cells) if cell == "ab>"]
+    assert rows[:2] == [[name, f"a {name}✓ right reward 1", f"b {name}✓ right reward 1"] for name in ("one", "two")]
+
+
 def test_runs_without_a_common_evaluation_show_their_own_last(tmp_path):
     a = write(tmp_path / "a", brief(4), [answer(4, response="")])
     b = write(tmp_path / "b", brief(4), [answer(3, prompt="cd>", score=None)])

@@ -62,7 +62,8 @@ def check_fields(options: PolicyOptimization) -> None:
         loss = policy_loss(options)
         with raised_as(ConfigError, f"algorithm.policy_loss: the needs of {options.policy_loss}", ValueError):
             check_needs("lm", loss.needs)
-        outputs = TokenOutputs({name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs})
+        made = {name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs}
+        outputs = TokenOutputs({name: values.clone() for name, values in made.items()})
         parts["policy_loss"] = functools.partial(_try_loss, loss, outputs, batch)
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):
         lacking |= OF_LATER_STEPS

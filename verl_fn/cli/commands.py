@@ -281,7 +281,9 @@ def _own_page(name: str) -> str:
     for term in found.terms:
         doc = (inspect.getdoc(term.fn) or "").partition("\n")[0]
         lines.append(f"  {place_of(term.fn)}{': ' if doc else ''}{doc}")
-        lines.append(f"    reads {', '.join(sorted(term.needs))} and returns one value for each {term.level}")
+        lines.append(
+            f"    reads {', '.join(sorted(term.needs)) or 'no output'} and returns one value for each {term.level}"
+        )
     return "\n".join(lines)
 
 

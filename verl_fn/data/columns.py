@@ -52,8 +52,9 @@ _NO_NAME = re.compile(r"\s*([-+]?\d+(\.\d+)?|true|false|yes|no|none|null|nan)?\s
 WORDS = 3  # of a text; fewer are a title or an answer, which a prompt may have by chance
 # How such JSON begins: with a list of objects or one with a name, or with a message. Other text may hold it.
 _JSON_MESSAGES = re.compile(
-    r"""(\[\s*|\{[^\[]*["'](messages|conversations)["']\s*:\s*\[\s*)\{"""
-    r"""|\{(?=\s*["'](role|from|content|value)["']\s*:)"""
+    r"""(\[\s*|\{.*?["'](messages|conversations)["']\s*:\s*\[\s*)\{"""
+    r"""|\{(?=\s*["'](role|from|content|value)["']\s*:)""",
+    re.DOTALL,
 )
 _END_OF_FIRST = re.compile(r"""["'\]]\s*\}\s*(,\s*\{|\]?\s*\}?\s*$)""")
 _OF_MESSAGE = (
@@ -65,7 +66,8 @@ _OF_MESSAGE = (
 )
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-_ELEMENT = re.compile(r"\b(tag|element)s?\b", re.IGNORECASE)
+_ELEMENTS = ("<image>", "<video>", "<audio>")  # other marks are special tokens, which a tokenizer reads anywhere
+_ELEMENT = re.compile(r"\b(tags?|elements?|html5?)\b", re.IGNORECASE)
 _NO_MEDIA = (
     "beside text, only images of the columns images and image are trained on: write them there, or leave the row out"
 )
@@ -522,16 +524,16 @@ def _check_marks(place: str, text: str, what: str) -> None:
     """Raises DataError for the mark of an image, video or sound that is no element in a text about HTML or XML.
 
     An element stands in backticks or has its closing tag in the text. HTML's <video> and <audio> may also stand in a
-    line with the word tag or element.
+    line with the word tag, element or HTML.
 
     Example:
         >>> _check_marks("a.jsonl, line 1", "What is `<image>`? What does the <video> tag do?", "prompt")
     """
     if not _MEDIA_MARK.search(text):
         return
-    closed = {f"<{name}>" for name in ("image", "video", "audio") if f"</{name}>" in text}
-    for line in _CODE.sub("", text).splitlines():
-        elements = closed | {"<video>", "<audio>"} if _ELEMENT.search(line) else closed
+    closed = [mark for mark in _ELEMENTS if mark.replace("<", "</") in text]
+    for line, elements in ((text, _ELEMENTS), *((line, closed) for line in _CODE.sub("", text).splitlines())):
+        elements = [*elements, *_ELEMENTS[1:]] if _ELEMENT.search(line) else elements
         if bad := next((mark[0] for mark in _MEDIA_MARK.finditer(line) if mark[0] not in elements), ""):
             raise DataError(
                 f"{place}: {what} has the mark {bad} of an image, video or sound; {_NO_MEDIA}; write an element of "

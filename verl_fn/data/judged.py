@@ -176,11 +176,12 @@ def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
     else:
         prompt = prompt_of(place, row[prompt_key], prompt_key)
-        if begun := repeated(prompt, chosen):
-            if repeated(prompt, rejected) != begun:
+        begun, as_well = repeated(prompt, chosen), repeated(prompt, rejected)
+        if begun:
+            if not as_well or (isinstance(prompt, str) and as_well != begun):
                 raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
             prompt = begun if isinstance(prompt, str) else prompt
-            chosen, rejected = chosen[len(begun) :], rejected[len(begun) :]
+            chosen, rejected = chosen[len(begun) :], rejected[len(as_well) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
     return _judged(place, row, number, prompt, (chosen,), (rejected,))
@@ -196,6 +197,8 @@ def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
     response = _response(place, row["completion"], "completion")
     if begun := repeated(prompt, response):
         prompt, response = begun if isinstance(prompt, str) else prompt, response[len(begun) :]
+        if not response:
+            raise DataError(f"{place}: completion repeats {prompt_key} and ends with it; add the assistant's turn")
     _check_response(place, prompt, response, "completion")
     return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
 

@@ -44,7 +44,7 @@ _SUMMARY_COLUMNS = (
 )  # fmt: skip
 _CHARTS_IN_PNG = 8
 _TRAINING = ("prompt", "expected", "response")
-Asked = tuple[str, str, int]  # data source, prompt, and the number among the problems that share these
+Asked = tuple[str, str, str, int]  # data source, prompt, answer, and the number among the problems that share these
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
 
 
@@ -163,11 +163,11 @@ def _read(folder: Path, label: str) -> RunRecord:
         state = f"it {failure}" if failure else "wait for its first step"
         raise ReportError(f"{folder} has no metrics yet; {state}")
     answers: dict[int, dict[Asked, Mapping[str, Any]]] = {}
-    seen = Counter[tuple[int, str, str]]()
+    seen = Counter[tuple[int, str, str, str]]()
     for line in read_answers(folder):
-        # Problems may share a prompt: the state of an environment, or another answer, tells them apart.
-        step, source, prompt = asked = line["step"], line["data_source"], line["prompt"]
-        answers.setdefault(step, {})[source, prompt, seen[asked]] = line
+        # Problems may share a prompt: another answer, or the state of an environment, tells them apart.
+        step, *problem = asked = line["step"], line["data_source"], line["prompt"], str(line["answer"])
+        answers.setdefault(step, {})[*problem, seen[asked]] = line
         seen[asked] += 1
     return RunRecord(label, folder, toml, config, rows, answers, failure)
 
