@@ -1,7 +1,7 @@
-"""The experts of Hugging Face models: how many a layer has, which of them each token goes to, and those with biases.
+"""The experts of Hugging Face models: how many a layer has, which of them a token goes to, and experts with biases.
 
-transformers gathers a bias for each token, and the gradient of that adds the gradients of an expert's tokens one
-after another. Experts with biases are computed here instead, registered with transformers as ``verl_fn_grouped``.
+transformers gathers a bias for each token, and the backward pass adds the gradients of an expert's tokens one after
+another. Experts with biases are computed here instead, registered with transformers as ``verl_fn_grouped``.
 """
 
 from __future__ import annotations

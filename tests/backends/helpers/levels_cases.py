@@ -343,7 +343,7 @@ def scale():
 
 @fault
 def wrong_on_one_rank():
-    """A fault of the ranks of layouts, which are processes of their own."""
+    """A fault in the ranks of layouts; each rank is a process of its own."""
     here = Path(__file__).parent
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(here)!r}); import levels_cases; levels_cases.scale(); "

@@ -1,4 +1,4 @@
-"""Experts with biases: their values and gradients are those of transformers' own code."""
+"""Experts with biases: their values and gradients equal what transformers' own code computes."""
 
 import copy
 
