@@ -511,7 +511,7 @@ def over_candidates(outputs, batch):
 
 @loss(needs=["logprobs"])
 def in_place(outputs, batch):
-    batch["advantages"].mul_(2.0)
+    batch["old_log_probs"].mul_(2.0)
     return -batch["advantages"] * outputs.logprobs, {}
 
 
@@ -535,7 +535,7 @@ def logarithm(batch):
     [
         ("policy_loss", "scalar", r"the loss scalar \(.*\) has the shape \(\), but the batch has 19 tokens"),
         ("policy_loss", "of_rows", r"the loss of_rows \(.*\) has the shape \(2,\), but the batch has 19 tokens"),
-        ("policy_loss", "in_place", "the loss in_place .* writes into advantages in place"),
+        ("policy_loss", "in_place", "the loss in_place .* writes into old_log_probs in place"),
         ("policy_loss", "at_rows", None),
         ("policy_loss", "over_candidates", None),
         ("adv_estimator", "plain_tensor", "me:plain_tensor returns a Tensor; an estimator returns batch.with_tokens"),

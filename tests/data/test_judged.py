@@ -222,3 +222,10 @@ def test_a_response_may_repeat_the_end_of_its_prompt(tmp_path):
     row = pair(prompt=[told, USER], chosen=[told, USER, SAID], rejected=[USER, OTHER])
     (problem,) = read_pairs([write(tmp_path, row)])
     assert (problem.prompt, problem.chosen, problem.rejected) == ((told, USER), ((SAID,),), ((OTHER,),))
+
+
+def test_a_labelled_completion_that_is_only_its_prompt_is_named(tmp_path):
+    with pytest.raises(
+        DataError, match="line 1: completion repeats prompt and ends with it; add the assistant's turn"
+    ):
+        read_labelled([write(tmp_path, {"prompt": [USER], "completion": [USER], "label": True})])
