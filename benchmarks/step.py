@@ -37,7 +37,8 @@ WARM_UPS = 2
 ENGINES = ("ours", "verl", "parts")
 TIMING = "timing_s/"
 START = "start/"  # what the first step waited for
-KL = "rollout_corr/k3_kl"  # between engine and trainer; about half the mean square difference of log-probs
+# Between engine and trainer: about half the mean square difference of log-probs, and their mean difference in nats.
+KL, GAP = "rollout_corr/k3_kl", "rollout/log_prob_diff_mean"
 
 Step = dict[str, Any]
 
@@ -128,7 +129,8 @@ def step_of(metrics: Mapping[str, Any], line: Mapping[str, Any]) -> Step:
     reported = phases.pop("step")
     tokens = metrics["perf/total_num_tokens"]
     step = {"seconds": line["seconds"], "tokens": tokens, "phases": phases, "reported": reported}
-    return step | ({"kl": metrics[KL]} if KL in metrics else {}) | ({"start": start} if start else {})
+    gaps = {name: metrics[metric] for name, metric in (("kl", KL), ("gap", GAP)) if metric in metrics}
+    return step | gaps | ({"start": start} if start else {})
 
 
 def summary(runs: Sequence[Sequence[Step]]) -> dict[str, Any]:
@@ -146,6 +148,7 @@ def summary(runs: Sequence[Sequence[Step]]) -> dict[str, Any]:
         "seconds": seconds, "reported_seconds": statistics.median(step["reported"] for step in steps),
         "phases": phases, "shares": {name: value / seconds for name, value in phases.items()},
         "largest_kl": max((step["kl"] for one in runs for step in one if "kl" in step), default=None),
+        "largest_gap": max((step["gap"] for one in runs for step in one if "gap" in step), default=None),
         "steps": len(steps), "warm": all(len(one) > WARM_UPS for one in runs),
         "until_first_step": [one[0]["seconds"] for one in runs],
     }  # fmt: skip

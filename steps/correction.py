@@ -141,6 +141,7 @@ def rollout_gap(batch: Batch) -> Metrics:
     ==============================================  ==========================================================
     ``training/rollout_probs_diff_{mean,max,std}``  the difference of the two probabilities
     ``training/rollout_actor_probs_pearson_corr``   their correlation
+    ``rollout/log_prob_diff_mean``                  the difference of the two log-probs, in nats
     ``rollout_corr/kl``, ``rollout_corr/k3_kl``     two estimates of KL(engine || trainer) per token, in nats
     ``rollout_corr/rollout_is_eff_sample_size``     the effective sample size of the unbounded token weights, as a
                                                     fraction of the number of tokens: 1 where both agree
@@ -168,6 +169,7 @@ def rollout_gap(batch: Batch) -> Metrics:
         "training/rollout_probs_diff_max": Max.of(difference, mask),
         "training/rollout_probs_diff_std": Moments.of(difference, mask, stat="std"),
         "training/rollout_actor_probs_pearson_corr": Moments.of(trainer, mask, engine, stat="correlation"),
+        "rollout/log_prob_diff_mean": Weighted.of(log_ratio.abs(), mask),
         "rollout_corr/kl": Weighted.of(-log_ratio, mask),
         "rollout_corr/k3_kl": Weighted.of(ratio - 1.0 - log_ratio, mask),
         "rollout_corr/rollout_is_eff_sample_size": Moments.of(ratio, mask, stat="ess"),

@@ -78,6 +78,7 @@ def test_the_gap_by_hand_and_in_parts():
             "training/rollout_probs_diff_max": 0.25,
             "training/rollout_probs_diff_std": 0.0,
             "training/rollout_actor_probs_pearson_corr": -1.0,
+            "rollout/log_prob_diff_mean": math.log(2),
             "rollout_corr/kl": 0.0,
             "rollout_corr/k3_kl": 0.25,  # of 0.5 - 1 + log 2 and 2 - 1 - log 2
             "rollout_corr/rollout_is_eff_sample_size": 2.5**2 / (2 * 4.25),
