@@ -199,6 +199,8 @@ def engine_arguments(
         "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
         "enforce_eager": enforce_eager or device == "cpu",
         "enable_prefix_caching": True,
+        # Trainers compute the states of linear attention in float32; rounded after each token, they drift away.
+        "mamba_ssm_cache_dtype": "float32",
         "disable_log_stats": True,
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",

@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import attrs
 import ray
@@ -25,11 +26,9 @@ from verl_fn.config.plan import Plan, RolePlan, check_room
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
-from .group import Placement, on_node
+from .group import Placement
 from .ray_private import private_ray
 from .remote import RemoteRollout, RemoteTrain
-
-T = TypeVar("T")
 
 # The CPUs that each process reserves: few, since processes share cores and many of them wait for others.
 ROOM = 0.01
@@ -38,63 +37,77 @@ TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 
 
 @contextlib.contextmanager
-def ray_workers(plan: Plan) -> Iterator[Workers]:
-    """Runs the parts of a plan as actors of a cluster: the connected one, the one at ``ray.address``, or a new one.
+def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
+    """Starts the actors of a plan in a thread, so that they import while the caller checks the plan.
 
-    Raises:
-        ConfigError: the cluster cannot be reached, or has too few resources for the plan.
+    They run in the connected cluster, in the one at ``ray.address``, or in a new one. The future raises a
+    ``ConfigError`` if the cluster cannot be reached, or has too few resources for the plan.
     """
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    with connected(plan.ray):
-        # The driver's machine may have another device than the cluster.
-        auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
-        device, groups = auto if plan.driver.device == "auto" else plan.driver.device, training_groups(plan)
-        cluster = Cluster(plan.ray.timeout)
+    # Ray's processes end with the thread that has started them, so it outlives them.
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as running:
+        started = thread.submit(_start, plan, running)
         try:
-            places, bundles = placements(plan, device)
-            check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-            send_code(plan.code)
-            cluster.reserve(bundles, plan.ray.placement)
-            # An actor without a GPU would take the machine for one without GPUs.
-            driver = attrs.evolve(plan.driver, device=device)
-            build.set_up_process(driver, plan.ray.ranks)
-            cluster.start(places, driver, plan.ray.ranks, plan.code)
-            # An actor may run in another folder than the driver, whose folder has the user's own code.
-            engine = (build.conversing, plan.rollout, device, plan.env, os.getcwd())
-            components: list[tuple[Any, ...]] = [("rollout", "rollout", *engine)]
-            training = {}
-            for name, roles in groups.items():
-                group = cluster.groups[name]
-                if any(role.strategy != "local" for role in roles):
-                    cluster.join(group, device)
-                for role in roles:
-                    components.append((name, role.name, build.trainer, role, plan.driver, device))
-                    training[role.name] = RemoteTrain(cluster, group, role.name)
-            # Before the components, since an error here comes sooner.
-            at_driver = build.at_driver(plan)
-            cluster.build(*components)
-            for name, roles in groups.items():
-                cluster.groups[name].run("map", build.log_libraries, None, roles)
-            code = [f"{name} {one}" for name, one in cluster.code.items()] + build.libraries(plan.roles.values())
-            # A backend accepts values or handles, the kind that it returns; types cannot express that.
-            w = Workers(
-                trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
-                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", plan.rollout.max_restarts),
-                **at_driver,
-                get=cluster.get,
-                processes=Processes(
-                    f"{len(cluster.members)} processes on {device} run {', '.join(code)}",
-                    cluster.get(cluster.groups["trainer"].run("map", build.gpu_memory, None, device)),
-                    cluster.submit,
-                    cluster.restarts,
-                ),
-            )
-            if plan.rollout.sleeps:
-                cluster.get(w.rollout.sleep(2))
-            yield w
+            yield started
         finally:
-            cluster.stop()
+            wait([started])
+
+
+def _start(plan: Plan, running: contextlib.ExitStack) -> tuple[Cluster, str]:
+    """Starts the actors for as long as ``running``, and returns them with their device."""
+    running.enter_context(connected(plan.ray))
+    # The driver's machine may have another device than the cluster.
+    auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
+    device = auto if plan.driver.device == "auto" else plan.driver.device
+    cluster = Cluster(plan.ray.timeout)
+    running.callback(cluster.stop)
+    places, bundles = placements(plan, device)
+    check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    cluster.reserve(bundles, plan.ray.placement)
+    # An actor without a GPU would take the machine for one without GPUs.
+    cluster.start(places, attrs.evolve(plan.driver, device=device), plan.ray.ranks, plan.code)
+    return cluster, device
+
+
+@contextlib.contextmanager
+def ray_workers(plan: Plan, started: Future[tuple[Cluster, str]] | None = None) -> Iterator[Workers]:
+    """Makes the parts of a plan in actors: in the ones that ``ray_started`` has begun to start, or in new ones."""
+    with contextlib.ExitStack() as stack:
+        cluster, device = (started or stack.enter_context(ray_started(plan))).result()
+        build.set_up_process(attrs.evolve(plan.driver, device=device), plan.ray.ranks)
+        send_code(plan.code)
+        groups = training_groups(plan)
+        # An actor may run in another folder than the driver, whose folder has the user's own code.
+        engine = (build.conversing, plan.rollout, device, plan.env, os.getcwd())
+        components: list[tuple[Any, ...]] = [("rollout", "rollout", *engine)]
+        for name, roles in groups.items():
+            if any(role.strategy != "local" for role in roles):
+                cluster.join(cluster.groups[name], device)
+            components += [(name, role.name, build.trainer, role, plan.driver, device) for role in roles]
+        # Before the components, since an error here comes sooner.
+        at_driver = build.at_driver(plan)
+        cluster.build(*components)
+        for name, roles in groups.items():
+            cluster.groups[name].run("map", build.log_libraries, None, roles)
+        code = [f"{name} {one}" for name, one in cluster.code.items()] + build.libraries(plan.roles.values())
+        of = {role.name: cluster.groups[name] for name, roles in groups.items() for role in roles}
+        w = Workers(
+            # A backend accepts values or handles, the kind that it returns; types cannot express that.
+            trainers={name: cast(TrainBackend, RemoteTrain(cluster, of[name], name)) for name in plan.roles},
+            rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", plan.rollout.max_restarts),
+            **at_driver,
+            get=cluster.get,
+            processes=Processes(
+                f"{len(cluster.members)} processes on {device} run {', '.join(code)}",
+                cluster.get(cluster.groups["trainer"].run("map", build.gpu_memory, None, device)),
+                cluster.submit,
+                cluster.restarts,
+            ),
+        )
+        if plan.rollout.sleeps:
+            cluster.get(w.rollout.sleep(2))
+        yield w
 
 
 def send_code(code: Sequence[str]) -> None:
@@ -142,16 +155,6 @@ def connected(table: RayConfig) -> Iterator[None]:
                 "ray.address=auto; Ray's own files go into RAY_TMPDIR, a folder with a short path to write to)"
             ) from error
         yield
-
-
-def on_nodes(table: RayConfig, fn: Callable[[], T]) -> dict[str, T]:
-    """Calls a function in a worker on every node of a cluster, and returns the results by the nodes' addresses.
-
-    Workers import the function's module. Errors are those of ``connected``.
-    """
-    with connected(table):
-        calls = {n["NodeManagerAddress"]: on_node(n["NodeID"], fn) for n in ray.nodes() if n["Alive"]}
-        return {address: ray.get(call) for address, call in calls.items()}
 
 
 def runtime_env(file: Path) -> dict[str, Any]:
@@ -210,9 +213,8 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
         >>> {name: [role.name for role in roles] for name, roles in groups.items()}
         {'trainer': ['actor'], 'critic': ['critic']}
     """
-    apart = [role for role in plan.roles.values() if role.name in plan.ray.separate]
     together = tuple(role for role in plan.roles.values() if role.name not in plan.ray.separate)
-    return {"trainer": together} | {role.name: (role,) for role in apart}
+    return {"trainer": together} | {name: (role,) for name, role in plan.roles.items() if name in plan.ray.separate}
 
 
 def placements(plan: Plan, device: str) -> tuple[dict[str, list[Placement]], list[dict[str, float]]]:

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from .ranks import ActorDied
 RAY = "2.60"
 # The processes that Ray cannot do without, by id.
 _core: dict[int, str] = {}
-# Whether processes that are forked now are Ray's own.
-_starting = False
+# The thread that starts Ray's own processes now.
+_starting = 0
 
 
 def _leave_group() -> None:
@@ -41,7 +42,7 @@ def _leave_group() -> None:
 
     A signal to the group, as of ``timeout`` or a batch system, would end Ray, and the run could not save.
     """
-    if _starting:
+    if _starting == threading.get_ident():
         os.setpgid(0, 0)
 
 
@@ -59,14 +60,14 @@ def private_ray(**options: Any) -> Iterator[None]:
     token.write_text(secrets.token_hex(32))
     with _removed(folder), _settings(token):
         try:
-            _starting = True
+            _starting = threading.get_ident()
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
-            _starting = False
+            _starting = 0
             names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes.users_of(folder)}
             _core.update({pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")})
             yield
         finally:
-            _starting = False
+            _starting = 0
             if ended():
                 # The others would look for the missing process for a minute, and then Ray would end this process.
                 processes.end(lambda: processes.users_of(folder), patience=0.0)
@@ -111,12 +112,12 @@ def require_alive() -> None:
 @contextlib.contextmanager
 def _settings(token: Path) -> Iterator[None]:
     """Makes Ray listen on the loopback device and ask for the token in a file, for the body."""
-    # Ray would read a token in RAY_AUTH_TOKEN first.
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": None}
+    # Ray would read a token in RAY_AUTH_TOKEN first, and start an idle worker for each core.
+    fixed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_prestart_worker_first_driver": "0"}
+    variables = {**fixed, "RAY_AUTH_TOKEN_PATH": str(token)}
     before = {name: os.environ.get(name) for name in variables}
-    several = ray_constants.ENABLE_RAY_CLUSTER
     # As on macOS, where Ray does not support several machines. Its variable is RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    several, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     _set(variables)
     try:
         yield

@@ -34,7 +34,7 @@ from .history import run_config
 from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
-from .prepare import prepare, workers
+from .prepare import prepare, started, workers
 from .progress import Lines, Live, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
 from .recorder import Drawn
 from .state import (
@@ -82,20 +82,21 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
         if (ended := _ended(plan, run, say)) is not None:
             return ended
         origin, changed = find_origin(plan, run), changes(run, plan)
-        with start.part("check"):
-            check_writable(plan)
-            source = prepare(plan, say)
-            for note in check_conversations(plan, source):
-                say(f"note: {note}")
-            if origin is None:
-                check_all_weights(plan)
-            check_disk(plan)
-            held = can_be_held(plan)
-        plan = sized(plan, build.smallest_gpu(plan.driver))
-        say(f"{_headline(plan)}; folder {run.folder}")
         with contextlib.ExitStack() as ending, contextlib.ExitStack() as running:
+            with start.part("check"):
+                check_writable(plan)
+                begun = running.enter_context(started(plan))
+                source = prepare(plan, say)
+                for note in check_conversations(plan, source):
+                    say(f"note: {note}")
+                if origin is None:
+                    check_all_weights(plan)
+                check_disk(plan)
+                held = can_be_held(plan)
+            plan = sized(plan, build.smallest_gpu(plan.driver))
+            say(f"{_headline(plan)}; folder {run.folder}")
             with start.part("processes"):
-                w = running.enter_context(workers(plan))
+                w = running.enter_context(workers(plan, begun))
             if w.processes.about:
                 say(w.processes.about)
             if notice := check_memory(plan, w.processes.gpu_memory):

@@ -249,8 +249,31 @@ def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
             )
 
 
-def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
+def started(plan: Plan) -> contextlib.AbstractContextManager[Any]:
+    """Starts the processes of a run, if it has others than this one, and yields what ``workers`` takes.
+
+    They import what they need while the body checks the plan. What is known at once is checked before, since an error
+    of the body waits until the processes have ended.
+
+    Raises:
+        UserError: the device, or a file or folder that the plan names, does not exist.
+    """
+    if plan.driver.kind != "ray":
+        return contextlib.nullcontext()
+    check_device(plan)
+    check_code(plan)
+    check_model_folders(plan)
+    check_files(plan.data)
+    from verl_fn.driver.ray import ray_started
+
+    return ray_started(plan)
+
+
+def workers(plan: Plan, begun: Any = None) -> contextlib.AbstractContextManager[Workers]:
     """Returns the workers of a run: in Ray actors if ``driver.kind`` asks for them, else in this process.
+
+    Args:
+        begun: the processes that ``started`` has begun to start; None starts them here.
 
     Raises:
         ConfigError: the device does not exist.
@@ -259,7 +282,7 @@ def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
     if plan.driver.kind == "ray":
         from verl_fn.driver.ray import ray_workers
 
-        return ray_workers(plan)
+        return ray_workers(plan, begun)
     if torchrun_size() > 1:
         from verl_fn.torchrun import torchrun_workers
 

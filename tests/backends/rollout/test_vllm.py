@@ -159,6 +159,16 @@ def test_graphs_are_recorded_for_every_number_of_rows(tiny, slots, options, last
         assert sizes == sorted(set(sizes)) and max(b - a for a, b in itertools.pairwise(sizes)) <= 64
 
 
+@pytest.mark.parametrize(("given", "dtype"), [({}, "float32"), ({"mamba_ssm_cache_dtype": "auto"}, "auto")])
+def test_states_of_linear_attention_are_float32_unless_the_user_says_otherwise(tiny, given, dtype):
+    from verl_fn.backends.vllm.arguments import engine_arguments
+
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_length": 64, "tensor_parallel_size": 1, "slots": 4} | {
+        "gpu_memory_utilization": 0.4, "enforce_eager": False, "engine_kwargs": given
+    }  # fmt: skip
+    assert engine_arguments(tiny, **settings)["mamba_ssm_cache_dtype"] == dtype
+
+
 def test_a_core_that_ends(alone):
     """After the other cases, since their engine ends."""
     alone("vllm_update_cases.ends_of_the_core")
