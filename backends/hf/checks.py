@@ -16,12 +16,13 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -385,17 +386,69 @@ def _number(config: Any, name: str) -> float:
 
 @contextlib.contextmanager
 def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[None]:
-    """Makes models take transformers' own code where flash-linear-attention's kernels fail or are wrong."""
-    if torch.device(device).type == "cuda" and not wrong_gradients():
-        yield
-        return
-    module = sys.modules[auto._model_mapping[type(config)].__module__]
-    kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
-    vars(module).update(dict.fromkeys(kernels))
+    """Makes models take transformers' own code where flash-linear-attention's kernels fail or are wrong.
+
+    Of linear attention they then take ``_rounded_once``.
+    """
+    names = vars(sys.modules[auto._model_mapping[type(config)].__module__])
+    taken: dict[str, Any] = {}
+    if torch.device(device).type != "cuda" or wrong_gradients():
+        taken = {name: None for name, f in names.items() if str(getattr(f, "__module__", "")).startswith("fla.")}
+    if "torch_chunk_gated_delta_rule" in names:
+        taken |= _rounded_once(names, {name for name, f in (names | taken).items() if f is None})
+    before = {name: names[name] for name in taken}
+    names.update(taken)
     try:
         yield
     finally:
-        vars(module).update(kernels)
+        names.update(before)
+
+
+def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:
+    """Returns functions for the kernels of linear attention that are missing in a module of transformers.
+
+    They are transformers' own in float32, and round only their results, as kernels of engines do. Transformers' own
+    also round between a convolution and its activation, after the normalization of queries and keys, and between a
+    norm and its gate, by which bfloat16 is farther from float32, and from vLLM.
+
+    Args:
+        names: the names of the module.
+        missing: the ones that are None.
+    """
+
+    def of_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def call(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+            out, state = rule(query.float(), key.float(), value, **more)
+            return out.to(value.dtype), state
+
+        return call
+
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        bias = None if bias is None else bias.float()
+        out = F.conv1d(x.float(), weight.float()[:, None], bias, padding=weight.shape[-1] - 1, groups=len(weight))
+        return F.silu(out[..., : x.shape[-1]]).to(x.dtype)
+
+    def updated(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        bias = None if bias is None else bias.float()
+        out = names["torch_causal_conv1d_update"](x.float(), state, weight.float(), bias, activation)
+        return cast(Tensor, out.to(x.dtype))
+
+    def gated(norm: Any, hidden: Tensor, gate: Tensor) -> Tensor:
+        x = hidden.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+        return cast(Tensor, (norm.weight.float() * x * F.silu(gate.float())).to(hidden.dtype))
+
+    own = {
+        "chunk_gated_delta_rule": of_float32(names["torch_chunk_gated_delta_rule"]),
+        "fused_recurrent_gated_delta_rule": of_float32(names["torch_recurrent_gated_delta_rule"]),
+        "causal_conv1d_fn": convolved,
+        "causal_conv1d_update": updated,
+    }
+    found: dict[str, Any] = {name: f for name, f in own.items() if name in missing}
+    if "FusedRMSNormGated" in missing:
+        name, norm = next((name, c) for name, c in names.items() if name.endswith("RMSNormGated") and c is not None)
+        found[name] = type(name, (norm,), {"forward": gated})
+    return found
 
 
 def wrong_gradients() -> bool:
