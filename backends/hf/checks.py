@@ -445,9 +445,9 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
         "causal_conv1d_update": updated,
     }
     found: dict[str, Any] = {name: f for name, f in own.items() if name in missing}
-    if "FusedRMSNormGated" in missing:
-        name, norm = next((name, c) for name, c in names.items() if name.endswith("RMSNormGated") and c is not None)
-        found[name] = type(name, (norm,), {"forward": gated})
+    if (fused := "FusedRMSNormGated") in missing:
+        name = next(name for name in names if name.endswith("RMSNormGated") and name != fused)
+        found[name] = type(name, (names[name],), {"forward": gated})
     return found
 
 

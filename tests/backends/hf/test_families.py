@@ -1,10 +1,12 @@
 """Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import attrs
@@ -383,6 +385,39 @@ def test_gradients_that_triton_makes_wrong_are_not_taken(folder, monkeypatch):
         notes = model_notices(hybrid, "lm", device="cuda")
         assert any("tilelang" in note for note in notes) == wrong
         assert not any("tilelang" in note for note in model_notices(dense, "lm", device="cuda"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+def test_linear_attention_without_kernels_rounds_only_its_results(name, monkeypatch):
+    """In fp32 nothing changes; in bf16 a cache and whole rows agree better than by transformers' own functions."""
+    config = tiny_config(name)
+    module = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    ids = torch.randint(3, config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def computed(dtype, kernels):
+        torch.manual_seed(0)
+        with kernels:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+        rows, past = model(ids, use_cache=False).logits, model(ids[:, :40], use_cache=True).past_key_values
+        steps = [model(ids[:, t : t + 1], past_key_values=past, use_cache=True).logits for t in range(40, 48)]
+        return rows.float(), torch.cat(steps, 1).float()
+
+    def own():
+        return checks.kernels_for("cpu", AutoModelForCausalLM, config)
+
+    before = computed(torch.float32, contextlib.nullcontext())
+    assert all(map(torch.equal, before, computed(torch.float32, own())))
+    gaps = [
+        float((steps - rows[:, 40:]).abs().mean())
+        for rows, steps in (computed(torch.bfloat16, contextlib.nullcontext()), computed(torch.bfloat16, own()))
+    ]
+    assert gaps[1] < 0.9 * gaps[0]
+    # With flash-linear-attention's kernels in the module, which a CPU cannot run, the result is the same.
+    kernel = type("FusedRMSNormGated", (), {"__module__": "fla.modules"})
+    monkeypatch.setitem(vars(module), "FusedRMSNormGated", kernel)
+    assert all(map(torch.equal, before, computed(torch.float32, own())))
+    assert module.FusedRMSNormGated is kernel
 
 
 def test_models_that_another_package_registers_are_not_taken(folder, tmp_path):
