@@ -90,6 +90,8 @@ class Cluster:
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
         """Reserves bundles of resources for the actors in the Ray cluster, by a placement strategy of Ray."""
+        if self._stopped:
+            raise ActorDied("the run has ended")
         self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._place.wait(START_SECONDS):
             raise ActorDied(
@@ -246,7 +248,7 @@ class Cluster:
     def stop(self) -> None:
         """Ends the actors and frees their room."""
         members, self._stopped = list(self.members.values()), True
-        if not ray_private.ended():
+        if self._place is not None and not ray_private.ended():
             for host in self._hosts:
                 ray.kill(host)
             if members:
@@ -257,8 +259,7 @@ class Cluster:
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
             here = ray.get_runtime_context().get_node_id()
             processes.end(lambda: [m.pid for m in members if m.node == here])
-            if self._place is not None:
-                remove_placement_group(self._place)
+            remove_placement_group(self._place)
         self.groups.clear()
         self._hosts.clear()
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import attrs
 import ray
 import ray.runtime_env
-import torch
 
 from verl_fn import build
 from verl_fn.algorithms.workers import Processes, Workers
@@ -46,21 +45,23 @@ def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's processes end with the thread that has started them, so it outlives them.
+    cluster = Cluster(plan.ray.timeout)
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as running:
-        started = thread.submit(_start, plan, running)
+        started = thread.submit(_start, plan, cluster, running)
         try:
             yield started
         finally:
+            if not started.done():
+                cluster.stop()  # the rest of the start fails
             wait([started])
 
 
-def _start(plan: Plan, running: contextlib.ExitStack) -> tuple[Cluster, str]:
+def _start(plan: Plan, cluster: Cluster, running: contextlib.ExitStack) -> tuple[Cluster, str]:
     """Starts the actors for as long as ``running``, and returns them with their device."""
     running.enter_context(connected(plan.ray))
     # The driver's machine may have another device than the cluster.
     auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
     device = auto if plan.driver.device == "auto" else plan.driver.device
-    cluster = Cluster(plan.ray.timeout)
     running.callback(cluster.stop)
     places, bundles = placements(plan, device)
     check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
@@ -239,19 +240,3 @@ def placements(plan: Plan, device: str) -> tuple[dict[str, list[Placement]], lis
             places["trainer"][rank] = Placement(rank, TRAINER_SHARE)
         places["rollout"] = [Placement(rank, gpu * ROLLOUT_SHARE / shares[rank]) for rank in on_rank]
     return places, bundles
-
-
-def check_before_start(plan: Plan) -> None:
-    """Checks what can be known of a plan's cluster before it is started or reached.
-
-    Raises:
-        ConfigError: the runtime environment cannot be read, ``ray.address`` is not an address, or this machine has
-            too few GPUs for a cluster of its own.
-    """
-    if plan.ray.runtime_env:
-        runtime_env(Path(plan.ray.runtime_env))
-    if plan.ray.address:
-        check_address(plan.ray.address, reach=False)
-    # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
-    elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
-        check_room(plan, placements(plan, "cuda")[1], [{"GPU": gpus}])

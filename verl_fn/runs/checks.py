@@ -461,9 +461,22 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
     if plan.rollout.name == "vllm" and not plan.ray.address:
         _check_vllm(plan)
     if plan.driver.kind == "ray":
-        from verl_fn.driver.ray import check_before_start
+        _check_cluster(plan)
 
-        check_before_start(plan)
+
+def _check_cluster(plan: Plan) -> None:
+    """Checks what can be known of a plan's Ray cluster before it is started or reached."""
+    import ray
+
+    from verl_fn.driver.ray import check_address, placements, runtime_env
+
+    if plan.ray.runtime_env:
+        runtime_env(Path(plan.ray.runtime_env))
+    if plan.ray.address:
+        check_address(plan.ray.address, reach=False)
+    # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
+    elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
+        check_room(plan, placements(plan, "cuda")[1], [{"GPU": gpus}])
 
 
 def check_gpus(plan: Plan, gpus: int) -> None:
