@@ -182,10 +182,8 @@ def engine_arguments(
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)  # a model of states only has none
     if heads and heads % tensor_parallel_size:
-        raise ModelError(
-            f"{folder} has {heads} attention heads, which "
-            f"rollout.tensor_parallel_size={tensor_parallel_size} does not divide"
-        )
+        size = f"rollout.tensor_parallel_size={tensor_parallel_size}"
+        raise ModelError(f"{folder} has {heads} attention heads, which {size} does not divide")
     arguments = {
         "model": str(folder),
         "load_format": "dummy",

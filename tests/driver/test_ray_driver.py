@@ -1,5 +1,6 @@
 """The Ray driver: the same run as in one process, and an actor's death told at once."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -14,12 +15,15 @@ from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import ppo_layouts
-from verl_fn.config import load, make_plan
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.examples import pack_examples
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import cluster, serialization
+from verl_fn.driver import cluster, processes, serialization
+from verl_fn.driver import ray as driver
 from verl_fn.driver.ranks import ActorDied, local_workers
-from verl_fn.driver.ray import ray_workers
+from verl_fn.driver.ray import ray_started, ray_workers
+from verl_fn.runs import loop
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare
@@ -220,6 +224,40 @@ def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
         with pytest.raises(ActorDied, match=rf"{victim} \(pid {members[victim].pid}\) died") as error:
             w.get(waiting)
         assert "the last words" in str(error.value)
+
+
+def test_actors_start_while_a_plan_is_checked_and_end_if_the_check_fails(ray_cluster, model, tmp_path, monkeypatch):
+    """Those that run take no part in a later run, and a start that is no longer needed does not go on."""
+    plan = make_plan(
+        load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}", "driver.kind=ray"])
+    )
+    made = []
+    monkeypatch.setattr(driver, "Cluster", lambda *args: made.append(cluster.Cluster(*args)) or made[-1])
+    pids = []
+
+    def checked(plan, say):
+        while not (members := made[-1].members):
+            time.sleep(0.01)
+        pids.extend(member.pid for member in members.values())
+        raise DataError("the check fails")
+
+    monkeypatch.setattr(loop, "prepare", checked)
+    with pytest.raises(DataError, match="the check fails"):
+        train(plan, print)
+    assert pids and not any(map(processes.runs, pids))
+    monkeypatch.setattr(cluster.Cluster, "start", lambda *args: pids.clear())
+    monkeypatch.setattr(driver, "connected", lambda table: contextlib.nullcontext(time.sleep(0.5)))
+    monkeypatch.setattr(loop, "prepare", lambda plan, say: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(plan, print)
+    assert pids
+
+
+def test_what_a_start_raises_comes_from_the_workers(ray_cluster, model, tmp_path):
+    plan = make_plan(load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}"]))
+    plan = attrs.evolve(plan, driver=attrs.evolve(plan.driver, device="cuda"))
+    with ray_started(plan) as started, pytest.raises(ConfigError, match="GPUs"), ray_workers(plan, started):
+        pass
 
 
 def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path):

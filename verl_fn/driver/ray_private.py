@@ -116,8 +116,9 @@ def _settings(token: Path) -> Iterator[None]:
     fixed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_prestart_worker_first_driver": "0"}
     variables = {**fixed, "RAY_AUTH_TOKEN_PATH": str(token)}
     before = {name: os.environ.get(name) for name in variables}
+    several = ray_constants.ENABLE_RAY_CLUSTER
     # As on macOS, where Ray does not support several machines. Its variable is RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
-    several, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    ray_constants.ENABLE_RAY_CLUSTER = False
     _set(variables)
     try:
         yield
