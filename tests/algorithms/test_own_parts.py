@@ -530,6 +530,19 @@ def logarithm(batch):
     return batch.with_tokens(advantages=batch["token_level_rewards"].log())
 
 
+def as_rows(batch):
+    return batch.with_tokens(advantages=batch["token_level_rewards"].sum(1))
+
+
+@loss(needs=["logprobs"])
+def sums_rows(outputs, batch):
+    return outputs.logprobs.sum(1), {}
+
+
+# They raise an error of their own, which a batch of the run may not.
+FAILING = ("grouped", "as_rows", "sums_rows")
+
+
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
@@ -547,13 +560,18 @@ def logarithm(batch):
         ("adv_estimator", "logarithm", None),
         ("adv_estimator", "unmasked", None),
         ("adv_estimator", "scaled", None),
+        ("adv_estimator", "as_rows", None),
+        ("policy_loss", "sums_rows", None),
     ],
 )
 def test_what_parts_return_is_found_before_a_run(here, key, name, message):
     """What depends on numbers of the batch is not, since a batch of the run has others."""
     found = pytest.raises(ConfigError, match=f"algorithm.{key}: {message}") if message else contextlib.nullcontext()
     with found:
-        check_fields(GRPO(**{key: f"me:{name}"}))
+        notes = check_fields(GRPO(**{key: f"me:{name}"}))
+        assert len(notes) == (name in FAILING), notes
+        start = f"algorithm.{key}: me:{name} fails on a made-up batch of two rows: "
+        assert all(note.startswith(start) and f"({__file__}:" in note.replace("at ", "") for note in notes), notes
 
 
 entropy_first = -0.01 * of_entropy + reinforce

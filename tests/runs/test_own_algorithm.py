@@ -208,7 +208,7 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
 def test_the_refreshed_reference_on_the_page_is_saved_and_replayed(tiny, tmp_path):
     page = (ROOT / "docs/your_own.md").read_text()
     code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :]
-    refreshing = code[code.index("def learn_and_refresh") :].partition("```")[0].replace("% 20", "% 2")
+    refreshing = code[code.index("def refreshed") :].partition("```")[0].replace("% 20", "% 2")
     options = "@attrs.frozen(kw_only=True)\nclass Options:\n    pass\n\n\ndef mine(options: Options)"
     code = code.partition("```")[0].replace("def mine(options: Options)", f"{refreshing}\n\n{options}")
     (tmp_path / "own.py").write_text(code.replace("learn=learn,", "learn=learn_and_refresh,"))

@@ -10,12 +10,13 @@ from typing import Any, TypeAlias, cast
 import attrs
 import torch
 
+from verl_fn import user_files
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.names import is_reference
-from verl_fn.errors import closest, kind_of, place_of, raised_as
+from verl_fn.errors import UserError, closest, kind_of, place_of, raised_as
 from verl_fn.state import PER_ROW, Batch, DonatedError, TokenOutputs, read_only, tree
 from verl_fn.state.batch import MissingField
 from verl_fn.state.metrics import Metric
@@ -44,10 +45,13 @@ Pass: TypeAlias = tuple[list[int] | None, int]
 """The rows of a pass that weigh, None if they are not known, and how many of its advantages are not finite."""
 
 
-def check_fields(options: PolicyOptimization) -> None:
+def check_fields(options: PolicyOptimization) -> list[str]:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
     Numbers of a made-up batch are no reason to refuse one, and neither is an error that is raised in it.
+
+    Returns:
+        A sentence about each that raises an error of its own, since a batch of the run may raise it too.
 
     Raises:
         ConfigError: one of them reads a field that the run's batches lack, writes in place, or returns what no loss
@@ -58,6 +62,7 @@ def check_fields(options: PolicyOptimization) -> None:
     lacking = OF_BUILT_IN_PARTS | {name for name, found in written.items() if not found}
     batch = _small_batch(written)
     parts: dict[str, Callable[[], Any]] = {}
+    notes: list[str] = []
     if is_reference(options.policy_loss):
         loss = policy_loss(options)
         with raised_as(ConfigError, f"algorithm.policy_loss: the needs of {options.policy_loss}", ValueError):
@@ -80,8 +85,16 @@ def check_fields(options: PolicyOptimization) -> None:
             raise ConfigError(f"algorithm.{name}: {error}") from error
         except EstimatorError:
             raise
-        except Exception:  # a function may not suit the numbers of a made-up batch
+        except UserError:  # about the numbers of a made-up batch
             continue
+        except Exception as error:  # a function may not suit them
+            what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
+            notes.append(
+                f"algorithm.{name}: {getattr(options, name)} fails on a made-up batch of two rows: {what}. The "
+                f"tokens of all rows lie end to end, here {batch.num_tokens}, and a field has one axis; if it only "
+                "needs more rows or other numbers than these, this says nothing"
+            )
+    return notes
 
 
 def _try_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from verl_fn.config.plan import Plan, RolePlan, check_room
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
-from .group import Placement
+from .group import Placement, on_node
 from .ray_private import private_ray
 from .remote import RemoteRollout, RemoteTrain
 
@@ -156,6 +156,16 @@ def connected(table: RayConfig) -> Iterator[None]:
                 "ray.address=auto; Ray's own files go into RAY_TMPDIR, a folder with a short path to write to)"
             ) from error
         yield
+
+
+def on_nodes(table: RayConfig, fn: Callable[[], Any]) -> dict[str, Any]:
+    """Calls a function in a worker on every node of a cluster, and returns the results by the nodes' addresses.
+
+    Workers import the function's module. Errors are those of ``connected``.
+    """
+    with connected(table):
+        calls = {n["NodeManagerAddress"]: on_node(n["NodeID"], fn) for n in ray.nodes() if n["Alive"]}
+        return {address: ray.get(call) for address, call in calls.items()}
 
 
 def runtime_env(file: Path) -> dict[str, Any]:

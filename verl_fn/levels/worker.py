@@ -176,18 +176,12 @@ def outcome_of(error: BaseException, progress: Progress) -> Outcome:
 
 def probe_nodes(request: Request) -> int:
     """Prints what the workers of a Ray cluster import, and for each that cannot be used a line BLOCKED and why."""
-    import ray
-
-    from verl_fn.driver.group import on_node
-    from verl_fn.driver.ray import connected
+    from verl_fn.driver.ray import on_nodes
 
     with tempfile.TemporaryDirectory() as folder:
         plan = training.plan_of(request, Path(folder))
     reasons: list[str] = []
-    with connected(plan.ray):
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        found = ray.get([on_node(node["NodeID"], provenance.imported) for node in nodes])
-    for node, probed in zip((node["NodeManagerAddress"] for node in nodes), found, strict=True):
+    for node, probed in on_nodes(plan.ray, provenance.imported).items():
         print(node, probed.get("files") or probed.get("error"), flush=True)
         reasons += filter(None, [provenance.why_not(probed, request.bridge, f"a worker of {node}")])
     for reason in reasons:

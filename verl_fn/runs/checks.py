@@ -466,10 +466,9 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
 
 def _check_cluster(plan: Plan) -> None:
     """Checks what can be known of a plan's Ray cluster before it is started or reached."""
-    import ray
-
     from verl_fn.driver.ray import check_address, placements, runtime_env
 
+    ray = sys.modules["ray"]
     if plan.ray.runtime_env:
         runtime_env(Path(plan.ray.runtime_env))
     if plan.ray.address:
@@ -487,11 +486,14 @@ def check_gpus(plan: Plan, gpus: int) -> None:
         check_room(plan, placements(plan, "cuda")[1], [{"GPU": gpus}], planned=True)
 
 
-def check_code(plan: Plan, *, here: bool = True) -> None:
+def check_code(plan: Plan, *, here: bool = True) -> list[str]:
     """Checks that the files of the user's own code exist, and that the algorithm can be made of its objects.
 
     Args:
         here: whether rewards and environment run on this machine, and so have to be here.
+
+    Returns:
+        Sentences about a loss and an estimator of the user that fail on a made-up batch.
 
     Raises:
         ConfigError: a file or an object in it does not exist, or is none that the key takes.
@@ -503,8 +505,7 @@ def check_code(plan: Plan, *, here: bool = True) -> None:
         if here and file.suffix == ".py" and not file.is_file() and not plan.ray.address:
             raise ConfigError(f"{key}: there is no file {file}")
     make(plan.algorithm, plan.options)
-    if isinstance(plan.options, PolicyOptimization):
-        check_fields(plan.options)
+    return check_fields(plan.options) if isinstance(plan.options, PolicyOptimization) else []
 
 
 def check_loggers(trainer: TrainerConfig) -> None:

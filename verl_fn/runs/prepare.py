@@ -62,7 +62,8 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
-    check_code(plan)
+    for sentence in check_code(plan):
+        say(f"note: {sentence}")
     from_files = plan.data.train_files or plan.data.val_files
     if plan.new_model is not None:
         _check_random_model(plan)

@@ -312,7 +312,7 @@ def compare_backends(
         b: the other backend.
         batch: a batch with the weights of the loss, as ``aggregate`` writes them.
         loss: the loss that is differentiated.
-        state: a state of ``a``, not donated; by default a new one.
+        state: a state of ``a``, not donated, such as ``a.load_pretrained()``; by default one with new random weights.
         key: a new state is drawn from it.
         get: returns the value behind a reference, for a backend whose states are handles: ``workers.get``.
 
