@@ -13,9 +13,9 @@ import ray
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.config.plan import check_room
+from verl_fn.config.plan import check_address, check_room
 from verl_fn.driver.host import Host
-from verl_fn.driver.ray import check_address, placements, runtime_env
+from verl_fn.driver.ray import placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
 

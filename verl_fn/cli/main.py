@@ -349,7 +349,11 @@ def _end_without_output(runs: bool) -> int:
 
 
 def run() -> int:
-    """Runs ``main`` as a process. Once the command has ended, Ctrl-C does not disturb what Python does at its end."""
+    """Runs ``main`` as a process. Once the command has ended, Ctrl-C does not disturb what Python does at its end.
+
+    SIGTERM ends the command as an exception does, so that it ends its processes first.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return main()
     finally:

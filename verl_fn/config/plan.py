@@ -7,6 +7,7 @@ nothing else takes the whole config.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -507,6 +508,31 @@ def _check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
             f"{lag} lets engines sample while the trainer learns, and rollout.placement = colocated lets them share "
             "a GPU; set rollout.placement=apart, or driver.max_lag=0"
         )
+
+
+def check_address(address: str, *, reach: bool = True) -> None:
+    """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
+
+    Ray resolves ``auto`` and addresses with a scheme itself. Without ``reach``, only the form is checked.
+
+    Example:
+        >>> check_address("nowhere")
+        Traceback (most recent call last):
+        verl_fn.config.options.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+    """
+    if address == "auto" or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
+    try:
+        if reach:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave the key empty to use this machine alone"
+        ) from error
 
 
 def check_room(

@@ -90,14 +90,16 @@ class Cluster:
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
         """Reserves bundles of resources for the actors in the Ray cluster, by a placement strategy of Ray."""
-        if self._stopped:
-            raise ActorDied("the run has ended")
         self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-        if not self._place.wait(START_SECONDS):
-            raise ActorDied(
-                f"no room for {len(bundles)} processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, and "
-                f"of the resources {ray.available_resources()} are free"
-            )
+        for _ in range(START_SECONDS):
+            if self._stopped:
+                raise ActorDied("the run has ended")
+            if self._place.wait(1):
+                return
+        raise ActorDied(
+            f"no room for {len(bundles)} processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, and "
+            f"of the resources {ray.available_resources()} are free"
+        )
 
     def start(
         self, groups: Mapping[str, Sequence[Placement]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
@@ -151,6 +153,8 @@ class Cluster:
         """Starts an actor, and returns its handle and a reference to what it says about itself."""
         actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "publish": 1})(Host)
         where = PlacementGroupSchedulingStrategy(self._place, placement.bundle)
+        if self._stopped:
+            raise ActorDied("the run has ended")
         self._hosts.append(actor.options(num_gpus=placement.gpus, scheduling_strategy=where).remote())
         return self._hosts[-1], self._hosts[-1].about.remote(self._code)
 
@@ -244,6 +248,12 @@ class Cluster:
     def finish(self, *groups: Group) -> None:
         """Waits until every member has ended every call."""
         self.wait_for(lambda: all(group.idle for group in groups))
+
+    def abort(self) -> None:
+        """Makes a start in another thread fail, which then stops."""
+        self._stopped = True
+        for host in list(self._hosts):
+            ray.kill(host)
 
     def stop(self) -> None:
         """Ends the actors and frees their room."""

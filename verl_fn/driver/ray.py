@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from verl_fn.algorithms.workers import Processes, Workers
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
-from verl_fn.config.plan import Plan, RolePlan, check_room
+from verl_fn.config.plan import Plan, RolePlan, check_address, check_room
 from verl_fn.config.schema import RayConfig
 
 from .cluster import Cluster
@@ -44,31 +45,46 @@ def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
     """
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray's processes end with the thread that has started them, so it outlives them.
-    cluster = Cluster(plan.ray.timeout)
-    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as running:
-        started = thread.submit(_start, plan, cluster, running)
+    cluster, over = Cluster(plan.ray.timeout), threading.Event()
+    started: Future[tuple[Cluster, str]] = Future()
+    late: list[BaseException] = []
+
+    def live() -> None:
         try:
-            yield started
-        finally:
-            if not started.done():
-                cluster.stop()  # the rest of the start fails
-            wait([started])
+            with connected(plan.ray):
+                try:
+                    started.set_result((cluster, _start(plan, cluster)))
+                    over.wait()
+                finally:
+                    cluster.stop()
+        except BaseException as error:
+            (late.append if started.done() else started.set_exception)(error)
+
+    # Ray's processes end with the thread that has started them, so it stays as long as they.
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    try:
+        yield started
+    finally:
+        over.set()
+        if not started.done():
+            cluster.abort()
+        thread.join()
+    if late:
+        raise late[0]
 
 
-def _start(plan: Plan, cluster: Cluster, running: contextlib.ExitStack) -> tuple[Cluster, str]:
-    """Starts the actors for as long as ``running``, and returns them with their device."""
-    running.enter_context(connected(plan.ray))
+def _start(plan: Plan, cluster: Cluster) -> str:
+    """Starts the actors, and returns their device."""
     # The driver's machine may have another device than the cluster.
     auto = "cuda" if ray.cluster_resources().get("GPU", 0.0) >= 1 else "cpu"
     device = auto if plan.driver.device == "auto" else plan.driver.device
-    running.callback(cluster.stop)
     places, bundles = placements(plan, device)
     check_room(plan, bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     cluster.reserve(bundles, plan.ray.placement)
     # An actor without a GPU would take the machine for one without GPUs.
     cluster.start(places, attrs.evolve(plan.driver, device=device), plan.ray.ranks, plan.code)
-    return cluster, device
+    return device
 
 
 @contextlib.contextmanager
@@ -76,6 +92,9 @@ def ray_workers(plan: Plan, started: Future[tuple[Cluster, str]] | None = None) 
     """Makes the parts of a plan in actors: in the ones that ``ray_started`` has begun to start, or in new ones."""
     with contextlib.ExitStack() as stack:
         cluster, device = (started or stack.enter_context(ray_started(plan))).result()
+        if threading.current_thread() is threading.main_thread():
+            # Ray prints a stack at SIGTERM if Python's handler is not set after its own.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         build.set_up_process(attrs.evolve(plan.driver, device=device), plan.ray.ranks)
         send_code(plan.code)
         groups = training_groups(plan)
@@ -159,10 +178,7 @@ def connected(table: RayConfig) -> Iterator[None]:
 
 
 def on_nodes(table: RayConfig, fn: Callable[[], Any]) -> dict[str, Any]:
-    """Calls a function in a worker on every node of a cluster, and returns the results by the nodes' addresses.
-
-    Workers import the function's module. Errors are those of ``connected``.
-    """
+    """Calls a function, whose module workers import, on every node, and returns the results by address."""
     with connected(table):
         calls = {n["NodeManagerAddress"]: on_node(n["NodeID"], fn) for n in ray.nodes() if n["Alive"]}
         return {address: ray.get(call) for address, call in calls.items()}
@@ -188,31 +204,6 @@ def runtime_env(file: Path) -> dict[str, Any]:
     if unknown := sorted(map(str, environment.keys() - known)):
         raise ConfigError(f"ray.runtime_env: {file} has {unknown[0]!r}, but Ray knows only {sorted(known)}")
     return environment
-
-
-def check_address(address: str, *, reach: bool = True) -> None:
-    """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
-
-    Ray resolves ``auto`` and addresses with a scheme itself. Without ``reach``, only the form is checked.
-
-    Example:
-        >>> check_address("nowhere")
-        Traceback (most recent call last):
-        verl_fn.config.options.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
-    """
-    if address == "auto" or "://" in address:
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
-    try:
-        if reach:
-            socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
-            "leave the key empty to use this machine alone"
-        ) from error
 
 
 def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:

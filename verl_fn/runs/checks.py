@@ -37,7 +37,7 @@ from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.config.algorithms import PolicyOptimization
-from verl_fn.config.plan import check_room
+from verl_fn.config.plan import check_address, check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import COMPLETION, Conversation
 from verl_fn.data.files import FileData, encode_prompts, label_of
@@ -461,12 +461,17 @@ def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int], gpus: int | Non
     if plan.rollout.name == "vllm" and not plan.ray.address:
         _check_vllm(plan)
     if plan.driver.kind == "ray":
-        _check_cluster(plan)
+        check_cluster(plan)
 
 
-def _check_cluster(plan: Plan) -> None:
-    """Checks what can be known of a plan's Ray cluster before it is started or reached."""
-    from verl_fn.driver.ray import check_address, placements, runtime_env
+def check_cluster(plan: Plan) -> None:
+    """Checks what can be known of a plan's Ray cluster before it is started or reached.
+
+    Raises:
+        ConfigError: the runtime environment cannot be read, ``ray.address`` is not an address, or this machine has
+            too few GPUs for a cluster of its own.
+    """
+    from verl_fn.driver.ray import placements, runtime_env
 
     ray = sys.modules["ray"]
     if plan.ray.runtime_env:

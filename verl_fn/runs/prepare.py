@@ -41,7 +41,16 @@ from verl_fn.environments.engine import environment_data
 from verl_fn.rewards.reward import FORMS, rule_for, unattainable
 
 from .checkpoints import check_model_folder
-from .checks import OTHER_MODELS, check, check_code, check_device, check_model_folders, check_parts, sampled
+from .checks import (
+    OTHER_MODELS,
+    check,
+    check_cluster,
+    check_code,
+    check_device,
+    check_model_folders,
+    check_parts,
+    sampled,
+)
 from .progress import Say
 from .state import check_blank
 
@@ -265,6 +274,7 @@ def started(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     check_code(plan)
     check_model_folders(plan)
     check_files(plan.data)
+    check_cluster(plan)
     from verl_fn.driver.ray import ray_started
 
     return ray_started(plan)
