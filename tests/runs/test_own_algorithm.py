@@ -531,7 +531,7 @@ def test_a_check_does_not_fail_for_what_only_mocks_lack(change, how, noted, tiny
 
 
 def test_a_package_that_only_another_machine_has_fails_no_step_on_mocks(tiny, tmp_path):
-    plan = own_step(("new = state.actor", "import no_such_module"), tiny, tmp_path)
+    plan = own_step(("new = state.actor", "import no_such_module"), tiny, tmp_path, "driver.device=auto")
     assert "own.py:make says nothing, since mocks differ from models: ModuleNotFound" in check_run(plan, GIB, 1).text
 
 

@@ -33,7 +33,7 @@ from verl_fn.state.batch import TOP, MissingField
 from verl_fn.steps import Loss
 
 from . import RunError
-from .checkpoints import check_disk, disk_line
+from .checkpoints import check_disk, checkpoint_bytes, disk_line, free_memory
 from .checks import (
     RowLengths,
     check_all_weights,
@@ -66,7 +66,7 @@ from .fitting import (
     with_engine,
 )
 from .folder import Run
-from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share, sizes_of
+from .memory import GIB, advice, engine_weights, host_memory, largest, phases, role_memory, share, sizes_of
 from .prepare import prepare
 from .state import algorithm_of
 
@@ -140,7 +140,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         check_disk(plan)
     if not on_gpus:
         return Report("\n".join([*lines, "the run can start; memory is counted on GPUs only"]))
-    lines += _memory_lines(plan, gpu)
+    lines += [*_memory_lines(plan, gpu), *host_lines(plan, gpu, gpus)]
     if gpu is None:
         return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
@@ -252,12 +252,19 @@ def _memory_lines(plan: Plan, gpu: int | None) -> Iterator[str]:
         yield f"            {phase.title}: {phase.describe()}"
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
-    if offloads(plan, gpu):
-        states = [part.nbytes for role in plan.roles.values() for part in role_memory(role, plan).loaded]
-        held = ranks.training_ranks(plan) * sum(states) / GIB
-        yield (
-            f"            training states, {held:.3g} GiB of all ranks, lie on the CPU while the engine generates "
-            "(rollout.offload_trainer)"
+
+
+def host_lines(plan: Plan, gpu: int | None, gpus: int | None) -> Iterator[str]:
+    """Yields the bytes that settings move to the memory of a machine; notes if fewer are free on this one."""
+    here = min(ranks.training_ranks(plan), gpus or max(1, torch.cuda.device_count()))
+    host = host_memory(plan, gpu, here, checkpoint_bytes(plan) if plan.trainer.async_save else 0)
+    if not host.parts:
+        return
+    yield f"host        moved to the memory of a machine with {here} of the ranks, in GiB: {host.describe()}"
+    if gpus is None and not plan.ray.address and host.nbytes > (free := free_memory()):
+        say(
+            f"note: the run moves {host.nbytes / GIB:.2f} GiB to the memory of this machine, of which "
+            f"{free / GIB:.2f} are free; {advice(host)}"
         )
 
 
