@@ -31,6 +31,7 @@ from verl_fn.user_files import code_files, with_imports
 
 from . import RunError
 from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, step_of
+from .logs import METRICS
 
 CONFIG = "config.toml"
 _EARLIER, _UNTIL = "configs", "until_step_"
@@ -134,6 +135,25 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
     forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
     since = max((end for end in _ends(folder) if own_end is None or end < own_end), default=forked)
     return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
+
+
+def run_around(path: Path) -> Path | None:
+    """Returns the folder of the run that a path lies in, links resolved; None if it lies in none.
+
+    Example:
+        >>> run_around(Path("/no/such/run/model"))
+    """
+    return next((place for place in path.resolve().parents if is_run(place)), None)
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a run has begun in a folder.
+
+    Example:
+        >>> is_run(Path("/no/such/run"))
+        False
+    """
+    return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
 
 
 def config_file(folder: Path, step: int | None = None) -> Path:
