@@ -429,6 +429,11 @@ def test_a_model_in_a_runs_folder_is_asked_the_runs_problems(tmp_path, capsys):
     ):
         assert main(["eval", str(model)]) == 0
         assert f"evaluating {read} on 8 held-out problems of count" in capsys.readouterr().out
+    step = ["--step", "1"]
+    commands = (["report", actor], ["fork", actor.parent, *step], ["replay", run / "model", *step])
+    for words in (*commands, ["eval", run / "checkpoints"], ["export", run / "checkpoints", tmp_path / "out"]):
+        assert main([*map(str, words)]) == 1
+        assert f"did you mean {run}?" in capsys.readouterr().err
     copy = shutil.copytree(actor, tmp_path / "copy")
     assert main(["eval", str(copy)]) == 2
     assert "no run says which problems" in capsys.readouterr().err

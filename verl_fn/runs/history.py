@@ -146,6 +146,16 @@ def run_around(path: Path) -> Path | None:
     return next((place for place in path.resolve().parents if is_run(place)), None)
 
 
+def run_meant(path: Path) -> str:
+    """Returns the end of an error about a path that is no run: the run that it lies in; empty if it lies in none.
+
+    Example:
+        >>> run_meant(Path("/no/such/run/model"))
+        ''
+    """
+    return f"; did you mean {run}?" if (run := run_around(path)) is not None else ""
+
+
 def is_run(folder: Path) -> bool:
     """Returns whether a run has begun in a folder.
 
@@ -159,7 +169,7 @@ def is_run(folder: Path) -> bool:
 def config_file(folder: Path, step: int | None = None) -> Path:
     """Returns the file with the config that a step was made with; see ``run_config``."""
     if not (folder / CONFIG).is_file():
-        raise RunError(f"{folder} is not a run's folder: it has no {CONFIG}")
+        raise RunError(f"{folder} is not a run's folder: it has no {CONFIG}{run_meant(folder)}")
     later = [end for end in _ends(folder) if step is not None and end >= step]
     return folder / _EARLIER / f"{_UNTIL}{later[0]}.toml" if later else folder / CONFIG
 
