@@ -307,6 +307,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _place_model(folder / "model", args)
+        _check_longest(folder / "model", args.longest)
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
             bf16: dict[str, dict[str, Any]] = {}
@@ -341,6 +342,13 @@ def _place_model(place: Path, args: Any) -> None:
     place.symlink_to(Path(args.model).resolve())
     if not _has_weights(place):
         print(f"{args.model} has no *.safetensors, so the weights are random")
+
+
+def _check_longest(model: Path, longest: int) -> None:
+    """Raises ConfigError for rows that are longer than the model's."""
+    positions = getattr(read_config(model).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ConfigError(f"--longest {longest}: the model's rows have at most {positions} tokens; lower it")
 
 
 def _reference(folder: Path, args: Any, reference: str, layouts: Sequence[Layout]) -> dict[str, dict[str, Any]]:

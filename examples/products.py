@@ -17,10 +17,6 @@ from pathlib import Path
 
 # A token each for the model of this example; it reads and writes all other text as characters.
 CALL = ('<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
-TEMPLATE = (
-    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name + '\\n' }}{% endfor %}"
-    "{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '\\n') }}{% endfor %}"
-)
 
 
 def multiply(a: int, b: int) -> int:
@@ -83,7 +79,6 @@ def write_start(folder, conversations=4096):
     model = new_model(folder / "new_model", chars="0123456789*?multipy\n", vocab_size=32, chat_template=True)
     tokenizer = read_tokenizer(model)
     tokenizer.add_tokens(list(CALL))
-    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     with open(folder / "conversations.jsonl", "w") as file:
         for number, (a, b) in enumerate(factors()[256 : 256 + conversations]):

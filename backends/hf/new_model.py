@@ -31,9 +31,12 @@ GEMMA = {
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
+# The names of the tools, with line breaks; few characters, since a tokenizer has to know each.
+TOOLS = "{% for tool in tools or [] %}{{ (tool.function or tool).name + '\n' }}{% endfor %}"
 # CHAT_TEMPLATE of new_model for content that is a list of parts, too.
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    f"{{{{ bos_token }}}}{TOOLS}"
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}"
     "{% endfor %}{% endif %}{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
 )
@@ -52,7 +55,8 @@ PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
 # The simplest conversation: the content of each message, with a line break, or eos where the assistant has ended.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    f"{{{{ bos_token }}}}{TOOLS}"
+    "{% for message in messages %}"
     "{{ message['content'] + (eos_token if message['role'] == 'assistant' else '\n') }}{% endfor %}"
 )
 DIMENSIONS = (

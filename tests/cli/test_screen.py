@@ -36,10 +36,12 @@ def test_a_closed_pipe_is_not_a_full_disk(tiny, tmp_path, monkeypatch, capsys):
     """The run ends where nobody reads it any more, and says nothing of disks."""
     monkeypatch.setattr(sys, "stdout", ClosedAt("step 3/3"))
     args = [*TINY, "trainer.val_before_train=false", "trainer.test_freq=-1", f"model.path={tiny}"]
-    assert main(["train", "recipes/sft_reverse.toml", *args, "trainer.stop_at=", f"trainer.dir={tmp_path}"]) == 141
+    assert (
+        main(["train", "recipes/sft_reverse.toml", *args, "trainer.stop_at=", f"trainer.dir={tmp_path}/run"]) == 141
+    )
     said = capsys.readouterr().err
     assert said == "error: nobody reads the output any more; the same command continues from the last checkpoint\n"
-    assert (tmp_path / "checkpoints/step_3").is_dir()
+    assert (tmp_path / "run/checkpoints/step_3").is_dir()
     monkeypatch.setattr(sys, "stdout", ClosedAt("[trainer]"))
     assert (main(["config"]), capsys.readouterr().err) == (141, "")
     monkeypatch.setattr(sys, "stdout", ClosedAt("steps"))

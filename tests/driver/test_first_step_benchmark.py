@@ -37,6 +37,17 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
+def test_rows_that_are_longer_than_the_models_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(first_step, "prepare", mock.Mock(side_effect=InterruptedError))
+    own = new_model(tmp_path / "own", chars="ab", max_position_embeddings=128)
+    for model, most in (((), 4096), (("--model", str(own)), 128)):
+        argv = [*model, "--layouts", "local", "--rows", "1", "--longest"]
+        with pytest.raises(ConfigError, match=f"--longest {most + 1}: the model's rows have at most {most} tokens"):
+            first_step.main([*argv, str(most + 1)])
+        with pytest.raises(InterruptedError):
+            first_step.main([*argv, str(most)])
+
+
 def run(code, path):
     run_together([sys.executable, "-S", "-c", code, str(path)], 2, "layout")
 

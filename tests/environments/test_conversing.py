@@ -15,7 +15,7 @@ from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import requests_of, without_failures
 from verl_fn.algorithms.policy import estimator
 from verl_fn.backends.hf.folder import build
-from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, TOOLS, char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.mock import MockRollout, Response
 from verl_fn.backends.protocol import Capabilities, Through
@@ -408,22 +408,21 @@ def test_a_template_that_cannot_be_rendered_turn_by_turn_is_refused_at_the_start
 
 
 TOOL = {"type": "function", "function": {"name": "feed"}}
-WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name + '\\n' }}{% endfor %}" + CHAT_TEMPLATE
 
 
 def test_the_template_shows_tools_to_the_model_in_every_turn():
     results = script(ab=Opening(user("ab"), (TOOL,)), cd=user("ef"), g=Done(1.0, 1.0))
     replies = {"feed\nab\n": [*ids("cd"), END], "feed\nab\ncdef\n": [*ids("g"), END]}
-    (sample,), asked, _ = play(results, replies, template=WITH_TOOLS)
-    assert sample.prompt.tolist() == [*ids("feed\n"), 1, *ids("ab\n")] and sample.outcome.score == 1.0
-    assert asked[1].prompt == (*ids("feed\n"), 1, *ids("ab\n"), *ids("cd"), END, *ids("ef\n"))
+    (sample,), asked, _ = play(results, replies, room=60)
+    assert sample.prompt.tolist() == [1, *ids("feed\nab\n")] and sample.outcome.score == 1.0
+    assert asked[1].prompt == (1, *ids("feed\nab\n"), *ids("cd"), END, *ids("ef\n"))
     with pytest.raises(EnvError, match="the chat template does not show them to the model"):
-        play(results, replies)
+        play(results, replies, template=CHAT_TEMPLATE.replace(TOOLS, ""))
     # None is shown but the first, or but the last.
     several = script(ab=Opening(user("ab"), (TOOL, {"type": "function", "function": {"name": "fed"}})))
     for shown, lacking in (("[:1]", "fed"), ("[-1:]", "feed")):
         with pytest.raises(EnvError, match=f"the chat template does not show them to the model, such as '{lacking}'"):
-            play(several, {}, template=WITH_TOOLS.replace("tools or []", f"(tools or []){shown}"))
+            play(several, {}, template=CHAT_TEMPLATE.replace("tools or []", f"(tools or []){shown}"))
 
 
 SAYS_USER = CHAT_TEMPLATE.replace("messages %}", "messages if message.role in ('user', 'assistant') %}")

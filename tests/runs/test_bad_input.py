@@ -15,8 +15,9 @@ from run_configs import TINY, tiny_run
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.cli import main
-from verl_fn.config import ConfigError
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs import RunError
+from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -413,6 +414,45 @@ def test_a_run_whose_newest_checkpoint_was_removed_is_still_a_model(tiny, tmp_pa
     assert f"evaluating {run / 'checkpoints' / 'step_2' / 'actor'} on 8 held-out problems of reverse, greedy" in said
     assert "(reward 0" in said
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
+
+
+def test_a_model_in_a_runs_folder_is_asked_the_runs_problems(tmp_path, capsys):
+    run = tmp_path / "run"
+    made = make_plan(load(overrides=[*TINY, "algorithm.name=sft", f"trainer.dir={run}", "data.task=count"]))
+    train(made, SILENT)
+    actor, newest = (run / "checkpoints" / f"step_{step}" / "actor" for step in (2, 3))
+    for model, read in (
+        (run, newest),
+        (run / "model", newest),
+        (actor, actor),
+        (run / "new_model", run / "new_model"),
+    ):
+        assert main(["eval", str(model)]) == 0
+        assert f"evaluating {read} on 8 held-out problems of count" in capsys.readouterr().out
+    step = ["--step", "1"]
+    commands = (["report", actor], ["fork", actor.parent, *step], ["replay", run / "model", *step])
+    for words in (*commands, ["eval", run / "checkpoints"], ["export", run / "checkpoints", tmp_path / "out"]):
+        assert main([*map(str, words)]) == 1
+        assert f"did you mean {run}?" in capsys.readouterr().err
+    copy = shutil.copytree(actor, tmp_path / "copy")
+    assert main(["eval", str(copy)]) == 2
+    assert "no run says which problems" in capsys.readouterr().err
+
+
+def test_a_runs_folder_lies_in_no_other_runs(tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(tiny_run(tiny, run, "algorithm.name=sft"), SILENT)
+    (tmp_path / "link").symlink_to(run)
+    for inside in ("run/checkpoints/step_3/x", "run/model/x", "run/x/y", "link/x", "run/checkpoints"):
+        plan = tiny_run(tiny, tmp_path / inside, "algorithm.name=sft")
+        for begin in (check_run, train):
+            with pytest.raises(ConfigError, match=rf"trainer\.dir: .* lies in .* of another run, {run}, "):
+                begin(plan, SILENT)
+    # A run that has begun there may go on, and a folder with some config of the user's is no run's.
+    shutil.copytree(run, run / "before", symlinks=True)
+    assert "this run has finished" in check_run(tiny_run(tiny, run / "before", "algorithm.name=sft")).text
+    (tmp_path / "config.toml").write_text("")
+    train(tiny_run(tiny, tmp_path / "beside", "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
 
 
 def test_an_evaluation_asks_the_held_out_files_alone(tiny, tmp_path, capsys):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from verl_fn import build
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.new_model import WIDTHS, new_model
+from verl_fn.backends.hf.new_model import TOOLS, WIDTHS, new_model
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.vllm.arguments import check_served
 from verl_fn.benchmarks.tiny_models import tiny_folder
@@ -24,6 +25,7 @@ from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import model_sizes
 from verl_fn.runs.prepare import prepare
@@ -168,6 +170,11 @@ class Fine(Guess):
     tools = ()
 
 
+class Called(Guess):
+    def step(self, reply):
+        return Done(float(reply == "guess"))
+
+
 class Once(Broken):
     failed = False
 
@@ -238,11 +245,36 @@ def test_a_check_refuses_what_only_processes_of_the_run_would_find(tiny, tmp_pat
     model = tiny
     if any("env.name" in setting for setting in settings):
         model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+        _show_no_tools(model)
     more = ["data.max_prompt_length=64", *(setting.format(mine) for setting in settings)]
     plan = tiny_run(model, tmp_path / "run", *more)
     with pytest.raises(UserError, match=message):
         check_run(plan)
     assert not (tmp_path / "run").exists()
+
+
+def _show_no_tools(model):
+    template = model / "chat_template.jinja"
+    assert TOOLS in template.read_text()
+    template.write_text(template.read_text().replace(TOOLS, ""))
+
+
+def test_a_tiny_model_of_the_command_line_is_shown_the_tools_of_an_environment(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(MINE)
+    model = tmp_path / "model"
+    assert main(["new-model", str(model), "--chars", "abcdefgh>us", "--chat-template", "hidden_size=32"]) == 0
+    for arch in ("qwen3", "qwen3_vl"):
+        own = new_model(tmp_path / arch, chars="abcdefgh>us", arch=arch, chat_template=True)
+        tools = [{"type": "function", "function": {"name": "guess"}}, {"name": "add"}]
+        asked = [{"role": "user", "content": "b"}]
+        assert read_tokenizer(own).apply_chat_template(asked, tools=tools, tokenize=False) == "<bos>guess\nadd\nb\n"
+    more = ["algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=64", "trainer.total_training_steps=1"]
+    argv = [*TINY, *more, f"env.name={tmp_path}/own.py:Called", f"model.path={model}", f"trainer.dir={tmp_path}/run"]
+    (tmp_path / "empty.toml").write_text("")
+    command = ["train", str(tmp_path / "empty.toml"), *argv]
+    assert main([*command, "--check"]) == 0, capsys.readouterr()
+    assert main(command) == 0, capsys.readouterr()
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1
 
 
 @pytest.mark.parametrize(("wrong", "reason"), list(BROKEN.items()))

@@ -17,8 +17,19 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs import check_run
 from verl_fn.runs.checkpoints import checkpoint_bytes
-from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, model_sizes, offloads, phases, share
+from verl_fn.runs.memory import (
+    CONTEXT,
+    GIB,
+    advice,
+    check_memory,
+    host_memory,
+    model_sizes,
+    offloads,
+    phases,
+    share,
+)
 from verl_fn.runs.state import offloaded_roles
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -80,6 +91,44 @@ def test_a_small_model_by_hand(tmp_path):
     assert awake["update_weights"] == awake["gen"] == sizes["gen"]
     moved = parts(plan, gpu=gpu, offload=True)
     assert moved["gen"] == engine | always and moved["update_actor"] == sizes["update_actor"]
+
+
+def test_the_memory_of_a_machine_by_hand(folder):
+    model = folder("0.5b")
+    n = model_sizes(model, "lm").total
+
+    def held(ranks, *more, saved=0):
+        plan = plan_of(model, "algorithm.name=grpo", "rollout.n=8", *more)
+        return {part.name: part.nbytes for part in host_memory(plan, 80 * GIB, ranks, saved).parts}
+
+    assert held(1) == {}
+    turns = ["rollout.offload_trainer=true", "algorithm.use_kl_loss=true"]
+    # A reference that is never updated lies there once, in bf16.
+    assert held(1, *turns) == {"actor state twice": 2 * 12 * n, "reference state": 2 * n}
+    sharded = [*turns, "actor.strategy=fsdp", "ray.ranks=4", "trainer.async_save=true"]
+    each = 4 * (n // 4) + 8 * (n // 4)
+    found = held(2, *sharded, saved=12 * n)
+    assert found == {
+        "actor state twice": 2 * 2 * each,
+        "reference state": 2 * 2 * (n // 4),
+        "copy for the disk": 6 * n,
+    }
+    resting = ["actor.strategy=fsdp", "ray.ranks=2", "actor.fsdp_config.offload_policy=true"]
+    assert held(2, *resting) == {"actor state": 2 * 12 * (n // 2)}
+    # 24 layers; the inputs of two stay on the GPU. 16,384 tokens of width 896 in bf16.
+    recomputed = ["actor.enable_gradient_checkpointing=true", "actor.enable_activation_offload=true"]
+    assert held(1, *recomputed) == {"actor inputs of layers": 22 * 16384 * 896 * 2}
+
+
+def test_a_check_notes_that_a_machine_has_less_memory_than_the_plan_moves_there(folder, monkeypatch, capsys):
+    plan = plan_of(folder("0.5b"), "rollout.offload_trainer=true", "trainer.async_save=true")
+    for free, gpus, noted in ((0, None, True), (2**50, None, False), (0, 1, False)):
+        monkeypatch.setattr(check_run, "free_memory", lambda free=free: free)
+        (line,) = check_run.host_lines(plan, 80 * GIB, gpus)
+        assert line.startswith("host        moved to the memory of a machine with 1 of the ranks, in GiB: copy for")
+        said = capsys.readouterr().out
+        assert said.startswith("note: the run moves ") is noted
+        assert not noted or "0.00 are free; rollout.offload_trainer=false; or trainer.async_save=false" in said
 
 
 def test_a_changed_config_is_counted_anew(folder, tmp_path):
@@ -204,7 +253,7 @@ def test_a_check_counts_and_refuses(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("does not fit: the generation needs 17.2 of 16 GiB; set ")
     assert "rollout.gpu_memory_utilization=0.8 (peak" in out.splitlines()[-1]
-    assert re.search(r"training states, [\d.]+ GiB of all ranks, lie on the CPU while the engine generates", out)
+    assert re.search(r"\nhost        moved to .* with 1 of the ranks, in GiB: actor state twice 0.00, critic", out)
     both = ["rollout.gpu_memory_utilization=0.9", "rollout.engines=2", "--gpu-memory", "16"]
     assert main(["train", str(recipe), *TINY, "driver.device=cuda", *run, *both]) == 1
     assert "\ndoes not fit: the generation needs 31.8 of 16 GiB; set " in capsys.readouterr().out

@@ -20,11 +20,13 @@ from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.names import load_object
 from verl_fn.pool.worker import LoadError, find
 from verl_fn.rewards import RewardError
+from verl_fn.runs import RunError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.checks import check_code
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.memory import GIB
 from verl_fn.runs.replay import replay
 
 ROOT = Path(__file__).parents[2]
@@ -458,47 +460,84 @@ def notes_of(plan, capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
 
 
+NEEDS = """
+from verl_fn.steps import loss
+@loss(needs=["candidate_logprobs"])
+def likeliest(outputs, batch):
+    return outputs.logprobs, {}
+"""
+
+
+def own_step(change, tiny, folder, *more):
+    file = folder / "own.py"
+    file.write_text(TWICE.replace(*change) + NEEDS)
+    own = [f"algorithm.name={file}:make", "actor.optim.lr_scheduler_type=linear", *more]
+    return make_plan(load(overrides=[*overrides(tiny, folder / "run"), *own]))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("", ""), "the actor had 2 updates up to step 1, and the algorithm's outline counts 1"),
-        (("apply_update(new, grads)", "apply_update(new)"), r"fails: TypeError: .*grads' \(at .*own.py:"),
-        (("w.get(metrics) | w.get(more)", "None"), "fails: learn .* returns None as its report"),
+        (("apply_update(new, grads)", "apply_update(new)"), r"TypeError: .*grads' \(at .*own.py:"),
+        (("w.get(metrics) | w.get(more)", "None"), "learn .* returns None as its report"),
         (("experience.batch,", "experience.batch.with_tokens(x=experience.batch['advantage']),"),
-         "no field 'advantage'"),
-        (('"token-mean"', '"token-means"'), "fails: ValueError: .*token-means"),
-        (("actor=new, step", "step"), "fails: learn .* a state whose actor cannot be used: .* was donated to"),
-        (("actor=new, step", "actor=(new, more), step"), "fails: AttributeError: 'tuple' object"),
-        (("counted: bool = False", "counted: bool = True"), None),
-        (("cross_entropy())", "likeliest())"), None),
+         r"no field 'advantage'.*own\.py:"),
+        (('"token-mean"', '"token-means"'), "ValueError: .*token-means"),
+        (("actor=new, step", "step"), "learn .* a state whose actor cannot be used: .* was donated to"),
+        (("actor=new, step", "actor=(new, more), step"), "AttributeError: 'tuple' object"),
+        (("new = state.actor", "new = {}['actor']"), "KeyError: 'actor'"),
+        (("new = state.actor", "import no_such_module"), "ModuleNotFoundError"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_check_takes_a_step_on_mocks(change, said, tiny, tmp_path, capsys):
-    needs = "\n@loss(needs=['candidate_logprobs'])\ndef made(o, b):\n    return o.logprobs, {}\n"
-    likeliest = f"{needs}def likeliest():\n    return made\n"
-    file = tmp_path / "own.py"
-    file.write_text(TWICE.replace("import aggregate", "import loss, aggregate").replace(*change) + likeliest)
-    own = [f"algorithm.name={file}:make", "actor.optim.lr_scheduler_type=linear"]
-    found = notes_of(make_plan(load(overrides=[*overrides(tiny, tmp_path / "run"), *own])), capsys)
-    assert len(found) == (said is not None), found
-    assert said is None or re.search(said, found[0])
-    if said is not None and "MissingField" in found[0]:
-        assert str(file) in found[0]
+def test_a_check_fails_as_a_step_on_mocks_does(change, said, tiny, tmp_path, capsys):
+    with pytest.raises(RunError, match=f"(?s)a step of {tmp_path}/own.py:make on mocks fails: .*{said}"):
+        check_run(own_step(change, tiny, tmp_path))
     assert not (tmp_path / "run").exists()
+    argv = [*overrides(tiny, tmp_path / "run"), f"algorithm.name={tmp_path}/own.py:make"]
+    assert main(["train", str(empty_config(tmp_path)), "--check", *argv]) == 1
+    assert "error: a step of" in capsys.readouterr().err
+
+
+def empty_config(folder):
+    (folder / "empty.toml").write_text("")
+    return folder / "empty.toml"
 
 
 @pytest.mark.parametrize(
-    ("batch", "how"), [("experience.batch", "went well"), ("None", "fails, as a note above says")]
-)
-def test_a_check_says_that_it_took_a_step(batch, how, tiny, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(TWICE.replace("experience.batch", batch))
-    own = [*overrides(tiny, tmp_path / "run"), f"algorithm.name={file}:make"]
-    assert f"on mocks    one step of {file}:make {how}" in check_run(make_plan(load(overrides=own))).text
+    ("change", "how", "noted"),
+    [
+        (("", ""), "went well", "the actor had 2 updates up to step 1, and the algorithm's outline counts 1"),
+        (("counted: bool = False", "counted: bool = True"), "went well", None),
+        (("cross_entropy())", "likeliest)"), "says nothing, .*: .*candidate_logprobs", None),
+        (("new = state.actor", "new = state.actor; actor.forward(new.params, batch, ['top_ids_4'])"),
+         "says nothing, .*: .*top_ids_4", None),
+        (("new = state.actor", "new = state.actor; experience.batch['reward/format']"), "says nothing, ", None),
+        (("new = state.actor", "new = state.actor; new.params['model.norm.weight']"), "says nothing, ", None),
+        (("new = state.actor", "new = state.actor; raise AssertionError('not compiled with CUDA')"),
+         "says nothing, .*: AssertionError: not compiled", None),
+        (("new = state.actor", "new = state.actor; assert len(experience.batch) == 16"), "went well",
+         "the actor had 2 updates"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_check_does_not_fail_for_what_only_mocks_lack(change, how, noted, tiny, tmp_path, capsys):
+    plan = own_step(change, tiny, tmp_path, "data.train_batch_size=8")
+    text = check_run(plan).text
+    assert re.search(f"on mocks    one step of {tmp_path}/own.py:make {how}", text), text
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(found) == (noted is not None), found
+    assert noted is None or noted in found[0]
+
+
+def test_a_package_that_only_another_machine_has_fails_no_step_on_mocks(tiny, tmp_path):
+    plan = own_step(("new = state.actor", "import no_such_module"), tiny, tmp_path, "driver.device=auto")
+    assert "own.py:make says nothing, since mocks differ from models: ModuleNotFound" in check_run(plan, GIB, 1).text
+
+
+def test_a_check_takes_no_step_of_a_built_in_algorithm(tiny, tmp_path):
     more = ["algorithm.name=grpo", "rollout.n=2", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]
-    built_in = load(overrides=[*TINY, *more])
-    assert "on mocks" not in check_run(make_plan(built_in)).text
+    assert "on mocks" not in check_run(make_plan(load(overrides=[*TINY, *more]))).text
 
 
 def test_a_check_names_options_without_defaults(tiny, tmp_path):

@@ -316,6 +316,7 @@ def model_of(path: str) -> tuple[Path, Path | None]:
     """
     from verl_fn.runs import RunError
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
+    from verl_fn.runs.history import run_around, run_meant
     from verl_fn.runs.state import run_of
 
     folder = Path(path)
@@ -332,8 +333,13 @@ def model_of(path: str) -> tuple[Path, Path | None]:
         run = run_of(folder)
         return folder / "actor", run if run is not None and (run / "config.toml").is_file() else None
     if not (folder / "config.json").is_file():
-        raise RunError(f"{folder} has no config.toml, {MANIFEST} or config.json; name a run, a checkpoint or a model")
-    return folder, None
+        raise RunError(
+            f"{folder} has no config.toml, {MANIFEST} or config.json; name a run, a checkpoint or a model"
+            f"{run_meant(folder)}"
+        )
+    # A model of a checkpoint, also by the run's link to it, or the random model that a run began with.
+    run = run_around(folder)
+    return (folder, None) if run is None else (folder.resolve(), run)
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     model.add_argument(
         "--chat-template",
         action="store_true",
-        help="a minimal chat template: the content of each message and a line break, without roles and tools",
+        help="a minimal chat template: names of tools and contents of messages, with line breaks and without roles",
     )
     model.add_argument(
         "overrides",

@@ -73,14 +73,14 @@ _NO_MEDIA = (
 )
 
 
-def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> str | Messages:
+def prompt_of(place: str, value: Any, column: str, images: int | None = 0, *, counted: bool = True) -> str | Messages:
     """Returns a prompt after checking it: a string, or chat messages.
 
     Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
-        images: how many images the row has, of which the prompt shows each; None for a response, which shows none;
-            -1 for messages whose images are not looked at.
+        images: how many images the row has, of which the prompt shows each; None for a response, which shows none.
+        counted: whether messages must show each of the images.
 
     Raises:
         DataError: it is neither, or a string that holds messages as JSON, or it has videos, sounds, or more or fewer
@@ -110,7 +110,7 @@ def prompt_of(place: str, value: Any, column: str, images: int | None = 0) -> st
             messages = [_with_calls(*one) for one in zip(places, without_nulls(value), strict=True)]
             # Templates look at the content of every message. Only tool calls can be without.
             whole = tuple(m if "content" in m else {**m, "content": None} for m in messages)
-            if images and images > 0:
+            if images and counted:
                 check_marks(place, column, whole, images)
             return whole
     if value in ("", []):

@@ -104,7 +104,8 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
         common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
         prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
         repeats = bool(common["images"]) and isinstance(row[COMPLETION], list)
-        completion = prompt_of(place, row[COMPLETION], COMPLETION, -1 if repeats else None)
+        shown = len(common["images"]) if repeats else None
+        completion = prompt_of(place, row[COMPLETION], COMPLETION, shown, counted=False)
         if isinstance(completion, str):
             return Problem(prompt, completion, **common)
         begun = repeated(prompt, completion)

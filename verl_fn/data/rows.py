@@ -171,34 +171,20 @@ def of_one_kind(place: str, required: Sequence[str]) -> str:
         place: of the row.
         required: columns of the kind.
     """
-    file, _, here = place.rpartition(", ")
     own = [name for name in OF_KINDS if name in required]
+    columns = Columns(others=lambda name: name in OF_KINDS)
     other, first = False, ""
-    with contextlib.suppress(OSError, ValueError, AttributeError, pa.ArrowException):
-        for where, names in _kinds(Path(file)):
-            if where == here and not (other := not names.issubset(own)):
+    with contextlib.suppress(DataError):
+        blocks = read_blocks(place.rpartition(", ")[0], columns)
+        for where, row in (one for block in blocks for one in block_rows(block, columns)):
+            names = {name for name, value in row.items() if value is not None}
+            if where == place and not (other := not names.issubset(own)):
                 break
             if not first and (has := next((name for name in own if name in names), "")):
-                first = f"; {file}, {where} has {has}, and rows of another kind belong into a file of their own"
+                first = f"; {where} has {has}, and rows of another kind belong into a file of their own"
             if other and first:
                 return first
     return ""
-
-
-def _kinds(path: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yields the number of each row of a file and which columns of ``OF_KINDS`` have a value in it."""
-    if path.suffix != ".parquet":
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    yield f"line {number}", {name for name in OF_KINDS if row.get(name) is not None}
-        return
-    with pq.ParquetFile(path) as file:
-        names = [name for name in OF_KINDS if name in file.schema_arrow.names]
-        batches = file.iter_batches(FEW, columns=names)
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield f"row {number}", {name for name in names if row[name] is not None}
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:

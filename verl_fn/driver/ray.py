@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from collections import Counter
@@ -45,6 +44,8 @@ def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
     """
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # At SIGTERM it would print a stack and end, in place of Python's handler.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     cluster, over = Cluster(plan.ray.timeout), threading.Event()
     started: Future[tuple[Cluster, str]] = Future()
     late: list[BaseException] = []
@@ -92,9 +93,6 @@ def ray_workers(plan: Plan, started: Future[tuple[Cluster, str]] | None = None) 
     """Makes the parts of a plan in actors: in the ones that ``ray_started`` has begun to start, or in new ones."""
     with contextlib.ExitStack() as stack:
         cluster, device = (started or stack.enter_context(ray_started(plan))).result()
-        if threading.current_thread() is threading.main_thread():
-            # Ray prints a stack at SIGTERM if Python's handler is not set after its own.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         build.set_up_process(attrs.evolve(plan.driver, device=device), plan.ray.ranks)
         send_code(plan.code)
         groups = training_groups(plan)

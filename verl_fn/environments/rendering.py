@@ -111,7 +111,7 @@ class Renderer:
                     raise EnvError(
                         f"env.name: the environment has tools, and the chat template does not show them to the "
                         f"model, such as {name_of(tool)!r}; take a template that renders `tools`, as "
-                        "examples/products.py does"
+                        "the one of `verl-fn new-model ... --chat-template` does"
                     )
             self._shown.add(kind)
         return tokens

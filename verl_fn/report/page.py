@@ -31,6 +31,7 @@ from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
+from verl_fn.runs.history import run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, settled, without_signal
 
@@ -145,7 +146,7 @@ def _read(folder: Path, label: str) -> RunRecord:
     file = folder / "config.toml"
     if not file.is_file():
         beside = [str(path.parent) for path in Path().glob("*/*/config.toml") if path.parent.name == folder.name]
-        hint = f"; did you mean {beside[0]}?" if beside else ""
+        hint = f"; did you mean {beside[0]}?" if beside else run_meant(folder)
         raise ReportError(f"{folder} is no run: it has no config.toml{hint}")
     try:
         toml = file.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ random, so its numbers mean nothing. It shows whether the functions of the algor
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,9 +29,11 @@ from verl_fn.data.tasks import Source
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError, say
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
+from verl_fn.state.batch import TOP, MissingField
 from verl_fn.steps import Loss
 
-from .checkpoints import check_disk, disk_line
+from . import RunError
+from .checkpoints import check_disk, checkpoint_bytes, disk_line, free_memory
 from .checks import (
     RowLengths,
     check_all_weights,
@@ -63,14 +66,16 @@ from .fitting import (
     with_engine,
 )
 from .folder import Run
-from .memory import GIB, engine_weights, largest, offloads, phases, role_memory, share, sizes_of
+from .memory import GIB, advice, engine_weights, host_memory, largest, phases, role_memory, share, sizes_of
 from .prepare import prepare
 from .state import algorithm_of
 
 # Tokens of the tables, of a response at most, and problems of the step.
 TOKENS, LONGEST, PROBLEMS = 16, 8, 4
 # Outputs that only models have.
-OF_MODELS = ("candidate_logprobs", "routed_experts")
+OF_MODELS = ("candidate_logprobs", "routed_experts", *TOP)
+# How the fields begin that only a run's own rewards write.
+OF_REWARDS = ("acc", "pred", "reward/")
 
 
 @attrs.frozen
@@ -117,7 +122,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest, rehearsed = plan.rollout.longest, None
+    longest, rehearsed = plan.rollout.longest, ""
     if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
@@ -129,14 +134,13 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         gpu = gpu or build.gpu_memory("cuda")
         plan = sized(plan, gpu)
     lines = [*_run_lines(plan, longest), disk_line(plan)]
-    if rehearsed is not None:
-        how = "fails, as a note above says" if rehearsed else "went well"
-        lines.append(f"on mocks    one step of {plan.algorithm} {how}")
+    if rehearsed:
+        lines.append(f"on mocks    one step of {plan.algorithm} {rehearsed}")
     if gpus is None:
         check_disk(plan)
     if not on_gpus:
         return Report("\n".join([*lines, "the run can start; memory is counted on GPUs only"]))
-    lines += _memory_lines(plan, gpu)
+    lines += [*_memory_lines(plan, gpu), *host_lines(plan, gpu, gpus)]
     if gpu is None:
         return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
@@ -144,13 +148,13 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     return Report("\n".join(lines), fits(plan, gpu))
 
 
-def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str | None]:
-    """Checks data, rewards and environment; returns the tokens of the longest row, and what ``rehearse`` returned."""
+def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
+    """Checks data, rewards and environment; returns the tokens of the longest row, and how the step on mocks went."""
     source = prepare(plan, say, gpus)
     check_rewards(plan, source if gpus is None else None)
-    rehearsed = rehearse(plan, source)
+    rehearsed, unplanned_updates = rehearse(plan, source, here=gpus is None)
     judged = check_judge(plan, source) if gpus is None else ()
-    for note in filter(None, (*judged, *check_conversations(plan, source), rehearsed)):
+    for note in filter(None, (*judged, *check_conversations(plan, source), unplanned_updates)):
         say(f"note: {note}")
     lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
     return max(lengths.sampled, lengths.trained), rehearsed
@@ -248,12 +252,19 @@ def _memory_lines(plan: Plan, gpu: int | None) -> Iterator[str]:
         yield f"            {phase.title}: {phase.describe()}"
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
-    if offloads(plan, gpu):
-        states = [part.nbytes for role in plan.roles.values() for part in role_memory(role, plan).loaded]
-        held = ranks.training_ranks(plan) * sum(states) / GIB
-        yield (
-            f"            training states, {held:.3g} GiB of all ranks, lie on the CPU while the engine generates "
-            "(rollout.offload_trainer)"
+
+
+def host_lines(plan: Plan, gpu: int | None, gpus: int | None) -> Iterator[str]:
+    """Yields the bytes that settings move to the memory of a machine; notes if fewer are free on this one."""
+    here = min(ranks.training_ranks(plan), gpus or max(1, torch.cuda.device_count()))
+    host = host_memory(plan, gpu, here, checkpoint_bytes(plan) if plan.trainer.async_save else 0)
+    if not host.parts:
+        return
+    yield f"host        moved to the memory of a machine with {here} of the ranks, in GiB: {host.describe()}"
+    if gpus is None and not plan.ray.address and host.nbytes > (free := free_memory()):
+        say(
+            f"note: the run moves {host.nbytes / GIB:.2f} GiB to the memory of this machine, of which "
+            f"{free / GIB:.2f} are free; {advice(host)}"
         )
 
 
@@ -371,18 +382,49 @@ def _folded(batch: Batch) -> Batch:
     return attrs.evolve(batch, tokens=batch.tokens % TOKENS)
 
 
-def rehearse(plan: Plan, source: Source) -> str | None:
+def rehearse(plan: Plan, source: Source, *, here: bool = True) -> tuple[str, str]:
     """Takes a step of an algorithm of the user on mocks.
 
     Args:
         plan: the plan. Steps of built-in algorithms, with environments, or with adapters whose base is the reference,
             are not taken.
+        here: whether the run is planned for this machine, so that it lacks what is missing here.
 
     Returns:
-        A sentence about what went wrong, empty if the step went well; None if no step was taken.
+        How the step went, empty if none was taken, and a note, empty if there is none.
+
+    Raises:
+        RunError: the step fails, and not for what only mocks lack.
     """
     if not is_reference(plan.algorithm) or plan.env.name or plan.copies or plan.rollout.exact != "off":
-        return None
+        return "", ""
+    whole = plan.data.train_batch_size
+    # An algorithm may divide a step's problems by a number for which a few are not enough.
+    for size in sorted({min(PROBLEMS, whole), whole}):
+        try:
+            return "went well", _step_on_mocks(plan, source, size)
+        except Exception as error:  # an algorithm of the user may raise anything
+            failure = error
+    place = user_files.place_of(failure, __file__)
+    what = str(failure) if isinstance(failure, UserError) else f"{type(failure).__name__}: {failure}{place}"
+    if _lies_in_mocks(failure) or (not here and isinstance(failure, ImportError)):
+        return f"says nothing, since mocks differ from models: {what}", ""
+    raise RunError(f"a step of {plan.algorithm} on mocks fails: {what}") from failure
+
+
+def _lies_in_mocks(error: Exception) -> bool:
+    """Returns whether a step may fail only for what mocks lack: a model's outputs, the rewards' fields, a device."""
+    if any(word in str(error) for word in OF_MODELS) or "cuda" in str(error).lower():
+        return True
+    if isinstance(error, MissingField):
+        return error.name.startswith(OF_REWARDS)
+    # Perhaps the name of a model's parameter.
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, KeyError) and raised_in == Params.__getitem__.__code__.co_filename
+
+
+def _step_on_mocks(plan: Plan, source: Source, size: int) -> str:
+    """Takes a step with so many problems, and returns a sentence about updates that nobody planned, if there are."""
     key = Key.from_seed(plan.trainer.seed)
     trainers: dict[str, Any] = {
         name: Folded(TOKENS, build.optimizer(role.optim if role.trained else None, role.total_updates))
@@ -403,28 +445,19 @@ def rehearse(plan: Plan, source: Source) -> str | None:
         trainers=trainers,
         rollout=MockRollout(answer),
         reward=score,
-        more=lambda count: source.train(key.fold_in("more"), PROBLEMS, count),
+        more=lambda count: source.train(key.fold_in("more"), size, count),
         tokenizer=build.policy_tokenizer(plan.rollout),
         sampling=build.sampling(plan.rollout, LONGEST),
         gives_likeliest=False,
     )
-    try:
-        algorithm = algorithm_of(plan)
-        state = algorithm.init({name: trainer.init(key.fold_in(name)) for name, trainer in trainers.items()}, key)
-        problems = source.train(key.fold_in("data"), 0, min(PROBLEMS, plan.data.train_batch_size))
-        after, _ = algorithm.step(state, problems, w)
-        sentences = [
-            unplanned(
-                role, plan, getattr(after, name).scheduler, algorithm.outline.updates(name, len(problems), 1), 1
-            )
-            for name, role in plan.roles.items()
-        ]
-    except Exception as error:  # an algorithm of the user may raise anything
-        if any(output in str(error) for output in OF_MODELS):
-            return None
-        place = user_files.place_of(error, __file__)
-        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}{place}"
-        return f"a step of {plan.algorithm} on mocks fails: {what}"
+    algorithm = algorithm_of(plan)
+    state = algorithm.init({name: trainer.init(key.fold_in(name)) for name, trainer in trainers.items()}, key)
+    problems = source.train(key.fold_in("data"), 0, size)
+    after, _ = algorithm.step(state, problems, w)
+    sentences = (
+        unplanned(role, plan, getattr(after, name).scheduler, algorithm.outline.updates(name, len(problems), 1), 1)
+        for name, role in plan.roles.items()
+    )
     return next(filter(None, sentences), "")
 
 

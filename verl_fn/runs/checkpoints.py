@@ -358,10 +358,10 @@ def can_be_held(plan: Plan) -> bool:
     Training states that are offloaded while the engine generates, and the page cache of their files, need room too.
     The memory of the other machines of a cluster is not known here.
     """
-    return not plan.ray.address and 4 * checkpoint_bytes(plan) <= _free_memory()
+    return not plan.ray.address and 4 * checkpoint_bytes(plan) <= free_memory()
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Returns the bytes that this machine has free, or this container if it is allowed fewer."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024

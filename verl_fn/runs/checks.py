@@ -51,6 +51,8 @@ from verl_fn.errors import install, raised_as
 from verl_fn.rewards.reward import Answer, RewardError, by_rules, has_rule, odd_answers
 from verl_fn.state import Key
 
+from .history import is_run, run_around
+
 # Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
 JUDGED = 2  # problems of each kind that reward functions are tried on
@@ -173,10 +175,18 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(plan: Plan) -> None:
-    """Checks that the folders that a run writes are no files and lie in none, and that its own is no model's."""
+    """Checks that the folders that a run writes are no files and lie in none, and that its own can be a run's.
+
+    It can be no model's, and a new one cannot lie in another run's, which removes folders of its own.
+    """
     own = Path(plan.trainer.dir)
     if (own / "config.json").is_file():
         raise ConfigError(f"trainer.dir: {own} is the folder of a model; choose another folder for the run")
+    if not is_run(own) and (other := run_around(own)) is not None:
+        raise ConfigError(
+            f"trainer.dir: {own} lies in the folder of another run, {other}, which may remove it; choose a folder "
+            "beside that one"
+        )
     for key, folder in _written_folders(plan):
         if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
             raise ConfigError(f"{key}: {taken} is a file; choose a folder")

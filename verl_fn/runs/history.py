@@ -31,6 +31,7 @@ from verl_fn.user_files import code_files, with_imports
 
 from . import RunError
 from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, step_of
+from .logs import METRICS
 
 CONFIG = "config.toml"
 _EARLIER, _UNTIL = "configs", "until_step_"
@@ -136,10 +137,39 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
     return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
 
 
+def run_around(path: Path) -> Path | None:
+    """Returns the folder of the run that a path lies in, links resolved; None if it lies in none.
+
+    Example:
+        >>> run_around(Path("/no/such/run/model"))
+    """
+    return next((place for place in path.resolve().parents if is_run(place)), None)
+
+
+def run_meant(path: Path) -> str:
+    """Returns the end of an error about a path that is no run: the run that it lies in; empty if it lies in none.
+
+    Example:
+        >>> run_meant(Path("/no/such/run/model"))
+        ''
+    """
+    return f"; did you mean {run}?" if (run := run_around(path)) is not None else ""
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a run has begun in a folder.
+
+    Example:
+        >>> is_run(Path("/no/such/run"))
+        False
+    """
+    return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
+
+
 def config_file(folder: Path, step: int | None = None) -> Path:
     """Returns the file with the config that a step was made with; see ``run_config``."""
     if not (folder / CONFIG).is_file():
-        raise RunError(f"{folder} is not a run's folder: it has no {CONFIG}")
+        raise RunError(f"{folder} is not a run's folder: it has no {CONFIG}{run_meant(folder)}")
     later = [end for end in _ends(folder) if step is not None and end >= step]
     return folder / _EARLIER / f"{_UNTIL}{later[0]}.toml" if later else folder / CONFIG
 

@@ -440,6 +440,38 @@ def offloads(plan: Plan, gpu: int | None) -> bool:
     return gpu is not None and any(phase.nbytes > gpu for phase in generation)
 
 
+def host_memory(plan: Plan, gpu: int | None, ranks: int, saved: int = 0) -> Phase:
+    """Counts the bytes in the memory of a machine that settings move there from its GPUs.
+
+    Processes, data and files take more. So does an engine whose weights an algorithm keeps while it computes between
+    two requests.
+
+    Args:
+        gpu: bytes of a GPU; None if it is unknown.
+        ranks: the training ranks on the machine.
+        saved: bytes of a checkpoint, of which all ranks together hold a copy while threads write it.
+    """
+    everyone, moved = training_ranks(plan), offloads(plan, gpu)
+    parts = [Allocation("copy for the disk", saved * ranks // everyone, "trainer.async_save=false")]
+    inputs = []
+    for name, role in plan.roles.items():
+        state = ranks * sum(part.nbytes for part in role_memory(role, plan).loaded)
+        if role.offload:
+            parts.append(Allocation(f"{name} state", state, f"{role.table}.fsdp_config.offload_policy=false"))
+        elif moved and (name not in plan.ray.separate or plan.driver.kind != "ray"):
+            # The new state of an update comes back while the old one is still there.
+            copies, words = (2, f"{name} state twice") if role.trained else (1, f"{name} state")
+            parts.append(Allocation(words, copies * state, "rollout.offload_trainer=false"))
+        if role.trained and role.offload_activations:
+            width = width_of(_dtype(role.dtype, role.folder, "cuda", _stamp(role.folder)))
+            kept = functools.partial(sizes_of(role).kept, _tokens(role, plan, everyone), width, checkpointing=True)
+            off = f"{role.table}.enable_activation_offload=false"
+            inputs.append(Allocation(f"{name} inputs of layers", ranks * (kept() - kept(offload=True)), off))
+    # Roles are updated one after the other.
+    parts += sorted(inputs, key=lambda part: part.nbytes)[-1:]
+    return Phase("host", parts)
+
+
 def check_memory(plan: Plan, gpu: int | None) -> str:
     """Returns a sentence about a phase whose estimate is larger than the GPU; empty if there is none.
 
