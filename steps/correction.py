@@ -141,7 +141,7 @@ def rollout_gap(batch: Batch) -> Metrics:
     ==============================================  ==========================================================
     ``training/rollout_probs_diff_{mean,max,std}``  the difference of the two probabilities
     ``training/rollout_actor_probs_pearson_corr``   their correlation
-    ``rollout/log_prob_diff_mean``                  the difference of the two log-probs, in nats
+    ``rollout/log_prob_diff_mean``                  the absolute difference of the two log-probs, in nats
     ``rollout_corr/kl``, ``rollout_corr/k3_kl``     two estimates of KL(engine || trainer) per token, in nats
     ``rollout_corr/rollout_is_eff_sample_size``     the effective sample size of the unbounded token weights, as a
                                                     fraction of the number of tokens: 1 where both agree

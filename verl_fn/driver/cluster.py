@@ -250,7 +250,7 @@ class Cluster:
         self.wait_for(lambda: all(group.idle for group in groups))
 
     def abort(self) -> None:
-        """Makes a start in another thread fail, which then stops."""
+        """Ends the actors, and a start of more in another thread, which then calls ``stop``."""
         self._stopped = True
         for host in list(self._hosts):
             ray.kill(host)

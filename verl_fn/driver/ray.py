@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 from collections import Counter
@@ -39,20 +41,23 @@ TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
     """Starts the actors of a plan in a thread, so that they import while the caller checks the plan.
 
-    They run in the connected cluster, in the one at ``ray.address``, or in a new one. The future raises a
-    ``ConfigError`` if the cluster cannot be reached, or has too few resources for the plan.
+    The future raises ``ConfigError`` if the cluster cannot be reached, or has too few resources for the plan.
     """
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # At SIGTERM it would print a stack and end, in place of Python's handler.
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     cluster, over = Cluster(plan.ray.timeout), threading.Event()
     started: Future[tuple[Cluster, str]] = Future()
     late: list[BaseException] = []
 
+    python = ctypes.PyDLL(None)
+    python.PyOS_getsig.restype = ctypes.c_void_p
+
     def live() -> None:
         try:
+            handler = python.PyOS_getsig(signal.SIGTERM)
             with connected(plan.ray):
+                # Ray's own prints a stack and ends the process; only the main thread may set Python's otherwise.
+                python.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(handler))
                 try:
                     started.set_result((cluster, _start(plan, cluster)))
                     over.wait()
@@ -68,8 +73,7 @@ def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
         yield started
     finally:
         over.set()
-        if not started.done():
-            cluster.abort()
+        cluster.abort()
         thread.join()
     if late:
         raise late[0]
