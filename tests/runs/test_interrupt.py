@@ -57,13 +57,13 @@ def test_ctrl_c_after_the_last_step_ends_nothing_in_the_middle(tiny, tmp_path, m
     lines, right = [], loop.workers
 
     @contextlib.contextmanager
-    def interrupted(plan):
+    def interrupted(plan, begun=None):
         with right(plan) as w:
             yield w
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(loop, "workers", interrupted)
-    before = signal.getsignal(signal.SIGINT)
+    before, other = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     train(tiny_run(tiny, tmp_path / "a", "algorithm.name=sft", "trainer.total_training_steps=1"), lines.append)
     assert lines[-2].startswith("done: 1 steps") and lines[-1].startswith("the run is done and saved")
     assert signal.getsignal(signal.SIGINT) is before
@@ -71,5 +71,8 @@ def test_ctrl_c_after_the_last_step_ends_nothing_in_the_middle(tiny, tmp_path, m
     try:
         assert run() == 0
         os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(SystemExit, match="143"):
+            os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, other)
