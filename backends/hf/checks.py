@@ -411,8 +411,8 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
 
     They are transformers' own in float32, and round only their results, as kernels of engines do. Transformers' own
     also round between a convolution and its activation, after the normalization of queries and keys, between a norm
-    and its gate, and the sigmoids of gates, by which bfloat16 is farther from float32, and from vLLM. The convolutions
-    of OLMo Hybrid stay transformers' own.
+    and its gate, and the sigmoids of gates, by which bfloat16 is farther from float32, and from vLLM. OLMo Hybrid's
+    convolutions stay transformers' own.
 
     Args:
         names: the names of the module.
