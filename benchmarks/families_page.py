@@ -71,7 +71,7 @@ def page(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         "`--check` says why rows are padded. The embedded engine goes on from a cache: its own for packed rows,",
         f"transformers' own for padded ones. For {len(slow)} families (*rows* below) it computes whole rows for",
         "every token, so use [vLLM](vllm.md) for them. In bf16 a state gathers rounding: on a CPU, these models with",
-        "linear attention or Mamba layers differ from the trainer by 0.005 to 0.04 nats a token on average, and by",
+        "linear attention or Mamba layers differ from the trainer by up to 0.04 nats a token on average, and by",
         "less than 0.01 if whole rows are computed. Linear attention and state-space layers are fast with kernels",
         "of the extra `verl_fn[linear-attention]`, and a run names the packages that are missing.",
         "",

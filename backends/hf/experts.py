@@ -1,4 +1,4 @@
-"""The experts of Hugging Face models: how many a layer has, which of them a token goes to, and experts with biases.
+"""The experts of Hugging Face models: how many a layer has, where a token goes, and experts with biases.
 
 transformers gathers a bias for each token, and the backward pass adds the gradients of an expert's tokens one after
 another. Experts with biases are computed here instead, registered with transformers as ``verl_fn_grouped``.

@@ -539,7 +539,7 @@ def sums_rows(outputs, batch):
     return outputs.logprobs.sum(1), {}
 
 
-# They raise an error of their own, which a batch of the run may not.
+# Parts that raise an error of their own on the small batch; they may suit a batch of the run.
 FAILING = ("grouped", "as_rows", "sums_rows")
 
 

@@ -250,17 +250,17 @@ class Cluster:
         self.wait_for(lambda: all(group.idle for group in groups))
 
     def abort(self) -> None:
-        """Ends the actors, and a start of more in another thread, which then calls ``stop``."""
+        """Ends the actors, so that a start of more in another thread fails."""
         self._stopped = True
-        for host in list(self._hosts):
-            ray.kill(host)
+        if self._hosts and not ray_private.ended():
+            for host in list(self._hosts):
+                ray.kill(host)
 
     def stop(self) -> None:
         """Ends the actors and frees their room."""
-        members, self._stopped = list(self.members.values()), True
+        self.abort()
+        members = list(self.members.values())
         if self._place is not None and not ray_private.ended():
-            for host in self._hosts:
-                ray.kill(host)
             if members:
                 sentinels = list(dict.fromkeys(m.sentinel for m in members))
                 ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)

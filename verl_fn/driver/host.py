@@ -150,9 +150,10 @@ class Host:
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
         """Applies a function to values of this actor; its result stays under the number ``keep``, if there is one."""
         result = fn(*(self._open(a) for a in args))
-        if keep is not None:
-            self.values[keep], result = result, None
-        return result
+        if keep is None:
+            return result
+        self.values[keep] = result
+        return None
 
     def listen(self, component: str, address: str, secret: bytes) -> tuple[str, int]:
         """Returns the host and port to which weights for a rollout engine are sent, by senders with the secret."""

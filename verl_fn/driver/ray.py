@@ -48,7 +48,6 @@ def ray_started(plan: Plan) -> Iterator[Future[tuple[Cluster, str]]]:
     cluster, over = Cluster(plan.ray.timeout), threading.Event()
     started: Future[tuple[Cluster, str]] = Future()
     late: list[BaseException] = []
-
     python = ctypes.PyDLL(None)
     python.PyOS_getsig.restype = ctypes.c_void_p
 

@@ -413,7 +413,7 @@ def test_linear_attention_without_kernels_rounds_only_its_results(name, monkeypa
         for rows, steps in (computed(torch.bfloat16, contextlib.nullcontext()), computed(torch.bfloat16, own()))
     ]
     assert gaps[1] < 0.9 * gaps[0]
-    # With flash-linear-attention's kernels in the module, which a CPU cannot run, the result is the same.
+    # A CPU cannot run flash-linear-attention's kernels. If the module has them, the result is the same.
     kernel = type("FusedRMSNormGated", (), {"__module__": "fla.modules"})
     monkeypatch.setitem(vars(module), "FusedRMSNormGated", kernel)
     assert all(map(torch.equal, before, computed(torch.float32, own())))
