@@ -30,7 +30,7 @@ from .step_parts import run_parts
 from .step_run import RunFailed, watch
 from .step_work import BUDGET, LR, MEMORY, Work, write_model, write_prompts
 
-BARS = {"0.5b": 4.5, "1.5b": 2.5}  # our tokens a second over verl's, by the shape
+BARS = {"0.5b": 4.5, "1.5b": 2.5, "7b": 1.2}  # our tokens a second over verl's, by the shape
 SHARE_BAR = 0.05  # of the step, for any of our phases that neither generates nor computes with the model
 WORKING = ("gen", "old_log_prob", "update_actor")
 WARM_UPS = 2
