@@ -90,7 +90,8 @@ def test_a_filter_of_groups_asks_rows_with_a_response_that_have_the_number():
     assert [len(part) for part in split_by_signal(batch)[:2]] == [4, 1] and split_by_signal(batch)[2] == 1
     quiet = batch.with_tokens(response_mask=torch.where(torch.arange(15) < 2, 0.0, batch["response_mask"]))
     assert split_by_signal(quiet)[2] == 0
-    assert split_by_signal(batch_of(acc=[math.nan, 1.0, 1.0, 1.0, 0.0]), "acc")[2] == 0
+    for other, groups in ((1.0, 0), (0.0, 1)):
+        assert split_by_signal(batch_of(acc=[math.nan, 1.0, 1.0, other, 0.0]), "acc")[2] == groups
 
 
 def test_batches_with_other_numbers_of_a_reward_make_one():

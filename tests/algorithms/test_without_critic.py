@@ -1,15 +1,18 @@
 """ReMax, RLOO and DAPO on mocks: what they ask engine and reward for, and what they learn from."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
 
 from verl_fn import steps
 from verl_fn.algorithms import Workers, dapo, grpo, remax, rloo
+from verl_fn.algorithms import workers as parts
 from verl_fn.algorithms.experience import update_batches
 from verl_fn.algorithms.policy import policy_loss
 from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
-from verl_fn.algorithms.workers import no_more
+from verl_fn.algorithms.workers import Clock, no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.protocol import Through
 from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, ReMax, load, make_plan, notes
@@ -177,6 +180,22 @@ def test_what_is_dropped_has_no_advantage_and_nothing_is_lost(seed):
 def test_batches_without_rows_are_left_out_of_a_whole():
     one, none = Batch.from_rows([[1]], per_row={"score": [1.0]}), Batch.from_rows([[1]]).take([])
     assert len(joined(none, one, none)) == 1 and len(joined(none, none)) == 0
+
+
+def test_a_phase_has_the_time_of_its_calls_and_of_the_waits_for_their_results(monkeypatch):
+    now = 0.0
+
+    def takes(seconds, value=None):
+        nonlocal now
+        now += seconds
+        return value
+
+    monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: now))
+    clock = Clock(lambda value: takes(2.0, value), {"gen": 5.0})
+    assert clock.run_all({"ref": lambda: takes(1.0, 7), "values": lambda: takes(4.0, 8)}) == {"ref": 7, "values": 8}
+    clock.run("ref", takes, 8.0)
+    takes(16.0)
+    assert clock.seconds == {"gen": 5.0, "ref": 13.0, "values": 6.0} and clock.total() == 40.0
 
 
 def test_settings_that_do_not_go_together_are_refused():

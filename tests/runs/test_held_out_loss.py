@@ -111,6 +111,8 @@ def test_preferences_report_their_loss_on_held_out_rows(chatty, tmp_path):
     before, _ = run(chatty, tmp_path / "simpo", "dpo", [pair] * 2, [pair], "algorithm.loss_type=simpo")
     gap = 2.0 * (good.mean() - bad.mean()) - 1.0
     assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(gap)), rel=1e-5)
+    margin = float(good.mean() - bad.mean())
+    assert before["val-aux/preferences/margin/mean@1"] == pytest.approx(margin, rel=1e-4)
     before, after = run(chatty, tmp_path / "scores", "reward_model", [pair] * 2, [pair])
     margin = before["val-aux/preferences/margin/mean@1"]
     assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(torch.tensor(margin))), rel=1e-4)

@@ -42,14 +42,17 @@ def test_without_a_key_the_order_is_kept():
     assert epochs_of(minibatches(numbered(5), 2, epochs=2), 5) == [[[0, 1], [2, 3], [4]]] * 2
 
 
-def test_a_key_gives_every_epoch_its_own_order_and_always_the_same():
-    key = Key.from_seed(4)
-    first, second = (epochs_of(minibatches(numbered(20), 20, epochs=3, shuffle=key), 20) for _ in range(2))
+@pytest.mark.parametrize("together", [None, "pair"])
+def test_a_key_gives_every_epoch_its_own_order_and_always_the_same(together):
+    def in_order_of(key):
+        batch = numbered(20, pair=[i // 2 for i in range(20)])
+        return epochs_of(minibatches(batch, 20, epochs=3, shuffle=key, together=together), 20)
+
+    first, second = (in_order_of(Key.from_seed(4)) for _ in range(2))
     assert first == second
     orders = [epoch[0] for epoch in first] + [list(range(20))]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    other = epochs_of(minibatches(numbered(20), 20, epochs=3, shuffle=Key.from_seed(5)), 20)
-    assert other != first
+    assert in_order_of(Key.from_seed(5)) != first
 
 
 def test_the_first_epochs_do_not_depend_on_how_many_follow():
