@@ -63,7 +63,9 @@ def own(**functions):
 
 def test_reports_are_completed():
     w = workers()
-    _, _, report = step(own(), w)
+    measured = {"response_length/max": 99.0}
+    _, _, report = step(own(learn=lambda *args: (lambda state, own: (state, own | measured))(*learn(*args))), w)
+    assert report["response_length/max"] == 99.0, "a metric of learn replaces the run's own"
     assert report["actor/plain"] == 2.0 and report["actor/grad_norm"] > 0 and "own/mean" in report
     assert {"timing_s/gen", "timing_s/reward", "timing_s/learn", "timing_s/step", "perf/throughput"} <= report.keys()
     assert report["critic/score/max"] > report["critic/score/min"] and report["response_length/mean"] > 0

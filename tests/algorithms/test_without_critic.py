@@ -84,7 +84,7 @@ def test_remax_asks_for_a_greedy_response_to_each_prompt():
         assert baseline == rest["score"][rest["group"] == group].item()
     assert report["critic/baselines/mean"] == pytest.approx(float(batch["reward_baselines"].mean()))
     assert report["critic/advantages/max"] == pytest.approx(float((batch["score"] - batch["reward_baselines"]).max()))
-    assert state.step == 1 and "timing_s/gen_max" in report
+    assert state.step == 1 and "timing_s/gen_max" in report and "rollout/rows_compared_with_none" not in report
 
 
 def test_a_greedy_response_that_is_missing_is_named():

@@ -48,9 +48,9 @@ def write(file, made):
     return str(file)
 
 
-def tokenizer(letters=LETTERS, template=CHAT_TEMPLATE, arguments=None, date=None):
+def tokenizer(letters=LETTERS, template=CHAT_TEMPLATE, arguments=None, date=None, split=False):
     made = with_chat_arguments(char_tokenizer(letters + "\n"), arguments or {}, date)
-    made.chat_template = template
+    made.chat_template, made.split_special_tokens = template, split
     return made
 
 
@@ -147,7 +147,8 @@ def test_another_content_tokenizer_template_argument_or_day_is_encoded_again(tmp
     first = read(str(file))
     few.clear()
     for other in (
-        {"letters": LETTERS + "x"},
+        {"letters": LETTERS + "os<>"},
+        {"letters": LETTERS + "os<>", "split": True},
         {"template": CHAT_TEMPLATE + "a"},
         {"arguments": {"a": 1}},
         {"date": "2026-01-01"},
@@ -175,6 +176,10 @@ def test_settings_that_rows_depend_on_are_a_part_of_the_name(tmp_path, few):
     # Rows of prompts that are left out are not encoded, so they cannot fail.
     shorter = read(file, learns_from="answers", end_tokens=2, max_prompt_length=5, filter_overlong_prompts=True)
     assert 0 < shorter.max_row < answers.max_row
+    # Of problems that are held out beside pairs nothing is learned, and of answers their rows are.
+    few.clear()
+    pair = write(tmp_path / "pair.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert read(pair, val=(file,), learns_from="pairs", end_tokens=2).max_row == 4 and sum(few) == 30
 
 
 def test_code_of_a_function_of_the_user_is_a_part_of_the_name(tmp_path, few):

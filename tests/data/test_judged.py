@@ -3,14 +3,17 @@
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import attrs
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.encoded import longest_rows
 from verl_fn.data.examples import pack_examples, pack_labelled, pack_pairs
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import Judged, TaskPairs, edited
@@ -173,6 +176,12 @@ def test_the_longest_rows_are_known_before_training(tmp_path):
     assert (data.max_row, data.max_group) == (1 + 3 + 6 + 1, (1 + 3 + 6 + 1) + (1 + 3 + 1 + 1))
     labels = file_data(table, tokenizer, learns_from="labels", end_tokens=2)
     assert labels.max_row == 1 + 5 + 6 + 1
+
+
+@pytest.mark.parametrize(("learns_from", "longest"), [("answers", (7, 7)), ("pairs", (7, 12)), ("labels", (9, 9))])
+def test_only_the_rows_of_a_pair_stay_together(learns_from, longest):
+    """A problem has rows of 5 and 7 tokens, with a prompt of 4 tokens and a response of 5 in one of them."""
+    assert longest_rows([SimpleNamespace(rows=np.array([[7, 12, 4, 5]]))], learns_from) == longest
 
 
 def test_held_out_files_may_have_prompts_alone(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import attrs
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
@@ -76,6 +77,9 @@ def test_weights_of_files_count_the_rows_that_are_left(tmp_path):
     write(tmp_path / "one.jsonl", "one", [9, 9])
     with pytest.raises(DataError, match="all 2 prompts are longer than 7 tokens"):
         file_data(table, char_tokenizer("a"), said.append)
+    write(tmp_path / "one.jsonl", "one", [1, 1])
+    with pytest.raises(DataError, match=r"two\.jsonl, line 4: the prompt has 5 tokens, more than 4"):
+        file_data(attrs.evolve(table, filter_overlong_prompts=False, max_prompt_length=4), char_tokenizer("a"))
 
 
 def test_as_many_weights_as_files_are_needed_and_an_evaluation_needs_neither():

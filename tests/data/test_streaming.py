@@ -167,6 +167,12 @@ def test_long_rows_are_replaced_by_others_of_their_data_set(opened, monkeypatch)
     assert {row for _, row in drawn(cut.train(KEY, 0, 40))} >= {0, 1}
 
 
+def test_rows_of_a_part_of_a_table_are_rows_of_the_part():
+    stored = Stored(rows("one", [1] * 4))
+    (block,) = Table("one", stored).take([3, 1, 2]).take([0, 2]).blocks()
+    assert list(block.numbers) == stored.read == [3, 2]
+
+
 def test_responses_of_the_data_have_a_limit(opened):
     answers = [{"data_source": "s", "prompt": "a", "reward_model": {"ground_truth": "a" * n}} for n in (1, 9)]
     opened["answers"] = Stored(answers)
@@ -175,6 +181,10 @@ def test_responses_of_the_data_have_a_limit(opened):
         source(opened, *limits, learns_from="answers", end_tokens=2)
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)
     assert {problem.answer for problem in data.train(KEY, 0, 20)} == {"a"} and data.max_row == data.max_group / 2 == 6
+    # A prompt has a limit of its own, however short its response is.
+    opened["answers"] = Stored([*answers[:1], answers[0] | {"prompt": "aa"}])
+    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)
+    assert {problem.prompt for problem in data.train(KEY, 0, 20)} == {"a"}
     pairs = [{"prompt": "a", "chosen": "a" * n, "rejected": "aa"} for n in (1, 9)]
     opened["answers"] = Stored(pairs)
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="pairs", end_tokens=2)

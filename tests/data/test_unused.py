@@ -758,6 +758,8 @@ def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path
     assert found == [{"enable_thinking": False}, {}, {"enable_thinking": True}] and not +unused
     missing = read_files([write(tmp_path, row | {"enable_thinking": float("nan")})], learns)
     assert missing[0].chat_template_kwargs == {}
+    (null,) = read_files([write(tmp_path, rows[0] | {"chat_template_kwargs": {"enable_thinking": None}})], learns)
+    assert null.chat_template_kwargs == {"enable_thinking": False}
     both = {"enable_thinking": True, "chat_template_kwargs": rows[0]}
     for more, says in (({"enable_thinking": "no"}, "must be true or false, not 'no'"), (both, "is .*, and chat_")):
         with pytest.raises(DataError, match=rf" (line 1|row 0): (the column )?enable_thinking {says}"):

@@ -19,7 +19,7 @@ from verl_fn.state import Key, TokenOutputs
 
 
 def test_a_labelled_response_has_gained_if_it_is_above_the_reference_point():
-    """Each token gains 2 nats, so responses of 2 and 4 tokens gain 4 and 8, and the reference point is 6."""
+    """Each token gains 2 nats, so responses of 2 and 4 tokens gain 4 and 8, and the reference point is 6 or 7."""
 
     def role(logprob):
         def forward(params, batch, needs):
@@ -33,8 +33,10 @@ def test_a_labelled_response_has_gained_if_it_is_above_the_reference_point():
     for good, right in (("b", 0.0), ("bbb", 1.0)):
         other = "bbb" if good == "b" else "b"
         known = [Judged("a", "", 0, "s", chosen=(good,)), Judged("aa", "", 1, "s", rejected=(other,))]
-        report = dpo(DPO(loss_type="kto")).evaluate(state, known, w)
+        pair = Judged("a", "", 2, "pairs", chosen=("bbb",), rejected=("b",))
+        report = dpo(DPO(loss_type="kto")).evaluate(state, [*known, pair], w)
         assert report["val-aux/s/label_acc/mean@1"] == right
+        assert report["val-aux/pairs/preference/mean@1"] == 1.0 and report["val-aux/pairs/margin/mean@1"] == 4.0
 
 
 def talk(*contents):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from step_builders import MULTI_TURN, assert_rows, pack, ragged, scatter
 
-from verl_fn.state import TokenOutputs
+from verl_fn.state import Batch, TokenOutputs
 from verl_fn.steps import (
     cispo,
     clip_cov,
@@ -119,6 +119,17 @@ def test_values_and_slopes_of_tokens(name, masks, seed):
     assert_rows(result, "slope", [[slope for _, slope in row] for row in pairs], rtol=1e-6)
     expected = (batch["loss_weight"] * values).sum().item()
     assert metrics["actor/pg_loss"].value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("make", [dppo_tv, dppo_kl])
+def test_the_lower_clip_of_dppo_counts_valid_tokens(make):
+    """The first of three tokens has moved too far, and the second one has only a ratio above the cap."""
+    fields = {"old_log_probs": [[-2.0, -9.0, -9.0]], "advantages": [[1.0] * 3], "response_mask": [[1.0] * 3]}
+    batch = Batch.from_rows([[1] * 3], fields | {"loss_weight": [[1.0] * 3]})
+    outputs = TokenOutputs({"logprobs": torch.tensor([-0.1, -8.0, -9.0])})
+    _, metrics = make(clip_ratio_c=2.0)(outputs, batch)
+    shares = [metrics[f"actor/pg_clipfrac{which}"].value for which in ("", "_lower")]
+    assert shares == pytest.approx([1 / 3, 1 / 3])
 
 
 def responses(masks, *fields):

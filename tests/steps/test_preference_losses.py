@@ -187,14 +187,17 @@ def test_where_the_policy_is_the_reference_dpo_is_log_two_and_pushes_by_half_of_
     assert metrics["rewards/margins"].value == 0.0 and metrics["rewards/accuracies"].value == 0.0
 
 
-def test_the_metrics_are_means_over_pairs_and_over_their_rows():
-    fields = {"response_mask": [[1.0]] * 4, "ref_log_prob": [[0.0]] * 4}
-    rows = {"pair": [3, 3, 8, 8], "chosen": [0.0, 1.0, 1.0, 0.0]}
-    batch = aggregate_rows(Batch.from_rows([[1]] * 4, fields, rows), "group-mean", group="pair")
-    _, metrics = dpo(0.5)(TokenOutputs({"logprobs": torch.tensor([-4.0, -2.0, -3.0, -1.0])}), batch)
-    values = {name: metric.value for name, metric in metrics.items()}
-    assert values.pop("dpo/loss") == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2)
-    assert values == {
+@pytest.mark.parametrize("make", [dpo, simpo, orpo])
+def test_the_metrics_are_means_over_pairs_and_over_their_rows(make):
+    """The third pair has no response, and therefore no weight."""
+    fields = {"response_mask": [[1.0]] * 4 + [[0.0]] * 2, "ref_log_prob": [[0.0]] * 6}
+    rows = {"pair": [3, 3, 8, 8, 9, 9], "chosen": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]}
+    batch = aggregate_rows(Batch.from_rows([[1]] * 6, fields, rows), "group-mean", group="pair")
+    outputs = TokenOutputs({"logprobs": torch.tensor([-4.0, -2.0, -3.0, -1.0, 0.0, 0.0])})
+    values = {name: metric.value for name, metric in make(0.5)(outputs, batch)[1].items()}
+    if make is dpo:
+        assert values["dpo/loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2)
+    assert {name: value for name, value in values.items() if name.startswith("rewards/")} == {
         "rewards/chosen": -1.25, "rewards/rejected": -1.25, "rewards/margins": 0.0, "rewards/accuracies": 0.5,
     }  # fmt: skip
 
