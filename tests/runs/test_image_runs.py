@@ -135,6 +135,11 @@ def test_pictures_of_held_out_rows_alone_are_looked_for(data, model, tmp_path):
     more = [f"data.train_files={tmp_path / 'train.jsonl'}", "data.train_batch_size=1", "model.layout=padded"]
     with pytest.raises(ConfigError, match="padded rows have no images"):
         check_run(plan(data, model, tmp_path / "run", "algorithm.name=sft", *more))
+    # A run that samples shows them to its engine only.
+    asked = {"data_source": "squares", "prompt": text["messages"][:1], "reward_model": {"ground_truth": "red"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(asked) + "\n")
+    kept = [*more, "trainer.journal=samples"]
+    check_run(plan(data, model, tmp_path / "run", "algorithm.name=grpo", *kept))
 
 
 def test_a_model_of_text_is_refused(data, tmp_path):
