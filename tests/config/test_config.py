@@ -314,6 +314,16 @@ def test_a_recipes_key_that_an_override_makes_useless_is_not_noted(tmp_path):
 def test_names_that_look_like_other_values_are_texts():
     cfg = load(overrides=["model.path=2027-01-05", "trainer.dir=7", "data.train_files=2027-01-05"])
     assert (cfg.model.path, cfg.trainer.dir, cfg.data.train_files) == ("2027-01-05", "7", ("2027-01-05",))
+    # The last of several names says which keys hold texts.
+    named = load(overrides=["algorithm.name=sft", "algorithm.name=distill", "algorithm.teacher=7"])
+    assert named.algorithm.options.teacher == "7"
+
+
+def test_a_penalty_may_rise_over_a_whole_response():
+    words = ["algorithm.name=dapo", "data.max_response_length=8"]
+    assert load(overrides=[*words, "algorithm.overlong_buffer.len=8"]).algorithm.options.overlong_buffer.len == 8
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.len is 9, more than data\.max_response_length = 8"):
+        load(overrides=[*words, "algorithm.overlong_buffer.len=9"])
 
 
 def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import traceback
 
 import pytest
 import ray
@@ -13,7 +14,7 @@ from ray_ranks import start_ranks
 
 from verl_fn.driver import cluster
 from verl_fn.driver.cluster import Watch, ask
-from verl_fn.driver.host import Host
+from verl_fn.driver.host import Heartbeat, Host
 from verl_fn.driver.processes import runs
 from verl_fn.driver.ranks import ActorDied, ActorHangs
 from verl_fn.state import Key
@@ -103,6 +104,15 @@ def test_the_guilty_rank_is_told(case, model, monkeypatch):
         assert "trainer rank 0 waits in a collective:\n  File" in waiting and "time.sleep(600)" in here
     if kind == "stop":
         assert "trainer rank 1 does not answer" in told
+
+
+def test_ranks_hang_only_in_a_call():
+    """The driver may take long between two calls."""
+    watch, members = Watch(5.0), ("rank 0", "rank 1")
+    for busy in (False, True):
+        watch._heartbeats = dict.fromkeys(members, Heartbeat(busy, 3, 3, traceback.StackSummary()))
+        still = [watch._stands_still(members, now, engine=False) for now in (0.0, 4.0, 6.0)]
+        assert still == [False, False, busy]
 
 
 class NoRoute(Host):

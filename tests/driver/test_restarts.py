@@ -19,6 +19,7 @@ from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
 from verl_fn.driver import remote
 from verl_fn.driver.cluster import Watch
+from verl_fn.driver.group import Call, Group
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.driver.ray import ray_workers
 from verl_fn.driver.remote import RemoteRollout
@@ -258,6 +259,15 @@ def test_an_update_of_another_role_neither_drops_nor_copies_the_weights_of_engin
     assert engines._past[0].weights is weights
     engines._keep_weights("actor")
     assert engines._past[0].weights is None
+
+
+@pytest.mark.parametrize("where", ["open", "again", "failed"])
+def test_a_call_that_runs_has_to_run_again_or_failed_has_not_succeeded(where):
+    call = Call(Group("rollout", ()), "publish", [(), ()], list, range(2))
+    assert call.succeeded
+    members = getattr(call, where)
+    members.update({1: None} if where == "open" else {1})
+    assert not call.succeeded and [call.succeeded_on(number) for number in (0, 1)] == [True, False]
 
 
 def test_engines_that_dropped_their_weights_have_no_version():

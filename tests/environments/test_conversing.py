@@ -110,6 +110,13 @@ def test_a_reply_may_fill_the_room_that_is_left():
     assert sample.tokens[-36:].tolist() == long and sample.outcome.turns == 2
 
 
+def test_a_row_without_room_for_a_token_of_a_reply_ends_its_conversation():
+    """After the environment's message the row has 9 tokens, of which 4 are the prompt."""
+    for room, turns in ((5, 1), (6, 2)):
+        (sample,), asked, _ = play(script(ab=user("ab"), c=user("ef")), {"ab\ncef\n": [END]}, room=room)
+        assert len(asked) == sample.outcome.turns == turns and sample.outcome.reason == "length"
+
+
 def test_a_template_that_rewrites_replies_makes_rows():
     results = script(ab=user("ab"), g=Done(1.0, 1.0))
     samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, n=2, template=FORGETFUL)
@@ -343,7 +350,8 @@ def test_each_conversation_has_a_seed_of_its_own_for_all_its_turns():
         return [Done(1.0, 1.0) if len(job.replies) > 1 else user("ab") for job in jobs]
 
     for _ in range(2):
-        play(environment, {}, ("ab", "ba"), n=2)
+        _, asked, _ = play(environment, {}, ("ab", "ba"), n=2)
+        assert len({turn.key.seed() for turn in asked}) == len(asked) == 8, "each reply has its own draws"
     assert len(set(seen[0].values())) == 4 and seen == [seen[0]] * 6
 
 

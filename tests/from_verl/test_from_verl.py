@@ -150,6 +150,14 @@ def test_warm_ups_in_steps_become_updates(warmup, steps):
     assert f"{steps} steps with 12 updates each" in " ".join(translation.report().split())
 
 
+def test_a_share_of_warm_up_is_one_of_the_schedule():
+    """It may be shorter than the run, here 105 steps of four updates."""
+    optim = "actor_rollout_ref.actor.optim."
+    words = f"{optim}lr_scheduler_type=cosine {optim}lr_decay_steps=50 {optim}lr_warmup_steps_ratio=0.2"
+    found = structure(translated(f"{GRPO_LORA} {words}").table).actor.optim
+    assert (found.lr_warmup_steps, found.lr_decay_steps) == (10 * 4, 50 * 4)
+
+
 @pytest.mark.parametrize(
     ("setting", "section", "said"),
     [
@@ -524,6 +532,13 @@ def test_a_critic_has_its_own_dtype():
     assert (critic.actor.dtype, critic.critic.dtype) == ("bfloat16", "float32")
     megatron = structure(translated(f"{MEGATRON} actor_rollout_ref.actor.fsdp_config.dtype=float32").table)
     assert megatron.actor.dtype == "bfloat16", "a table of another engine does not count"
+
+
+def test_a_critic_has_its_own_way_of_counting_a_micro_batch():
+    rows = "critic.ppo_micro_batch_size_per_gpu=4"
+    for more, budget in (("", 98304), ("critic.use_dynamic_bsz=False", 4 * 8192)):
+        critic = structure(translated(f"{PPO} {rows} {more}").table).critic
+        assert critic.ppo_max_token_len_per_gpu == budget
 
 
 def test_a_row_on_several_ranks_shares_their_budget():

@@ -514,5 +514,8 @@ def test_thinning_keeps_gaps_and_lonely_points():
     values = np.where(np.arange(9000) % 100 == 50, np.nan, 1.0)
     thinned = Curve(np.arange(9000.0), values).thinned()
     assert thinned.gaps == 90 and thinned.steps[0] == 0 and thinned.steps[-1] == 8999
+    for spike in (-10.0, 10.0):
+        values = np.where(np.arange(9000) == 7777, spike, 1.0)
+        assert spike in Curve(np.arange(9000.0), values).thinned().values
     lonely = Curve(np.arange(4.0), np.array([1.0, math.nan, 2.0, 3.0]))
     assert lonely.alone.tolist() == [True, False, False, False]

@@ -50,6 +50,11 @@ def test_made_tasks_give_their_own_score_and_nothing_to_what_did_not_end():
     assert rule(problem, "cba", False) == {"score": 0.0, "acc": 0.0, "pred": "cba"}
 
 
+def test_a_word_that_was_cut_off_may_be_another_one():
+    rule, problem = rule_for("squares"), Problem("<image>Which colour?", "red")
+    assert [rule(problem, "red", finished)["acc"] for finished in (True, False)] == [1.0, 0.0]
+
+
 def test_geometry_pays_for_thoughts_before_a_wrong_box_too():
     rule, problem = rule_for("hiyouga/geometry3k"), Problem("<image>Find x.", "3")
     scores = [rule(problem, text, True)["score"] for text in (r"<think>a</think> \boxed{4}", r"\boxed{3}", "3")]

@@ -19,7 +19,7 @@ from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs import RunError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.logs import loggers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import make_model_folder
 
@@ -176,6 +176,16 @@ def test_a_source_without_a_rule(refused, tiny, tmp_path):
     assert "mine" in found and "reward.functions" in found
 
 
+def test_a_prompt_that_the_rule_of_its_source_cannot_read(refused, tmp_path):
+    """The rules of generated tasks read each prompt, so the first one does not stand for the others."""
+    model = new_model(tmp_path / "model", chars="0123456789,+-*>", hidden_size=32)
+    fits, other = (row(prompt, "2*3", "countdown") for prompt in ("2,3,6>", "2+3>"))
+    train, val = (write_rows(tmp_path / f"{len(rows)}.jsonl", rows) for rows in ([fits, other], [fits]))
+    args = [f"data.train_files={train}", f"data.val_files={val}", "algorithm.name=ppo"]
+    found = refused(*start(model, tmp_path / "run", *args))
+    assert "its data source failed on problem 1 of 'countdown'" in found and "reward.functions" in found
+
+
 REWARDS = """
 def raises(data_source, solution_str, ground_truth, extra_info=None):
     return 1 / 0
@@ -255,6 +265,19 @@ def test_loggers_get_what_the_file_gets(tiny, tmp_path, monkeypatch):
     events.Reload()
     found = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert found == [(row["step"], float(torch.tensor(row["train/loss"]))) for row in rows[1:]]
+
+
+def test_tensorboard_keeps_the_steps_before_a_continuation_and_drops_later_ones(tiny, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = tiny_run(tiny, tmp_path, 'trainer.logger=["tensorboard"]').trainer
+    for start, steps in ((0, (1, 2, 3)), (2, (3,))):
+        with loggers(trainer, {}, tmp_path, start) as (log,):
+            for step in steps:
+                log(step, {"loss": float(10 * start + step)})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 23.0)]
 
 
 def test_commands_that_are_given_the_wrong_thing(refused, tiny, tmp_path):

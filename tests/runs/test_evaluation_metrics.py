@@ -4,12 +4,16 @@ import itertools
 
 import pytest
 import torch
+from run_configs import tiny_run
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import Problem
+from verl_fn.driver.ranks import local_workers
 from verl_fn.runs.continuing import goal_reached
-from verl_fn.runs.evaluate import evaluation_of, pass_at, spread
+from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread, validate
+from verl_fn.runs.prepare import prepare
+from verl_fn.runs.state import initial_state
 from verl_fn.state import Batch
 
 
@@ -81,3 +85,13 @@ def test_a_goal_is_reached_by_the_value_itself():
     plan = make_plan(load(overrides=["model.path=m", "trainer.stop_at=0.5", "trainer.test_freq=1"]))
     for value, reached in ((0.5, True), (0.499, False), (0.6, True)):
         assert goal_reached(plan, {"val-core/x/acc/mean@1": value, "val-aux/x/reward/mean@1": 1 - value}) == reached
+
+
+def test_a_model_gives_the_answers_that_it_gave_in_its_run(tiny, tmp_path):
+    plan = tiny_run(
+        tiny, tmp_path / "run", "algorithm.name=grpo", "rollout.n=2", "rollout.val_kwargs.temperature=1.0"
+    )
+    silent = lambda line: None  # noqa: E731
+    with local_workers(plan) as w:
+        of_run = validate(initial_state(plan, w), prepare(plan, silent).held_out(8), w, plan)
+    assert evaluate_model(plan, silent) == of_run and len({answer["response"] for answer in of_run[1]}) > 1

@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from run_configs import tiny_run
@@ -12,8 +13,9 @@ from verl_fn.cli import main
 from verl_fn.runs import RunError
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify
+from verl_fn.runs.continuing import run_date
 from verl_fn.runs.folder import Run
-from verl_fn.runs.history import record, recorded_inputs, run_config
+from verl_fn.runs.history import fingerprints, record, recorded_inputs, run_config
 from verl_fn.runs.logs import altered, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
@@ -117,6 +119,30 @@ def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, 
     saved(6)
     settings(tmp_path, 3, plans[0.3])  # the checkpoints after step 3 are gone
     assert made_with() == [0.1, 0.1, *[0.3] * 5]
+
+
+def test_files_that_make_tokens_of_text_are_inputs(tiny, tmp_path):
+    names = {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+        "added_tokens.json", "generation_config.json",
+    }  # fmt: skip
+    model = shutil.copytree(tiny, tmp_path / "model")
+    for name in names:
+        (model / name).touch()
+    assert names <= {Path(name).name for name in fingerprints(tiny_run(model, tmp_path / "run"))}
+
+
+def test_a_fork_prints_the_day_of_its_step(tiny, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    days = {None: "2026-01-01", 2: "2026-02-02"}
+    for step, day in days.items():
+        record(run, step, tiny_run(tiny, run, "algorithm.name=sft").dated(day).table, {})
+        (run / f"checkpoints/step_{(step or 0) + 2}").mkdir(parents=True)
+    forks = [
+        tiny_run(tiny, tmp_path / "fork", f"trainer.resume_from_path={path}") for path in reversed(checkpoints(run))
+    ]
+    assert [run_date(fork) for fork in forks] == list(days.values())
 
 
 def test_a_continuation_that_dies_leaves_replay_and_fork_as_they_were(tiny, copy, monkeypatch):

@@ -1,6 +1,7 @@
 """Whole runs on questions about pictures: fine-tuning, GRPO with the embedded engine, replay, and what is refused."""
 
 import io
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,6 +127,19 @@ def test_verls_script_for_geo3k_trains_a_step(tmp_path):
 def test_runs_that_are_refused(data, model, tmp_path, more, says):
     with pytest.raises((ConfigError, UserError), match=says):
         check_run(plan(data, model, tmp_path / "run", "algorithm.name=grpo", *more))
+
+
+def test_pictures_of_held_out_rows_alone_are_looked_for(data, model, tmp_path):
+    text = {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": "red"}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(text) + "\n")
+    more = [f"data.train_files={tmp_path / 'train.jsonl'}", "data.train_batch_size=1", "model.layout=padded"]
+    with pytest.raises(ConfigError, match="padded rows have no images"):
+        check_run(plan(data, model, tmp_path / "run", "algorithm.name=sft", *more))
+    # A run that samples shows them to its engine only.
+    asked = {"data_source": "squares", "prompt": text["messages"][:1], "reward_model": {"ground_truth": "red"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(asked) + "\n")
+    kept = [*more, "trainer.journal=samples"]
+    check_run(plan(data, model, tmp_path / "run", "algorithm.name=grpo", *kept))
 
 
 def test_a_model_of_text_is_refused(data, tmp_path):

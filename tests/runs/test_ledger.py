@@ -30,6 +30,12 @@ def one_left_out(w):
     return all_learned(w).take(torch.tensor([0, 2]))
 
 
+def streamed(w):
+    several = Sampling(max_tokens=4, n=2)
+    samples = w.rollout.stream(requests_for([[5], [6]], several, Key.from_seed(0)), version=0)
+    return w.reward(pack(list(samples)), [])
+
+
 @pytest.mark.parametrize(
     ("sample", "keeps", "count", "dropped"),
     [
@@ -37,8 +43,9 @@ def one_left_out(w):
         (all_learned, [0], 3, {"engine": 0, "algorithm": 0, "reward": 2}),
         (one_left_out, [0, 1, 2], 3, {"engine": 0, "algorithm": 1}),
         (one_call_scored, [0], 4, {"engine": 0, "algorithm": 0}),
+        (streamed, [0, 1, 2, 3], 4, {"engine": 0, "algorithm": 0}),
     ],
-    ids=["all", "reward", "algorithm", "one call scored"],
+    ids=["all", "reward", "algorithm", "one call scored", "a stream"],
 )
 def test_who_left_out_rows(sample, keeps, count, dropped):
     engine = MockRollout(lambda prompt: [7, 8, 2])

@@ -176,6 +176,14 @@ def test_shards_and_the_roles_that_share_a_gpu(folder):
     assert offloaded["start"].keys() == {"critic parameters", "critic moments", "CUDA itself"}
 
 
+def test_ranks_that_share_rows_have_the_tokens_of_as_many_rows(folder):
+    few = ["data.train_batch_size=4", "data.max_prompt_length=100", "data.max_response_length=28"]
+    for shared in (1, 2, 4):
+        plan = plan_of(folder("0.5b"), *few, "actor.strategy=fsdp", "ray.ranks=4",
+                       f"actor.fsdp_config.ulysses_sequence_parallel_size={shared}")  # fmt: skip
+        assert "activations of 128 tokens" in parts(plan, 4)["update_actor"]
+
+
 def test_a_reward_model_has_a_phase_of_its_own(folder):
     roles = f"algorithm.reward_model={folder('0.5b')}"
     by_name = parts(plan_of(folder("0.5b"), "algorithm.name=ppo", roles), gpu=140 * GIB)

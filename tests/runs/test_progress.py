@@ -40,6 +40,14 @@ def test_a_long_step_tells_its_phase_its_share_and_the_time_left():
     assert RUNNING == []
 
 
+def test_the_time_that_is_left_counts_the_steps_of_this_start_alone():
+    said = []
+    lines = Lines(2, 6, 1, said.append)
+    lines._opened -= 8.2
+    lines.show(4, {}, "")
+    assert said == ["step 4/6  left 0m08s"]
+
+
 def test_the_thread_of_a_pulse_ends_with_it_and_errors_leave_no_phase():
     with Lines(0, 3, 1, print) as lines, pytest.raises(ZeroDivisionError):
         Clock(get_here).run("gen", lambda: 1 / 0)

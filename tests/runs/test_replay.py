@@ -1,6 +1,7 @@
 """Fork and replay, and what a run tells of itself on the way."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from verl_fn import atomic
 from verl_fn.cli import commands, main
 from verl_fn.runs import RunError, journal
 from verl_fn.runs.logs import read_lines, read_metrics
-from verl_fn.runs.loop import train
+from verl_fn.runs.loop import restored_state, train
 from verl_fn.runs.replay import fork_plan, replay
 from verl_fn.state import pack
 
@@ -94,10 +95,15 @@ def test_another_learning_rate_is_seen_at_the_step_where_it_first_acts(copy):
     assert found.step == 1 and found.difference.startswith(("metric actor/lr", "metric actor/"))
 
 
-def test_without_a_journal_the_checkpoint_stands_in(copy):
+def test_without_a_journal_the_checkpoint_stands_in(copy, monkeypatch):
     (copy / "journal.jsonl").unlink()
     found = replay(copy, 2, say=SILENT)
     assert found.difference is None and found.compared["state leaves"] > 50
+    with monkeypatch.context() as patch:
+        earlier = lambda path, *args: restored_state(path.with_name("step_2"), *args)  # noqa: E731
+        patch.setattr("verl_fn.runs.replay.restored_state", earlier)
+        difference = replay(copy, 3, say=SILENT).difference
+    assert re.fullmatch(r"state actor\.params\[.*\]: another value than in .*step_3", difference)
     shutil.rmtree(copy / "samples")
     with pytest.raises(RunError, match=r"no samples of step 1: they are kept with trainer.journal=samples"):
         replay(copy, 2, recorded=True, say=SILENT)

@@ -206,5 +206,14 @@ def test_what_a_phase_took_adds_up(parts):
     plan, w, source = parts
     w.rollout.sleep(2)
     state = initial_state(plan, w).algorithm
-    drawn = on_one_gpu(algorithm_of(plan), plan, frozenset()).sample(state, source.held_out(8), w)
+    algorithm = algorithm_of(plan)
+
+    def sample(*args):
+        drawn = algorithm.sample(*args)
+        return attrs.evolve(drawn, seconds=drawn.seconds | {"gen": 1000.0})
+
+    slow = on_one_gpu(attrs.evolve(algorithm, sample=sample), plan, frozenset())
+    drawn = slow.sample(state, source.held_out(8), w)
     assert set(drawn.seconds) == {"update_weights", "gen", "reward"} and min(drawn.seconds.values()) > 0
+    # The cache wakes for it, too.
+    assert drawn.seconds["gen"] > 1000.0

@@ -260,7 +260,9 @@ def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
     """Checks that all parts of a run read images, if rows have any."""
     if not isinstance(source, FileData):
         return
-    if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in (source.training, source.validation)):
+    # Where samples are learned from, only the rollout engine gets held-out rows.
+    trained = (source.training, *(() if plan.learns_from == "samples" else (source.validation,)))
+    if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in trained):
         return
     if plan.trainer.journal == "samples":
         raise ConfigError("trainer.journal = samples keeps no images, and rows have some; set it to digests")

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -134,6 +135,16 @@ def test_arguments_that_are_refused(alone, arguments, message):
 
 def test_an_engine_that_is_told_its_cache_starts_beside_others(alone):
     assert alone("shares_of_a_gpu") == (0.5, 0.01)
+
+
+def test_the_cache_on_a_cpu_has_room_for_all_rows_at_their_longest():
+    """In blocks of 128 tokens: rows of 257 tokens take as many as rows of 384."""
+    from verl_fn.backends.vllm.arguments import cache_bytes
+
+    text = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        rows = 50 * 384 * 2 * 3 * 2 * 16 * width
+        assert all(rows <= cache_bytes(text, dtype, 50, length) < 1.1 * rows for length in (257, 384))
 
 
 @pytest.mark.parametrize(
