@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from shared_fits import FOLDER
-from warm_python import warm_python
+from warm_python import YOUNG, warm_python
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist. Tests over Ray wait a
 # lot, so they are two units, with a cluster each.
@@ -96,6 +96,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(YOUNG)
 
 
 def pytest_collection_modifyitems(items):

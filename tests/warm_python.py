@@ -43,6 +43,9 @@ PRELOADED = (
 # What Ray imports, where it is installed. Ray itself keeps settings of the process that imports it.
 FOR_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
 GROUP = "WARM_PYTHON_GROUP"
+# So many new objects make the collector look for cycles. With 700, as Python has it, it takes a thirtieth of all time
+# and finds little.
+YOUNG = 10_000
 MOST_FILES = 250
 
 
@@ -155,6 +158,7 @@ def _warm_up(listener, place, also):
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(YOUNG)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -299,6 +300,7 @@ def _equal(value: Any, default: Any) -> bool:
     return bool(value == default)
 
 
+@functools.cache
 def _rule(key: str) -> Rule | str:
     """Returns which values a key may have and what else to do, or why it has no effect; empty for an unknown key."""
     rules: dict[str, Rule | str] = {**NO_EFFECT, **ONLY}
