@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 PACKED, PADDED = "packed", "padded"
 LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
+# The forms in which a layer's code is compiled: by kind of layer, for one row or several, with gradients or not. Past so
+# many it would not be compiled, and a layer that is computed again for its gradients would keep other tensors than
+# at first, an error.
+COMPILED_FORMS = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -489,6 +493,8 @@ def compile_layer(layer: nn.Module) -> None:
         if hasattr(module, LAYER_INDEX):
             # Only caches read it, and code that was compiled with it would serve only one layer.
             setattr(module, LAYER_INDEX, 0)
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, COMPILED_FORMS)
     compiled = torch.compile(layer.forward)
 
     def forward(hidden: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any) -> Any:
