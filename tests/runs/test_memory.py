@@ -176,6 +176,24 @@ def test_shards_and_the_roles_that_share_a_gpu(folder):
     assert offloaded["start"].keys() == {"critic parameters", "critic moments", "CUDA itself"}
 
 
+def test_gathered_gradients_add_up_over_micro_batches(folder):
+    """If layers stay gathered, and an update has several micro-batches."""
+    model, whole = folder("0.5b"), "actor gathered gradients"
+    n = model_sizes(model, "lm").total
+    kept = ["actor.strategy=fsdp", "ray.ranks=4", "actor.fsdp_config.reshard_after_forward=false", "rollout.n=8",
+            "algorithm.name=grpo", "data.train_batch_size=64", "data.max_prompt_length=128",
+            "data.max_response_length=512", "algorithm.ppo_mini_batch_size=64"]  # fmt: skip
+    assert parts(plan_of(model, *kept), 4)["update_actor"][whole] == 4 * n
+    assert whole not in parts(plan_of(model, *kept), 4)["old_log_prob"]
+    in_bf16 = parts(plan_of(model, *kept, "actor.fsdp_config.reduce_dtype=bfloat16"), 4)["update_actor"]
+    assert in_bf16[whole] == 2 * n
+    # 12 prompts have 24 rows of 640 tokens for each rank, one micro-batch.
+    for summed_at_once in ("actor.fsdp_config.reshard_after_forward=true", "algorithm.ppo_mini_batch_size=12"):
+        assert whole not in parts(plan_of(model, *kept, summed_at_once), 4)["update_actor"]
+    more = parts(plan_of(model, *kept, "algorithm.ppo_mini_batch_size=13"), 4)["update_actor"]
+    assert more[whole] == 4 * n
+
+
 def test_ranks_that_share_rows_have_the_tokens_of_as_many_rows(folder):
     few = ["data.train_batch_size=4", "data.max_prompt_length=100", "data.max_response_length=28"]
     for shared in (1, 2, 4):

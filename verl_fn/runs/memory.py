@@ -271,6 +271,7 @@ def role_memory(role: RolePlan, plan: Plan, device: str = "cuda") -> RoleMemory:
     gathered = Allocation(
         f"{name} gathered layers", layers * width, free if role.strategy == "fsdp" else "", exact=False
     )
+    whole = Allocation(f"{name} gathered gradients", _gathered_gradients(role, sizes, plan, ranks), free, exact=False)
     passing = (*((parameters,) if role.offload else ()), gathered)
     forward, backward = _activations(role, sizes, _tokens(role, plan, ranks), width)
     phases = []
@@ -278,7 +279,7 @@ def role_memory(role: RolePlan, plan: Plan, device: str = "cuda") -> RoleMemory:
         names = ("values", "reward") if role.head == "value" else ("old_log_prob", "ref")
         phases.append(Phase(names[not role.trained], (*passing, forward)))
     if role.trained:
-        added: tuple[Allocation, ...] = (gradients, backward)
+        added: tuple[Allocation, ...] = (gradients, whole, backward)
         if role.strategy == "megatron":
             # Its buffer is copied into gradients once the backward pass has freed its activations.
             added = (max(added, key=lambda part: part.nbytes),)
@@ -322,6 +323,16 @@ def _state_setting(role: RolePlan) -> str:
         return f"more ranks ({role.table}.strategy=fsdp, ray.ranks)"
     offload = "" if role.offload else f" or {role.table}.fsdp_config.offload_policy=true"
     return f"more ranks (ray.ranks){offload}"
+
+
+def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: int) -> int:
+    """Returns the bytes of FSDP's whole gradients: without resharding, only an update's last micro-batch sums them."""
+    options, batch = plan.options, plan.data.train_batch_size
+    rows = (getattr(options, "ppo_mini_batch_size", 0) or batch) * plan.rollout.n * role.sharers // ranks
+    several = plan.algorithm == "sft" or rows * plan.rollout.longest > role.max_tokens
+    if role.strategy != "fsdp" or role.fsdp_config.reshard_after_forward or ranks == 1 or not several:
+        return 0
+    return sizes.trained * width_of(role.fsdp_config.reduce_dtype)
 
 
 def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
