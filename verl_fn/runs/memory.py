@@ -332,7 +332,8 @@ def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: in
     several = plan.algorithm == "sft" or rows * plan.rollout.longest > role.max_tokens
     if role.strategy != "fsdp" or role.fsdp_config.reshard_after_forward or ranks == 1 or not several:
         return 0
-    return sizes.trained * width_of(role.fsdp_config.reduce_dtype)
+    # The ends of a model are summed together, in a buffer of their own.
+    return (sizes.trained + min(sizes.ends, sizes.trained)) * width_of(role.fsdp_config.reduce_dtype)
 
 
 def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
