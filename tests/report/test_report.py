@@ -283,9 +283,10 @@ def test_metrics_of_the_users_functions_have_charts_and_built_in_ones_do_not():
 def test_the_whole_loss_is_drawn_for_runs_without_a_policy_loss():
     whole = [{"step": i, "actor/loss": 1.0} for i in range(3)]
     assert [chart.title for chart in charts([whole])] == ["Loss of the actor"]
-    assert [chart.metric for chart in charts([whole, [row | {"actor/pg_loss": 0.5} for row in whole]])] == [
-        "actor/pg_loss"
-    ]
+    logged = [row | {"actor/pg_loss": 0.5} for row in whole]
+    assert [chart.metric for chart in charts([logged, logged])] == ["actor/pg_loss"]
+    # Runs are compared by what both of them have.
+    assert [chart.metric for chart in charts([whole, logged])] == ["actor/pg_loss", "actor/loss"]
 
 
 def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path, capsys, monkeypatch):

@@ -169,6 +169,26 @@ def test_recipes_for_own_models_fit_their_gpus(folder, recipe, gpus, name, tmp_p
     assert capsys.readouterr().out.splitlines()[-1].startswith("fits: ")
 
 
+def test_all_parameters_on_one_gpu_are_helped_by_what_helps(folder, tmp_path, monkeypatch, capsys):
+    """The state of 8 B rests on the CPU, with averages in bf16; or adapters train."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
+    run = ["train", str(RECIPES / "grpo_8b_8gpus.toml"), f"model.path={folder('qwen3-8b')}", "ray.ranks=1",
+           "rollout.engines=1"]  # fmt: skip
+    said = []
+    for gib in ("80", "60"):
+        assert main([*run, "--check", "--gpus", "1", "--gpu-memory", gib]) == 1
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    settings = said[0].partition("; set ")[2].partition(" (peak ")[0].split()
+    assert settings == ["actor.fsdp_config.offload_policy=true", "actor.optim.moments_dtype=bfloat16"]
+    assert main([*run, *settings, "--check", "--gpus", "1", "--gpu-memory", "80"]) == 0
+    assert "layouts     with the largest budget of tokens that fits 1 x 80 GiB:" in capsys.readouterr().out
+    assert (
+        "such GPUs are enough, with fsdp" in said[1] and "; or adapters fit, with actor.lora_rank=32 (peak" in said[1]
+    )
+
+
 def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "run.toml").write_text("")

@@ -193,6 +193,7 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         few = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size"
         why += "data.train_files cannot be counted here" if rows is None else few
         where = "append trainer.total_training_steps=N to verl's words, or set it in the config"
+        where += ", or translate where the data is" if rows is None else ""
         yield Move((epochs_key,), steps_key, problem=f"{why}; {where}")
     else:
         yield Move(keys, "trainer.total_training_steps", steps, remark)

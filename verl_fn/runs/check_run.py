@@ -54,6 +54,7 @@ from .checks import (
 from .continuing import changes, find_origin, finished, run_date, unused_settings
 from .fitting import (
     Fit,
+    adapters,
     better_engine,
     cached_rows,
     enough_gpus,
@@ -314,9 +315,10 @@ def _help(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit], more: tuple[int
         return f"set {', or '.join(map(str, changes))}"
     if found:
         return f"take the layout {found[0]}"
-    if more is not None:
-        return f"{more[0]} such GPUs are enough, with {more[1]}"
-    return "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"
+    few = adapters(plan, gpus, gpu)
+    ways = [f"{more[0]} such GPUs are enough, with {more[1]}"] if more is not None else []
+    ways += [f"adapters fit, with {few}"] if few is not None else []
+    return "; or ".join(ways) or "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"
 
 
 def _engines(plan: Plan) -> str:

@@ -142,7 +142,9 @@ def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
     if plan.roles["actor"].strategy == "megatron":
         yield from ([(*over, f"actor.megatron.tensor_model_parallel_size={power}")] for power in powers)
         return
-    yield [("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")]
+    alone: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
+    # Shards of one rank can offload.
+    yield [alone] if gpus > 1 else [alone, (*over, "actor.strategy=fsdp")]
     if gpus > 1:
         size = "actor.fsdp_config.ulysses_sequence_parallel_size"
         yield [(*over, "actor.strategy=fsdp", f"{size}={power}") for power in powers]
@@ -219,6 +221,9 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     wholly = dict.fromkeys(role.table for role in trained if not role.enable_gradient_checkpointing)
     inputs = dict.fromkeys(role.table for role in trained if role.recomputes and not role.offload_activations)
     over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
+    more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
+    offload: Settings = ("actor.fsdp_config.offload_policy=true",)
+    wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16")
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
         ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
@@ -226,8 +231,9 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
         tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
-        over if ranks.training_ranks(plan) < gpus and actor.strategy != "megatron" else None,
-        ("actor.fsdp_config.offload_policy=true",) if actor.strategy == "fsdp" and not actor.offload else None,
+        over if more_ranks and actor.strategy != "megatron" else None,
+        None if actor.offload or actor.strategy == "megatron" else offload if shards else (*over, *offload),
+        tuple(f"{table}.optim.moments_dtype=bfloat16" for table in wide) or None,
     ]
     known = [change for change in changes if change is not None]
     for count in (1, 2):
@@ -235,6 +241,11 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
         if fitting := list(islice((found for found in tried if found is not None), 2)):
             return fitting
     return []
+
+
+def adapters(plan: Plan, gpus: int, gpu: int) -> Fit | None:
+    """Returns the plan with adapters in place of all parameters; None if it has them, cannot, or does not fit."""
+    return None if plan.roles["actor"].lora else _after(plan, [("actor.lora_rank=32",)], gpu, gpus)
 
 
 def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | None:

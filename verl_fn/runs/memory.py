@@ -326,7 +326,7 @@ def _state_setting(role: RolePlan) -> str:
 
 
 def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: int) -> int:
-    """Returns the bytes of FSDP's whole gradients: without resharding, only an update's last micro-batch sums them."""
+    """Returns the bytes of FSDP's whole gradients: without resharding, an update's last micro-batch sums them."""
     options, batch = plan.options, plan.data.train_batch_size
     rows = (getattr(options, "ppo_mini_batch_size", 0) or batch) * plan.rollout.n * role.sharers // ranks
     several = plan.algorithm == "sft" or rows * plan.rollout.longest > role.max_tokens
