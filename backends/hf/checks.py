@@ -38,8 +38,6 @@ from verl_fn.state import Batch, one_thread
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
-# The projections of linear attention to the gates of what is written to the state.
-GATES = ("in_proj_b", "in_proj_ba", "b_proj")
 # Numbers of the experts that a token is sent to.
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 # Limits of what a token attends to, and of what is computed at a time; rows of the checks exceed smaller ones.
@@ -410,9 +408,9 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
     """Returns functions for the kernels of linear attention that are missing in a module of transformers.
 
     They are transformers' own in float32, and round only their results, as kernels of engines do. Transformers' own
-    also round between a convolution and its activation, after the normalization of queries and keys, between a norm
-    and its gate, and the sigmoids of gates, by which bfloat16 is farther from float32, and from vLLM. OLMo Hybrid's
-    convolutions stay transformers' own.
+    also round between a convolution and its activation, after the normalization of queries and keys, and between a
+    norm and its gate, by which bfloat16 is farther from float32, and from vLLM. Both round gates, as vLLM does in
+    decoding. OLMo Hybrid's convolutions stay transformers' own.
 
     Args:
         names: the names of the module.
@@ -449,29 +447,10 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
         "causal_conv1d_update": updated,
     }
     found: dict[str, Any] = {name: f for name, f in own.items() if name in missing}
-    if "chunk_gated_delta_rule" in missing:
-        name = next(name for name in names if name.endswith("GatedDeltaNet"))
-        found[name] = type(name, (names[name],), {"__init__": _with_gates_in_float32(names[name])})
     if (fused := "FusedRMSNormGated") in missing:
         name = next(name for name in names if name.endswith("RMSNormGated") and name != fused)
         found[name] = type(name, (names[name],), {"forward": gated})
     return found
-
-
-def _with_gates_in_float32(layer: type[nn.Module]) -> Callable[..., None]:
-    """Returns an ``__init__`` of a layer of linear attention by which its gates are computed in float32."""
-
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        layer.__init__(self, *args, **kwargs)
-        for name, projection in self.named_children():
-            if name in GATES:
-                projection.register_forward_hook(_in_float32)
-
-    return init
-
-
-def _in_float32(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.float()
 
 
 def wrong_gradients() -> bool:

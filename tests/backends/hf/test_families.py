@@ -413,6 +413,17 @@ def test_linear_attention_without_kernels_rounds_only_its_results(name, monkeypa
         for rows, steps in (computed(torch.bfloat16, contextlib.nullcontext()), computed(torch.bfloat16, own()))
     ]
     assert gaps[1] < 0.9 * gaps[0]
+    # vLLM's kernel for decoding rounds what is written to the state, so the trainer does.
+    rule, written = module.torch_chunk_gated_delta_rule, []
+
+    def recorded(*args, beta, **more):
+        written.append(beta)
+        return rule(*args, beta=beta, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "torch_chunk_gated_delta_rule", recorded)
+        computed(torch.bfloat16, own())
+    assert written and all(torch.equal(beta, beta.bfloat16()) for beta in written)
     # A CPU cannot run flash-linear-attention's kernels. If the module has them, the result is the same.
     kernel = type("FusedRMSNormGated", (), {"__module__": "fla.modules"})
     monkeypatch.setitem(vars(module), "FusedRMSNormGated", kernel)
