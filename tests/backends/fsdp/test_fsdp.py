@@ -117,11 +117,9 @@ def test_compiled_layers_compute_the_same(two, shallow):
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
 
 
-def test_layers_are_compiled_once_for_all_sizes(two, shallow, tmp_path):
-    """Of ranks that share the sequence, and of two kinds in turns; they also compute the same."""
+def test_layers_are_compiled_once_for_all_sizes(two, shallow):
+    """Of ranks that share the sequence, which also compute the same."""
     assert 0.0 < max(two.run("compiled_once", shallow, {"sp": 2})) <= 1e-5
-    folder = tiny_folder("qwen3_5_text", tmp_path / "model")
-    assert 0.0 < max(two.run("compiled_once", folder, {"checkpointing": True})) <= 1e-5
 
 
 KEPT = {"reshard_after_forward": False, "dtype": "bfloat16"}

@@ -1,6 +1,7 @@
 """Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -20,7 +21,7 @@ from verl_fn.backends.hf import attention, checks
 from verl_fn.backends.hf.checks import fit_of
 from verl_fn.backends.hf.config import ModelError, dropout_of, read_config
 from verl_fn.backends.hf.folder import KERNELS, hollow, model_notices
-from verl_fn.backends.hf.skeleton import Fit, Skeleton
+from verl_fn.backends.hf.skeleton import Fit, Skeleton, compile_layer
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, families_page
@@ -459,6 +460,29 @@ def test_minimax_m2_rotates_what_its_config_says(folder, tmp_path):
     for row, ours in zip(rows, found.split([len(row) for row in rows]), strict=True):
         expected = own(torch.tensor([row])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])
         assert torch.allclose(ours[1:], expected[:, 0], atol=1e-5)
+
+
+def test_layers_of_many_forms_are_all_compiled(monkeypatch):
+    """Kinds of layers share their code. One that is not compiled any more keeps other tensors if it is recomputed."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, power):
+            super().__init__()
+            self.power = power
+
+        def forward(self, hidden):
+            return hidden**self.power
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    layers = [Layer(power) for power in range(1, 7)]
+    for layer in layers:
+        compile_layer(layer)
+    x = torch.full((1, 3, 2), 2.0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for learned in (False, True):
+            with torch.set_grad_enabled(learned):
+                assert [float(layer(x)[0, 0, 0]) for layer in layers] == [2.0**power for power in range(1, 7)]
 
 
 def test_a_skeleton_finds_its_layers(folder):
