@@ -156,9 +156,13 @@ def contradiction(folder: str | Path, tokenizer: Any) -> str | None:
         return None
     return (
         f"the tokenizer of {folder} ends texts with {tokenizer.eos_token!r} ({own}), and {file} ends answers with "
-        f"{tokenizer.convert_ids_to_tokens(named[0])!r} ({named[0]}); answers are trained and sampled to end with "
-        f"the latter"
+        f"{_token(tokenizer, named[0])}; answers are trained and sampled to end with the latter"
     )
+
+
+def _token(tokenizer: Any, number: int) -> str:
+    token = tokenizer.convert_ids_to_tokens(number)
+    return f"{number}, a token that the tokenizer does not have" if token is None else f"{token!r} ({number})"
 
 
 def _named(folder: Path) -> tuple[tuple[int, ...], str]:

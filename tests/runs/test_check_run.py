@@ -22,6 +22,7 @@ from verl_fn.backends.vllm.arguments import check_served
 from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.data.files import DataError
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
@@ -49,6 +50,14 @@ def test_the_folder_of_a_model_is_not_a_runs(tiny, tmp_path):
     plan = tiny_run(tmp_path / "model", tmp_path / "model")
     for start in (check_run, train):
         with pytest.raises(ConfigError, match=r"trainer\.dir: .*/model is the folder of a model; choose another"):
+            start(plan, SILENT)
+
+
+def test_a_task_whose_characters_the_tokenizer_lacks_is_refused_by_the_check_too(tmp_path):
+    new_model(tmp_path / "model", chars="0123456789")
+    plan = tiny_run(tmp_path / "model", tmp_path / "run", "data.task=count")
+    for start in (check_run, train):
+        with pytest.raises(DataError, match=r"problem \d+ of 'count': the tokenizer does not know every character"):
             start(plan, SILENT)
 
 

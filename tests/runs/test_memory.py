@@ -390,7 +390,8 @@ def test_a_plan_that_fits_nowhere(qwen3, capsys):
     said = capsys.readouterr().out
     assert "layouts     none fits 1 x 80 GiB" in said
     assert re.search(
-        r"\ndoes not fit: the update of the actor needs \d+\.\d of 80 GiB; 2 such GPUs are enough, with", said
+        r"\ndoes not fit: the update of the actor needs \d+\.\d of 80 GiB; set .*offload_policy=true .*moments_",
+        said,
     )
 
 

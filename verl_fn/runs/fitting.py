@@ -212,9 +212,9 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
 
 
 def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
-    """Returns up to two changes with which a plan fits, the ones that cost least first; none if no change suffices.
+    """Returns up to two ways to make a plan fit, the ones that cost least first; none if no way suffices.
 
-    Each is one change, or two if no single one suffices.
+    Each is one change, or two or three if no fewer suffice.
     """
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
@@ -236,7 +236,7 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
         tuple(f"{table}.optim.moments_dtype=bfloat16" for table in wide) or None,
     ]
     known = [change for change in changes if change is not None]
-    for count in (1, 2):
+    for count in (1, 2, 3):
         tried = (_after(plan, chosen, gpu, gpus) for chosen in combinations(known, count))
         if fitting := list(islice((found for found in tried if found is not None), 2)):
             return fitting

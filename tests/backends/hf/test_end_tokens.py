@@ -118,6 +118,9 @@ def test_what_is_no_token_of_the_model_is_refused(folder, file, value, says):
 def test_a_contradiction_names_both_tokens(folder):
     line = contradiction(made := folder(1, OWN), read_tokenizer(made))
     assert f"ends texts with '{EOS}' (2), and generation_config.json ends answers with '<bos>' (1)" in line
+    (made / "generation_config.json").write_text('{"eos_token_id": 9999}')
+    line = contradiction(made, read_tokenizer(made))
+    assert "generation_config.json ends answers with 9999, a token that the tokenizer does not have; " in line
 
 
 @pytest.mark.parametrize("kind", ["bpe", "words", "unigram"])
