@@ -285,7 +285,11 @@ def test_the_whole_loss_is_drawn_for_runs_without_a_policy_loss():
     assert [chart.title for chart in charts([whole])] == ["Loss of the actor"]
     logged = [row | {"actor/pg_loss": 0.5} for row in whole]
     assert [chart.metric for chart in charts([logged, logged])] == ["actor/pg_loss"]
-    # Runs are compared by what both of them have.
+    assert [chart.metric for chart in charts([[], [{"step": 1, "train/loss": 1.0}], logged])] == [
+        "actor/pg_loss",
+        "train/loss",
+    ]
+    # A loss of one's own is compared by the metric that both runs have.
     assert [chart.metric for chart in charts([whole, logged])] == ["actor/pg_loss", "actor/loss"]
 
 

@@ -59,6 +59,12 @@ def test_a_task_whose_characters_the_tokenizer_lacks_is_refused_by_the_check_too
     for start in (check_run, train):
         with pytest.raises(DataError, match=r"problem \d+ of 'count': the tokenizer does not know every character"):
             start(plan, SILENT)
+    # Answers of count begin with the letter a.
+    new_model(tmp_path / "imitating", chars="bcdefghi123456789>")
+    plan = tiny_run(tmp_path / "imitating", tmp_path / "run", "data.task=count", "algorithm.name=sft")
+    for start in (check_run, train):
+        with pytest.raises(DataError, match=r"tokenizer does not know every character of the answer .* lacks 'a'"):
+            start(plan, SILENT)
 
 
 def test_a_check_prints_the_plan_and_makes_no_run(tiny, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized, with_engine
+from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, remedies, sized, with_engine
 from verl_fn.runs.memory import GIB, engine_weights, phases, share
 
 SHAPES = {
@@ -187,6 +187,23 @@ def test_all_parameters_on_one_gpu_are_helped_by_what_helps(folder, tmp_path, mo
     assert (
         "such GPUs are enough, with fsdp" in said[1] and "; or adapters fit, with actor.lora_rank=32 (peak" in said[1]
     )
+
+
+def test_what_helps_is_what_a_run_can_take(folder, tmp_path, monkeypatch):
+    """Layers that stay gathered are freed first; checkpoints fix the dtype of moments."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
+
+    def ways(gpus, gib, *more, begun=False):
+        settings = ["driver.device=cuda", f"ray.ranks={gpus}", f"rollout.engines={gpus}", *more]
+        plan = make_plan(load(RECIPES / "grpo_8b_8gpus.toml", [f"model.path={folder('qwen3-8b')}", *settings]))
+        return [fit.settings for fit in remedies(plan, gpus, gib << 30, begun=begun)]
+
+    free = ("actor.fsdp_config.reshard_after_forward=true",)
+    assert ways(8, 48, "actor.fsdp_config.reshard_after_forward=false")[0] == free
+    assert any("actor.optim.moments_dtype=bfloat16" in settings for settings in ways(1, 80))
+    assert ways(1, 80, begun=True) == []
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):

@@ -192,6 +192,11 @@ def test_gathered_gradients_add_up_over_micro_batches(folder):
         assert whole not in parts(plan_of(model, *kept, summed_at_once), 4)["update_actor"]
     more = parts(plan_of(model, *kept, "algorithm.ppo_mini_batch_size=13"), 4)["update_actor"]
     assert more[whole] == 4 * n
+    # A mini-batch has no more prompts than the batch.
+    few = parts(plan_of(model, *kept, "data.train_batch_size=12", "algorithm.ppo_mini_batch_size=256"), 4)
+    assert whole not in few["update_actor"]
+    lora = plan_of(model, *kept, "actor.lora_rank=8")
+    assert parts(lora, 4)["update_actor"][whole] == 4 * model_sizes(model, "lm", Lora(8, 16.0)).trained
 
 
 def test_ranks_that_share_rows_have_the_tokens_of_as_many_rows(folder):

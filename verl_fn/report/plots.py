@@ -42,7 +42,7 @@ _NAME = re.compile(r"val-(?:core|aux)/(?P<source>.+)/(?P<value>[^/]+)/(?P<kind>\
 
 # Each chart's title, its metric (or the common start of several), and its scale: linear, share (from 0 to 1), or log,
 # which is used only where values span enough powers of ten.
-WHOLE = "actor/loss"  # the sum of the actor's losses; not drawn if every run logs the loss of the policy
+WHOLE = "actor/loss"  # the sum of the actor's losses; drawn if a run has it without a loss of the policy
 CHARTS = (
     ("Held-out accuracy", "val-core/", "share"),
     ("Training reward", "critic/score/mean", "linear"),
@@ -211,7 +211,8 @@ def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
     """
     logged = sorted({metric for rows in runs for row in rows for metric in row} - {*always_zero(runs)})
     own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
-    if all(any("actor/pg_loss" in row for row in rows) for rows in runs):
+    has = [[any(name in row for row in rows) for name in (WHOLE, "actor/pg_loss")] for rows in runs]
+    if [True, False] not in has:
         logged = [metric for metric in logged if metric != WHOLE]
     filled = []
     for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own), *OF_ENGINE):

@@ -25,7 +25,10 @@ from verl_fn.config import ConfigError, Plan, RolePlan, structure
 from verl_fn.config.describe import without_effect
 from verl_fn.config.names import is_reference
 from verl_fn.data.entries import entry_names
-from verl_fn.data.tasks import Source
+from verl_fn.data.examples import encode_examples
+from verl_fn.data.files import encode_prompts
+from verl_fn.data.judged import TaskPairs
+from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError, say
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
@@ -145,7 +148,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     if gpu is None:
         return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
-    lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu)
+    lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu, begun=origin is not None)
     return Report("\n".join(lines), fits(plan, gpu))
 
 
@@ -157,7 +160,15 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
     judged = check_judge(plan, source) if gpus is None else ()
     for note in filter(None, (*judged, *check_conversations(plan, source), unplanned_updates)):
         say(f"note: {note}")
-    lengths = row_lengths(plan, source, build.policy_tokenizer(plan.rollout))
+    tokenizer = build.policy_tokenizer(plan.rollout)
+    if isinstance(source, Task | TaskPairs) and not plan.env.name:
+        # So many problems have all characters of the task; one that the tokenizer lacks would end the run.
+        some = source.held_out(32)
+        if plan.learns_from == "samples":
+            encode_prompts(some, tokenizer)
+        else:
+            encode_examples(some, tokenizer, tokenizer.eos_token_id)
+    lengths = row_lengths(plan, source, tokenizer)
     return max(lengths.sampled, lengths.trained), rehearsed
 
 
@@ -269,7 +280,7 @@ def host_lines(plan: Plan, gpu: int | None, gpus: int | None) -> Iterator[str]:
         )
 
 
-def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
+def _proposals(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> Iterator[str]:
     """Yields settings that use the GPUs better, layouts that fit them, and whether the plan fits."""
     if fits(plan, gpu) and plan.learns_from == "samples":
         yield from (f"engine      {sentence}" for sentence in better_engine(plan, gpu))
@@ -282,7 +293,9 @@ def _proposals(plan: Plan, gpus: int, gpu: int) -> Iterator[str]:
     if fits(plan, gpu):
         yield f"fits: the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
     else:
-        yield f"does not fit: {_lacking(plan, gpu)}; {_help(plan, gpus, gpu, found, more)}"
+        changes = remedies(plan, gpus, gpu, begun=begun)
+        few = None if begun or changes else adapters(plan, gpus, gpu)
+        yield f"does not fit: {_lacking(plan, gpu)}; {_help(changes, found, more, few)}"
 
 
 def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iterator[str]:
@@ -309,13 +322,12 @@ def _lacking(plan: Plan, gpu: int) -> str:
     return f"the engine's weights take {weights:.1f} GiB, and rollout.gpu_memory_utilization gives it {room:.1f}"
 
 
-def _help(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit], more: tuple[int, Fit] | None) -> str:
-    """Returns what helps a plan that does not fit: the smallest change, another layout, or more GPUs."""
-    if changes := remedies(plan, gpus, gpu):
+def _help(changes: Sequence[Fit], found: Sequence[Fit], more: tuple[int, Fit] | None, few: Fit | None) -> str:
+    """Returns what helps a plan that does not fit: the smallest changes, another layout, more GPUs, or adapters."""
+    if changes:
         return f"set {', or '.join(map(str, changes))}"
     if found:
         return f"take the layout {found[0]}"
-    few = adapters(plan, gpus, gpu)
     ways = [f"{more[0]} such GPUs are enough, with {more[1]}"] if more is not None else []
     ways += [f"adapters fit, with {few}"] if few is not None else []
     return "; or ".join(ways) or "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"

@@ -135,12 +135,10 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
     """Returns the lengths of the longest rows in tokens.
 
     Raises:
-        ConfigError, DataError: prompts of a generated task are too long, or the tokenizer does not know a character.
+        ConfigError: prompts of a generated task are longer than allowed.
     """
     data, prompt = plan.data, source.max_prompt
     if isinstance(source, Task | TaskPairs):
-        if not plan.env.name:
-            encode_prompts(source.held_out(32), tokenizer)  # so many have all characters of the task
         # A generated task has one token for each character, after the bos token.
         prompt += tokenizer.bos_token_id is not None
         if prompt > data.max_prompt_length:

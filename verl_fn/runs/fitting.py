@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, islice, product
+from itertools import combinations, product
 from typing import TypeAlias
 
 import attrs
@@ -211,10 +211,13 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
     return tried
 
 
-def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
-    """Returns up to two ways to make a plan fit, the ones that cost least first; none if no way suffices.
+def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
+    """Returns up to two ways to make a plan fit, the ones that cost least first.
 
-    Each is one change, or two or three if no fewer suffice.
+    Each is one of some changes, or two or three if no fewer suffice; there may be no way among them.
+
+    Args:
+        begun: the run has checkpoints, which fix the dtype of moments.
     """
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
@@ -223,11 +226,13 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
     more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
     offload: Settings = ("actor.fsdp_config.offload_policy=true",)
-    wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16")
+    wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16" and not begun)
+    kept = dict.fromkeys(role.table for role in trained if shards and not role.fsdp_config.reshard_after_forward)
     changes: list[Change | None] = [
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
         ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
         _smaller_engine,
+        tuple(f"{table}.fsdp_config.reshard_after_forward=true" for table in kept) or None,
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
         tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
@@ -237,15 +242,25 @@ def remedies(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     ]
     known = [change for change in changes if change is not None]
     for count in (1, 2, 3):
-        tried = (_after(plan, chosen, gpu, gpus) for chosen in combinations(known, count))
-        if fitting := list(islice((found for found in tried if found is not None), 2)):
+        fitting: list[Fit] = []
+        for chosen in combinations(known, count):
+            found = _after(plan, chosen, gpu, gpus)
+            if found is not None and not any(set(fit.settings) <= set(found.settings) for fit in fitting):
+                fitting.append(found)
+            if len(fitting) == 2:
+                break
+        if fitting:
             return fitting
     return []
 
 
 def adapters(plan: Plan, gpus: int, gpu: int) -> Fit | None:
     """Returns the plan with adapters in place of all parameters; None if it has them, cannot, or does not fit."""
-    return None if plan.roles["actor"].lora else _after(plan, [("actor.lora_rank=32",)], gpu, gpus)
+    if plan.roles["actor"].lora:
+        return None
+    few: Settings = ("actor.lora_rank=32",)
+    tried = (_after(plan, [(*few, *more)], gpu, gpus) for more in ((), _recomputing(plan, "true")))
+    return next((found for found in tried if found is not None), None)
 
 
 def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | None:

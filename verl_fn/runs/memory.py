@@ -327,13 +327,15 @@ def _state_setting(role: RolePlan) -> str:
 
 def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: int) -> int:
     """Returns the bytes of FSDP's whole gradients: without resharding, an update's last micro-batch sums them."""
-    options, batch = plan.options, plan.data.train_batch_size
-    rows = (getattr(options, "ppo_mini_batch_size", 0) or batch) * plan.rollout.n * role.sharers // ranks
-    several = plan.algorithm == "sft" or rows * plan.rollout.longest > role.max_tokens
+    batch, options = plan.data.train_batch_size, plan.options
+    prompts = min(getattr(options, "ppo_mini_batch_size", 0) or batch, batch)
+    rows = -(-prompts * plan.rollout.n * role.sharers // ranks)
+    # What data holds is not limited by the config.
+    several = plan.learns_from != "samples" or rows * plan.rollout.longest > role.max_tokens
     if role.strategy != "fsdp" or role.fsdp_config.reshard_after_forward or ranks == 1 or not several:
         return 0
-    # The ends of a model are summed together, in a buffer of their own.
-    return (sizes.trained + min(sizes.ends, sizes.trained)) * width_of(role.fsdp_config.reduce_dtype)
+    # The ends of a model are summed together, in a buffer of their own, unless they are frozen.
+    return (sizes.trained + (0 if role.lora else sizes.ends)) * width_of(role.fsdp_config.reduce_dtype)
 
 
 def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
