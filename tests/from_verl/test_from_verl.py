@@ -203,11 +203,13 @@ def test_each_key_is_reported_in_its_section(setting, section, said):
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "policy_loss", "gspo"),
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", "clip_ratio_high", 0.28),
         ("algorithm.adv_estimator=rloo", "adv_estimator", "rloo"),
+        ("trainer.nnodes=3 trainer.n_gpus_per_node=2", "ray.ranks", 6),
+        ("trainer.nnodes=3 trainer.n_gpus_per_node=2", "rollout.engines", 6),
     ],
 )
 def test_keys_that_change_on_the_way(setting, key, value):
-    line = f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}"
-    assert translated(line).table["algorithm"][key] == value
+    table = translated(f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}").table
+    assert flat(table)[key if "." in key else f"algorithm.{key}"] == value
 
 
 def test_dynamic_sampling_becomes_dapo():
@@ -273,6 +275,8 @@ def test_what_adapters_have_has_no_effect_without_a_rank():
         (keys,) = (keys for reason, keys in unused.without_effect.items() if "their rank is 0" in reason)
         assert set(keys) == {model + name for name in ("lora_alpha", "exclude_modules", "target_modules")}
     assert len(translated(f"{GRPO_LORA} {words} {model}lora_rank=8").not_possible) == 2
+    # Megatron's table of adapters takes nothing from the other keys.
+    assert translated(f"{GRPO_LORA} {model}lora.rank=0 {model}lora.alpha=99").table == translated(GRPO_LORA).table
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,15 @@ def test_models_of_damaged_checkpoints_are_neither_used_nor_copied(copied, tiny,
 # Old checkpoints
 
 
+def test_the_newest_checkpoint_has_most_steps_whatever_the_order_of_names(tmp_path):
+    for step in (2, 100, 9, 10):
+        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_x").mkdir()
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step_100", "step_10", "step_9", "step_2"]
+    assert prune(tmp_path, 2) == []
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step_100", "step_10"]
+
+
 def test_a_link_to_an_old_checkpoint_is_removed_and_its_target_kept(copied, tiny, tmp_path):
     moved = (copied / "checkpoints/step_0").rename(tmp_path / "elsewhere")
     (copied / "checkpoints/step_0").symlink_to(moved)

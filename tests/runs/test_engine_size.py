@@ -121,6 +121,12 @@ def test_an_engine_whose_weights_need_more_than_half_of_a_gpu(folder):
     assert engine_weights(after) < share(after, 80 * GIB) and cached_rows(after, 80 * GIB) >= 64
     apart = sized(plan_of(folder("qwen3-8b"), "rollout.placement=apart"), 80 * GIB)
     assert apart.rollout.gpu_memory_utilization == MOST_SHARE
+    # Two GPUs hold half of the weights and half of each row.
+    halves = attrs.evolve(apart, rollout=attrs.evolve(apart.rollout, tensor_parallel_size=2))
+    row = 1536 * 147456
+    for one, gpus in ((apart, 1), (halves, 2)):
+        free = share(one, 80 * GIB) - engine_weights(apart) // gpus
+        assert cached_rows(one, 80 * GIB) == free // (row // gpus)
 
 
 def test_rows_of_the_embedded_engine_are_as_many_as_fit(folder):

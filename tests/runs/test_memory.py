@@ -200,6 +200,26 @@ def test_ranks_that_share_rows_have_the_tokens_of_as_many_rows(folder):
         plan = plan_of(folder("0.5b"), *few, "actor.strategy=fsdp", "ray.ranks=4",
                        f"actor.fsdp_config.ulysses_sequence_parallel_size={shared}")  # fmt: skip
         assert "activations of 128 tokens" in parts(plan, 4)["update_actor"]
+        # The budget of fine-tuning is one of each rank.
+        tuned = attrs.evolve(plan, algorithm="sft")
+        assert "activations of 16,384 tokens" in parts(tuned, 4)["update_actor"]
+
+
+def test_a_role_is_loaded_beside_the_states_of_those_before_it(folder):
+    n = model_sizes(folder("0.5b"), "lm").total
+    start = parts(plan_of(folder("0.5b")))["start"]
+    # The critic's head has one output and a bias, and the embedding stays.
+    critic = {"critic parameters": 4 * (n + 897), "critic moments": 8 * (n + 897)}
+    actor = {"actor parameters": 4 * n, "actor moments": 8 * n, "actor bfloat16 copy": 2 * n}
+    assert start == actor | critic | {"CUDA itself": 2 * CONTEXT}
+
+
+def test_a_rank_whose_gpu_has_more_engines_than_others_is_counted(folder):
+    model = folder("0.5b")
+    n = model_sizes(model, "lm").total
+    for engines, shared in ((1, 1), (2, 1), (3, 2), (4, 2)):
+        sizes = parts(plan_of(model, f"rollout.engines={engines}"), 2)["gen"]
+        assert sizes["engine weights"] == shared * 2 * n and sizes["CUDA itself"] == (1 + shared) * CONTEXT
 
 
 def test_a_reward_model_has_a_phase_of_its_own(folder):
