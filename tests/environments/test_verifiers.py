@@ -142,6 +142,7 @@ def test_a_missing_package_is_named_with_what_to_do(tmp_path):
     ("reply", "content", "calls"),
     [
         (f"So: {CALL} bye", "So:", 1),
+        (f"Both: {CALL} and {CALL}", "Both:", 2),
         (CALL.removesuffix("</tool_call>"), "", 1),
         (f"{CALL}<tool_call>oops</tool_call>", None, 0),
         ('<tool_call>["add"]</tool_call>', None, 0),
