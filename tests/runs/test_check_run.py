@@ -95,6 +95,7 @@ def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
 
     # bos, prompt, response and end token: 6 and 29 tokens.
     assert lines(35, "packed") and lines(35, "auto") and lines(58, "padded")
+    assert "1 prompts, 2 rows of at most 29 tokens" in lines(35, "packed")
     with pytest.raises(ConfigError, match=r"a pair may have 58 tokens \(its longer row twice\), more than .* = 57"):
         lines(57, "padded")
     with pytest.raises(ConfigError, match="a pair may have 35 tokens"):

@@ -227,6 +227,9 @@ def test_models_of_damaged_checkpoints_are_neither_used_nor_copied(copied, tiny,
         assert "actor/model.safetensors is not what was written" in capsys.readouterr().err
     with pytest.raises(UserError, match="not what was written"):
         train(sft(copied / "model", tmp_path / "b", 1), SILENT)
+    with pytest.raises(UserError, match="not what was written"):
+        train(tiny_run(tiny, tmp_path / "c", f"critic.path={copied}/model"), SILENT)
+    assert not (tmp_path / "c/checkpoints").exists()
 
 
 # Old checkpoints

@@ -9,7 +9,7 @@ import pytest
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, sized, with_engine
+from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, layouts, sized, with_engine
 from verl_fn.runs.memory import GIB, engine_weights, phases, share
 
 SHAPES = {
@@ -193,6 +193,12 @@ def test_all_parameters_on_one_gpu_are_helped_by_what_helps(folder, tmp_path, mo
     assert (
         "such GPUs are enough, with fsdp" in said[1] and "; or adapters fit, with actor.lora_rank=32 (peak" in said[1]
     )
+
+
+def test_engines_whose_weights_no_gpu_holds_get_several_of_one_half(folder):
+    (found, _) = layouts(plan_of(folder("qwen3-30b-a3b")), 16, 48 * GIB)
+    assert found.layout == "fsdp over 8 ranks and engines on 8 GPUs"
+    assert {"rollout.engines=4", "rollout.tensor_parallel_size=2"} < set(found.settings)
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):

@@ -83,6 +83,18 @@ def test_a_run_has_the_same_identity_wherever_its_files_lie(tiny, tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def test_only_what_decides_on_its_numbers_is_part_of_a_runs_identity(tiny, tmp_path):
+    def identity(*more):
+        record(tmp_path, None, tiny_run(tiny, tmp_path, "algorithm.name=sft", *more).table, {})
+        return identity_at(tmp_path, 1)
+
+    plain = identity()
+    for same in ("trainer.save_freq=5", "driver.num_threads=2", "ray.ranks=2", "data.date=2026-01-02"):
+        assert identity(same) == plain, same
+    for other in ("trainer.seed=1", "data.val_size=3", "actor.optim.lr=0.5", "rollout.temperature=0.5"):
+        assert identity(other) != plain, other
+
+
 @pytest.mark.parametrize("killed_in", [None, "config.toml", "inputs.json", "until_step_4.toml", "run.json"])
 def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, monkeypatch, killed_in):
     """Continuations from several steps, that die before they save, go back, or are killed in the midst of a write."""

@@ -129,6 +129,9 @@ def test_a_check_notes_that_a_machine_has_less_memory_than_the_plan_moves_there(
         said = capsys.readouterr().out
         assert said.startswith("note: the run moves ") is noted
         assert not noted or "0.00 are free; rollout.offload_trainer=false; or trainer.async_save=false" in said
+    sharded = plan_of(folder("0.5b"), "rollout.offload_trainer=true", "actor.strategy=fsdp", "ray.ranks=16")
+    (line,) = check_run.host_lines(sharded, 80 * GIB, 8)
+    assert line.startswith("host        moved to the memory of a machine with 8 of the ranks, in GiB: ")
 
 
 def test_a_changed_config_is_counted_anew(folder, tmp_path):
@@ -234,6 +237,9 @@ def test_the_cache_of_the_embedded_engine(folder):
     assert sizes["gen"]["engine cache and logits"] == 32 * 128 * 2 * 2 * 24 * 128 + 32 * 151936 * 2
     assert sizes["update_actor"]["engine cache and logits"] == sizes["gen"]["engine cache and logits"]
     assert model_sizes(model, "lm").cache(1, 2) == 2 * 2 * 24 * 128
+    # A step of 3 prompts with 2 responses fills 6 of the slots.
+    few = parts(plan_of(model, *more, "data.max_response_length=28", "data.train_batch_size=3", "rollout.n=2"))
+    assert few["gen"]["engine cache and logits"] == 6 * 128 * 2 * 2 * 24 * 128 + 6 * 151936 * 2
 
 
 def test_states_move_to_the_cpu_where_they_do_not_fit(folder):

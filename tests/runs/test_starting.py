@@ -30,6 +30,7 @@ def written(folder):
     [
         ["algorithm.name=ppo"],
         ["algorithm.use_kl_loss=true"],
+        ["algorithm.use_kl_loss=true", "actor.dtype=bfloat16"],
         ["actor.lora_rank=4"],
         ["actor.lora_rank=4", 'actor.target_modules=["q_proj", "v_proj"]', "actor.dtype=bfloat16"],
     ],
