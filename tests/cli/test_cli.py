@@ -7,7 +7,7 @@ import pytest
 
 import verl_fn
 from verl_fn import user_files
-from verl_fn.cli import main
+from verl_fn.cli import commands, main
 from verl_fn.cli.commands import COMMANDS
 from verl_fn.errors import UserError
 
@@ -155,6 +155,16 @@ def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):
         *(f"note: {key} has no effect in an evaluation; set {key.replace('.', '.val_kwargs.')}" for key in keys),
         "note: actor.optim.lr has no effect in an evaluation",
     ]
+
+
+def test_an_evaluation_shows_an_answer_to_each_of_three_problems(capsys):
+    answers = [
+        {"prompt": f"p{i}", "response": f"r{i}{j}", "answer": "a", "score": 0.5} for i in range(4) for j in range(2)
+    ]
+    commands._show({"m": {"x": 0.25}}, answers, 2)
+    number, *shown = capsys.readouterr().out.splitlines()
+    assert number.split() == ["x", "0.2500"]
+    assert shown == [f"'p{i}' -> 'r{i}0' (reward 0.5; expected 'a')" for i in range(3)]
 
 
 def test_an_evaluation_of_a_folder_asks_for_its_problems(tiny, tmp_path, capsys):

@@ -83,6 +83,16 @@ def test_packages_that_are_missing_or_of_another_version(machine, monkeypatch, c
     assert f"pip install --python {sys.executable} 'no-such-package<3,>=1.0'" in out
 
 
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.11.0a0+nv25.9", True), ("2.12.1", True), ("2.10.0a0+nv25.9", False)]
+)
+def test_a_build_of_a_vendor_has_the_version_that_it_is_made_of(version, fits, machine, monkeypatch):
+    machine([], status=1)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
+    monkeypatch.setattr(doctor, "installed_version", lambda name: version)
+    assert (found("torch").mend == "") is fits
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch):
     def refuses(dir):
         raise OSError(30, "Read-only file system")

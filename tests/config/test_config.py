@@ -138,6 +138,13 @@ def test_an_empty_value_unsets_an_optional_key(tmp_path):
     assert load(file, [f"{key}=" for key in optional]).data.val_size is None and "data.val_size" in optional
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_number_is_finite(value):
+    for key, words in (("actor.optim.lr", value), ("algorithm.gdpo_reward_weights", f"[1.0, {value}]")):
+        with pytest.raises(ConfigError, match=f"{key}: expected a finite number"):
+            load(overrides=["algorithm.name=grpo", "rollout.n=2", f"{key}={words}"])
+
+
 def test_a_goal_for_the_reward_may_be_any_number():
     assert load(overrides=["trainer.stop_at=7", "trainer.stop_metric=reward", "trainer.test_freq=1"])
     with pytest.raises(ConfigError, match=r"trainer.stop_at is 7.0, but acc is a share from 0 to 1"):

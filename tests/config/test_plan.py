@@ -141,6 +141,22 @@ def test_updates_are_those_that_happen(overrides, actor, critic):
     assert (roles["actor"].total_updates, roles["critic"].total_updates) == (actor, critic)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "remax"])
+def test_updates_of_algorithms_without_a_critic(name):
+    settings = ["data.train_batch_size=10", "algorithm.ppo_mini_batch_size=4", "algorithm.ppo_epochs=2"]
+    role = plan(f"algorithm.name={name}", "rollout.n=2", *settings).roles["actor"]
+    assert role.total_updates == 100 * 3 * 2
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("end", [None, 9])
+def test_a_rate_falls_over_the_run_unless_it_has_an_end_of_its_own(kind, end):
+    given = [f"actor.optim.lr_decay_steps={end}"] if end else []
+    roles = plan("algorithm.use_kl_loss=true", f"actor.optim.lr_scheduler_type={kind}", *given).roles
+    falls = {name: role.falls for name, role in roles.items()}
+    assert falls == {"actor": kind != "constant" and end is None, "critic": False, "reference": False}
+
+
 def test_an_evaluation_has_no_optimizer_and_one_process():
     cfg = load(
         overrides=["model.path=m", "driver.kind=ray", "ray.ranks=4", "actor.strategy=fsdp", "actor.lora_rank=4"]

@@ -19,7 +19,7 @@ from verl_fn.data.files import encode_prompts, prompt_lengths
 from verl_fn.data.images import FromFile, images_in, pictures
 from verl_fn.data.loading import read_files
 from verl_fn.data.notices import traits_of
-from verl_fn.data.prepare import ALPHABET, prepare_squares
+from verl_fn.data.prepare import ALPHABET, drawn_digit, prepare_squares
 from verl_fn.data.reading import Unstorable, name_of, packed, unpacked
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
@@ -284,3 +284,11 @@ def test_squares_are_drawn_from_a_seed(tmp_path):
         asked, answer = one["extra_info"]["question"], one["reward_model"]["ground_truth"]
         lit = (seen.max(2) > 100).reshape(4, 8, 4, 8).any((1, 3))
         assert asked != "How many squares?" or lit.sum() == int(answer)
+
+
+@pytest.mark.parametrize(("digit", "rows"), [(2, "###..#####..###"), (4, "#.##.####..#..#"), (7, "###..#..#..#..#")])
+def test_a_digit_is_drawn_as_people_read_it(digit, rows):
+    seen = drawn_digit(digit, "red", np.random.default_rng(0)).max(2) > 100
+    whole = seen[seen.any(1)][:, seen.any(0)]
+    assert whole.shape == (30, 18)
+    assert "".join("#" if point else "." for point in whole[3::6, 3::6].ravel()) == rows

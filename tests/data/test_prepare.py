@@ -123,6 +123,10 @@ def test_folders_without_the_files_are_told_what_was_looked_for(tmp_path):
         prepare_gsm8k(tmp_path / "raw", tmp_path / "out")
 
 
+def test_only_folders_inside_the_given_one_name_the_socratic_variant(tmp_path):
+    assert prepare_gsm8k(dataset(tmp_path / "socratic/raw"), tmp_path / "out") == {"train": 2, "test": 1}
+
+
 def test_two_copies_of_the_files_are_not_joined(tmp_path):
     for name in ("a", "b"):
         repository(tmp_path / name)

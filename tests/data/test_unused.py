@@ -665,9 +665,10 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    pass\n")
     file = jsonl(tmp_path, row)
     plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={file}", f"env.name={tmp_path}/env.py:make")
-    source = FileData(read_files([file], "samples"), (), True)
-    with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
-        _check_tools(plan, source, char_tokenizer("ab>"))
+    rows = read_files([file], "samples")
+    for training, held_out, count in ((rows, (), 1), ((), rows, 1), (rows, rows, 2)):
+        with pytest.raises(ConfigError, match=rf"env\.name: {count} rows have tools in the column tools"):
+            _check_tools(plan, FileData(training, held_out, True), char_tokenizer("ab>"))
 
 
 @pytest.mark.parametrize(

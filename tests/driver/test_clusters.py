@@ -73,6 +73,9 @@ def test_more_than_the_cluster_has_is_refused():
     packed = ray_plan("driver.device=cuda", "ray.ranks=2", "ray.placement=STRICT_PACK")
     with pytest.raises(ConfigError, match="2 GPUs on one node, and the largest has 1; take PACK"):
         check_room(packed, placements(packed, "cuda")[1], [{"GPU": 1.0}] * 2)
+    # What is just enough is enough.
+    check_room(packed, placements(packed, "cuda")[1], [{"GPU": 2.0}, {"GPU": 1.0}])
+    check_room(spread, placements(spread, "cpu")[1], one * 2)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])

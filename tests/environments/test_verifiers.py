@@ -81,6 +81,7 @@ def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
     assert run([attrs.evolve(called, replies=(*called.replies, "3"))]) == [Done(1.0, 1.0)]
     again = EnvProcesses("verifiers:adder", folder=FOLDER, arguments={})
     assert again([attrs.evolve(called, replies=(*called.replies, "4"))]) == [Done(0.0, 0.0)]
+    assert again([attrs.evolve(called, number=1, replies=(CALL, CALL))]) == [({**tool, "tool_call_id": "call_1_0"},)]
     run([attrs.evolve(job, number=1)])
     run([job])
     assert (tmp_path / "log").read_text() == "cleaned\n" * 2, "the rollout at its end, and the one that was left"
@@ -142,6 +143,7 @@ def test_a_missing_package_is_named_with_what_to_do(tmp_path):
     ("reply", "content", "calls"),
     [
         (f"So: {CALL} bye", "So:", 1),
+        (f"Both: {CALL} and {CALL}", "Both:", 2),
         (CALL.removesuffix("</tool_call>"), "", 1),
         (f"{CALL}<tool_call>oops</tool_call>", None, 0),
         ('<tool_call>["add"]</tool_call>', None, 0),

@@ -203,11 +203,14 @@ def test_each_key_is_reported_in_its_section(setting, section, said):
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "policy_loss", "gspo"),
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", "clip_ratio_high", 0.28),
         ("algorithm.adv_estimator=rloo", "adv_estimator", "rloo"),
+        ("algorithm.adv_estimator=rloo_vectorized", "adv_estimator", "rloo"),
+        ("trainer.nnodes=3 trainer.n_gpus_per_node=2", "ray.ranks", 6),
+        ("trainer.nnodes=3 trainer.n_gpus_per_node=2", "rollout.engines", 6),
     ],
 )
 def test_keys_that_change_on_the_way(setting, key, value):
-    line = f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}"
-    assert translated(line).table["algorithm"][key] == value
+    table = translated(f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}").table
+    assert flat(table)[key if "." in key else f"algorithm.{key}"] == value
 
 
 def test_dynamic_sampling_becomes_dapo():
@@ -273,6 +276,8 @@ def test_what_adapters_have_has_no_effect_without_a_rank():
         (keys,) = (keys for reason, keys in unused.without_effect.items() if "their rank is 0" in reason)
         assert set(keys) == {model + name for name in ("lora_alpha", "exclude_modules", "target_modules")}
     assert len(translated(f"{GRPO_LORA} {words} {model}lora_rank=8").not_possible) == 2
+    # Megatron's table of adapters takes nothing from the other keys.
+    assert translated(f"{GRPO_LORA} {model}lora.rank=0 {model}lora.alpha=99").table == translated(GRPO_LORA).table
 
 
 @pytest.mark.parametrize(
@@ -411,6 +416,8 @@ def test_the_penalty_of_the_manager_dapo(start, filtering):
     cfg = structure(translated(f"{line} {start}enable=True").table)
     buffer, groups = cfg.algorithm.options.overlong_buffer, cfg.algorithm.options.filter_groups
     assert (buffer.len, buffer.penalty_factor, groups.enable) == (128, 0.5, filtering)
+    nothing = structure(translated(f"{line} {start}enable=True {start}penalty_factor=0").table)
+    assert nothing.algorithm.options.overlong_buffer.penalty_factor == 0.0
     off = translated(f"{line} {start}enable=False")
     assert off.complete and "overlong_buffer" not in off.table["algorithm"]
     longer = translated(f"{line.replace('=1024 algorithm', '=2048 algorithm')} {start}enable=True")
@@ -550,6 +557,10 @@ def test_a_row_on_several_ranks_shares_their_budget():
     raised = translated(f"{line}2000")
     assert structure(raised.table).actor.ppo_max_token_len_per_gpu == 2048
     assert "raised to the longest row, of 8192 tokens on 4 ranks" in " ".join(raised.report().split())
+    # 2048 tokens each would not hold the last ones.
+    for prompt, budget in ((4097, 2049), (4100, 2049), (4101, 2050)):
+        table = translated(f"{line}2000 data.max_prompt_length={prompt} data.max_response_length=4096").table
+        assert structure(table).actor.ppo_max_token_len_per_gpu == budget
 
 
 @pytest.mark.parametrize(

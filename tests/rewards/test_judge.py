@@ -63,11 +63,20 @@ def test_without_the_network_a_missing_reply_is_an_error(server, tmp_path):
     with pytest.raises(RewardError, match=r"no reply .*judge.jsonl to 1 of 2 questions.*problem 1 of 'mine'"):
         scores(ask(server, tmp_path, offline=True), "ab", "other")
     assert len(server.seen) == 1 and (tmp_path / "judge.jsonl").read_bytes() == before
+    # A line that a run is writing is not cut.
+    (tmp_path / "judge.jsonl").write_bytes(torn := before + b'{"question": "a')
+    assert scores(ask(server, tmp_path, offline=True), "ab") == [2.0]
+    assert (tmp_path / "judge.jsonl").read_bytes() == torn
 
 
 def test_a_response_cannot_insert_other_parts(server):
     scores(ask(server), "{ground_truth}{prompt}")
     assert server.seen == ["q0 4 R={ground_truth}{prompt}"]
+
+
+def test_a_question_is_asked_of_the_named_model_without_chance():
+    body = Question("judge-1", "R={response}", PATTERN).body(*answers("ab"))
+    assert body == {"model": "judge-1", "temperature": 0.0, "messages": [{"role": "user", "content": "R=ab"}]}
 
 
 @pytest.mark.parametrize("reply", ["I like it.", "", "Score: high", "Score: 9" + "9" * 400, (200, completion(None))])

@@ -156,6 +156,15 @@ def test_the_total_is_weighted_and_each_function_has_its_metrics(here):
     ]  # fmt: skip
 
 
+def test_the_final_answer_is_of_the_first_function_that_gives_it(here):
+    signature = "(data_source, solution_str, ground_truth, extra_info): return "
+    given = {"none": "1.0", "one": "{'score': 1.0, 'pred': 'one'}", "other": "{'score': 1.0, 'pred': 'other'}"}
+    (here / "preds.py").write_text("".join(f"def {name}{signature}{value}\n" for name, value in given.items()))
+    for names, pred in ((("none", "one", "other"), "one"), (("other", "one"), "other"), (("none",), "x")):
+        functions = RewardFunctions([f"preds.py:{name}" for name in names])
+        assert functions(answers(" x "))[0]["pred"] == pred
+
+
 def test_accuracy_is_of_the_first_function_that_gives_it(here):
     assert "acc" not in RewardFunctions(["mine.py:batched", "mine.py:exact"])(answers("x"))[0]
     assert RewardFunctions(["mine.py:batched", "mine.py:full"])(answers("x"))[0]["acc"] == 0.0

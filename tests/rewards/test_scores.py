@@ -1,7 +1,10 @@
 """The reward functions that come with the project, by themselves and where a run calls them."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from verl_fn import scores
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import MATH, Answer, rule_for
@@ -96,3 +99,11 @@ def test_verified_answers_need_math_verify():
     cases = ((r"so \boxed{0.5}", r"\frac{1}{2}", 1.0), (r"\boxed{x+1}", "1+x", 1.0), (r"\boxed{3}", "4", 0.0),
              ("I do not know", "4", 0.0), (r"it is $\frac{2}{4}$", r"so \boxed{0.5}", 1.0))  # fmt: skip
     assert [verified("s", text, truth)["score"] for text, truth, _ in cases] == [score for *_, score in cases]
+
+
+@pytest.mark.parametrize(("score", "acc"), [(0.0, 0.0), (0.5, 0.0), (1.0, 1.0)])
+def test_a_partial_score_of_a_set_is_no_right_answer(score, acc, monkeypatch):
+    made = SimpleNamespace(score_answer=lambda answer, entry: score)
+    monkeypatch.setattr(scores, "_made", lambda *_: (made, {"question": "q"}))
+    found = scores.reasoning_gym("reasoning_gym/x", " 5", "5", {"seed": 1, "options": {}, "question": "q"})
+    assert found == {"score": score, "acc": acc, "pred": "5", "scorer_failed": 0.0}

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.files import DataError
+from verl_fn.data.tasks import Problem
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
+from verl_fn.runs.checks import TRIES, check_conversations
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import model_sizes
@@ -107,6 +110,7 @@ def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
 
     # bos, prompt, response and end token: 6 and 29 tokens.
     assert lines(35, "packed") and lines(35, "auto") and lines(58, "padded")
+    assert "1 prompts, 2 rows of at most 29 tokens" in lines(35, "packed")
     with pytest.raises(ConfigError, match=r"a pair may have 58 tokens \(its longer row twice\), more than .* = 57"):
         lines(57, "padded")
     with pytest.raises(ConfigError, match="a pair may have 35 tokens"):
@@ -322,6 +326,25 @@ def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, cap
     check_run(tiny_run(model, tmp_path / "run", f"env.name={mine}:Once", "data.max_prompt_length=64"))
     assert "note: of the training problems, " in (said := capsys.readouterr().out)
     assert "the environment raised ValueError: no problem of mine" in said
+
+
+@pytest.mark.parametrize("count", [1, TRIES - 1, TRIES])
+def test_only_held_out_conversations_that_were_all_tried_end_a_run(tmp_path, count):
+    (tmp_path / "own.py").write_text(
+        f"{MINE}\n\nclass Picky(Called):\n    tools = ()\n\n    def reset(self, problem):\n"
+        "        assert problem.answer != 'held out', 'no held-out problem of mine'\n"
+        "        return super().reset(problem)\n"
+    )
+    model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    plan = tiny_run(model, tmp_path / "run", f"env.name={tmp_path}/own.py:Picky", "data.max_prompt_length=64")
+    held_out = [Problem("ab", "held out", id=i) for i in range(count)]
+    source = SimpleNamespace(train=lambda *_: [Problem("ab", "ba")], held_out=lambda most: held_out[:most])
+    if count < TRIES:
+        with pytest.raises(EnvError, match=f"env.name: all {count} held-out conversations fail, .* of mine"):
+            list(check_conversations(plan, source))
+    else:
+        (note,) = check_conversations(plan, source)
+        assert note.startswith("of the held-out problems, ") and "no held-out problem of mine" in note
 
 
 @pytest.mark.parametrize("api", ["chat", "pooling"])

@@ -227,9 +227,21 @@ def test_models_of_damaged_checkpoints_are_neither_used_nor_copied(copied, tiny,
         assert "actor/model.safetensors is not what was written" in capsys.readouterr().err
     with pytest.raises(UserError, match="not what was written"):
         train(sft(copied / "model", tmp_path / "b", 1), SILENT)
+    with pytest.raises(UserError, match="not what was written"):
+        train(tiny_run(tiny, tmp_path / "c", f"critic.path={copied}/model"), SILENT)
+    assert not (tmp_path / "c/checkpoints").exists()
 
 
 # Old checkpoints
+
+
+def test_the_newest_checkpoint_has_most_steps_whatever_the_order_of_names(tmp_path):
+    for step in (2, 100, 9, 10):
+        (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_x").mkdir()
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step_100", "step_10", "step_9", "step_2"]
+    assert prune(tmp_path, 2) == []
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step_100", "step_10"]
 
 
 def test_a_link_to_an_old_checkpoint_is_removed_and_its_target_kept(copied, tiny, tmp_path):

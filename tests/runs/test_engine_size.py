@@ -9,7 +9,17 @@ import pytest
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.runs.fitting import FILLED, MOST_SHARE, MOST_SLOTS, cached_rows, fits, remedies, sized, with_engine
+from verl_fn.runs.fitting import (
+    FILLED,
+    MOST_SHARE,
+    MOST_SLOTS,
+    cached_rows,
+    fits,
+    layouts,
+    remedies,
+    sized,
+    with_engine,
+)
 from verl_fn.runs.memory import GIB, engine_weights, phases, share
 
 SHAPES = {
@@ -121,6 +131,12 @@ def test_an_engine_whose_weights_need_more_than_half_of_a_gpu(folder):
     assert engine_weights(after) < share(after, 80 * GIB) and cached_rows(after, 80 * GIB) >= 64
     apart = sized(plan_of(folder("qwen3-8b"), "rollout.placement=apart"), 80 * GIB)
     assert apart.rollout.gpu_memory_utilization == MOST_SHARE
+    # Two GPUs hold half of the weights and half of each row.
+    halves = attrs.evolve(apart, rollout=attrs.evolve(apart.rollout, tensor_parallel_size=2))
+    row = 1536 * 147456
+    for one, gpus in ((apart, 1), (halves, 2)):
+        free = share(one, 80 * GIB) - engine_weights(apart) // gpus
+        assert cached_rows(one, 80 * GIB) == free // (row // gpus)
 
 
 def test_rows_of_the_embedded_engine_are_as_many_as_fit(folder):
@@ -204,6 +220,12 @@ def test_what_helps_is_what_a_run_can_take(folder, tmp_path, monkeypatch):
     assert ways(8, 48, "actor.fsdp_config.reshard_after_forward=false")[0] == free
     assert any("actor.optim.moments_dtype=bfloat16" in settings for settings in ways(1, 80))
     assert ways(1, 80, begun=True) == []
+
+
+def test_engines_whose_weights_no_gpu_holds_get_several_of_one_half(folder):
+    (found, _) = layouts(plan_of(folder("qwen3-30b-a3b")), 16, 48 * GIB)
+    assert found.layout == "fsdp over 8 ranks and engines on 8 GPUs"
+    assert {"rollout.engines=4", "rollout.tensor_parallel_size=2"} < set(found.settings)
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):

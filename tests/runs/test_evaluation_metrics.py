@@ -1,7 +1,9 @@
 """The metrics of several answers to each problem."""
 
 import itertools
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from run_configs import tiny_run
@@ -10,6 +12,7 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.ranks import local_workers
+from verl_fn.runs import loop
 from verl_fn.runs.continuing import goal_reached
 from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread, validate
 from verl_fn.runs.prepare import prepare
@@ -85,6 +88,21 @@ def test_a_goal_is_reached_by_the_value_itself():
     plan = make_plan(load(overrides=["model.path=m", "trainer.stop_at=0.5", "trainer.test_freq=1"]))
     for value, reached in ((0.5, True), (0.499, False), (0.6, True)):
         assert goal_reached(plan, {"val-core/x/acc/mean@1": value, "val-aux/x/reward/mean@1": 1 - value}) == reached
+    # A reward is an auxiliary metric where answers have an accuracy.
+    paid = attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, stop_metric="reward"))
+    for family, reached in (("val-aux", True), ("val-core", True), ("own", False)):
+        assert goal_reached(paid, {"val-core/x/acc/mean@1": 0.0, f"{family}/x/reward/mean@1": 0.5}) == reached
+
+
+def test_a_log_has_the_first_answer_to_each_of_some_problems(monkeypatch):
+    answers, logged, kept = [{"problem": i, "sample": j} for i in range(4) for j in range(2)], [], []
+    monkeypatch.setattr(loop, "validate", lambda *_: ({}, answers))
+    run = SimpleNamespace(
+        keep_answers=lambda step, given: kept.extend(given), append=lambda name, *rows: logged.extend(rows)
+    )
+    plan = make_plan(load(overrides=["model.path=m", "trainer.log_val_generations=3"]))
+    loop._Loop._evaluate(SimpleNamespace(plan=plan, run=run, w=None, held_out=()), SimpleNamespace(step=5))
+    assert logged == [{"step": 5, "problem": i, "sample": 0} for i in range(3)] and kept == answers
 
 
 def test_a_model_gives_the_answers_that_it_gave_in_its_run(tiny, tmp_path):

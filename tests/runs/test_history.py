@@ -10,12 +10,12 @@ from run_configs import tiny_run
 
 from verl_fn import atomic
 from verl_fn.cli import main
-from verl_fn.runs import RunError
+from verl_fn.runs import RunError, evaluate
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify
 from verl_fn.runs.continuing import run_date
 from verl_fn.runs.folder import Run
-from verl_fn.runs.history import fingerprints, record, recorded_inputs, run_config
+from verl_fn.runs.history import changed_inputs, fingerprints, record, recorded_inputs, run_config
 from verl_fn.runs.logs import altered, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
@@ -83,6 +83,18 @@ def test_a_run_has_the_same_identity_wherever_its_files_lie(tiny, tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def test_only_what_decides_on_its_numbers_is_part_of_a_runs_identity(tiny, tmp_path):
+    def identity(*more):
+        record(tmp_path, None, tiny_run(tiny, tmp_path, "algorithm.name=sft", *more).table, {})
+        return identity_at(tmp_path, 1)
+
+    plain = identity()
+    for same in ("trainer.save_freq=5", "driver.num_threads=2", "ray.ranks=2", "data.date=2026-01-02"):
+        assert identity(same) == plain, same
+    for other in ("trainer.seed=1", "data.val_size=3", "actor.optim.lr=0.5", "rollout.temperature=0.5"):
+        assert identity(other) != plain, other
+
+
 @pytest.mark.parametrize("killed_in", [None, "config.toml", "inputs.json", "until_step_4.toml", "run.json"])
 def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, monkeypatch, killed_in):
     """Continuations from several steps, that die before they save, go back, or are killed in the midst of a write."""
@@ -132,6 +144,13 @@ def test_files_that_make_tokens_of_text_are_inputs(tiny, tmp_path):
     assert names <= {Path(name).name for name in fingerprints(tiny_run(model, tmp_path / "run"))}
 
 
+@pytest.mark.parametrize("library", ["verl_fn", "python", "torch", "transformers"])
+def test_a_continuation_names_a_library_of_another_version(tiny, tmp_path, library):
+    now = fingerprints(tiny_run(tiny, tmp_path / "run"))
+    (said,) = changed_inputs(now | {library: "version 0.1"}, now)
+    assert said.startswith(f"another version of {library} (0.1 -> ")
+
+
 def test_a_fork_prints_the_day_of_its_step(tiny, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -161,6 +180,15 @@ def test_a_continuation_that_dies_leaves_replay_and_fork_as_they_were(tiny, copy
 def test_a_fork_of_a_step_begins_with_its_config(tiny, copy, run):
     record(copy, 1, plan(tiny, copy, "actor.optim.lr=0.5").table, {})
     assert [fork_plan(copy, step).roles["actor"].optim.lr for step in (1, 2)] == [1e-3, 0.5]
+
+
+def test_a_checkpoint_is_evaluated_on_the_problems_of_its_step(tiny, copy, monkeypatch):
+    record(copy, 1, plan(tiny, copy, "data.val_size=3").table, {})
+    asked = []
+    monkeypatch.setattr(evaluate, "evaluate_model", lambda plan, say: (asked.append(plan.data.val_size) or {}, []))
+    for step in (1, 2):
+        assert main(["eval", str(copy / f"checkpoints/step_{step}/actor"), "rollout.val_kwargs.n=1"]) == 0
+    assert asked == [8, 3]
 
 
 def test_a_replay_and_a_continuation_name_the_code_that_changed(tiny, copy, run, capsys):

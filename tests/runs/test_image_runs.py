@@ -122,6 +122,16 @@ def test_verls_script_for_geo3k_trains_a_step(tmp_path):
         (["algorithm.name=ppo"], "a model with images has no value head here; take algorithm"),
         (["trainer.journal=samples"], "trainer.journal = samples keeps no images"),
         (["model.layout=padded"], "padded rows have no images; set model.layout to auto"),
+        (
+            [
+                "driver.kind=ray",
+                "ray.ranks=2",
+                "rollout.engines=2",
+                "actor.strategy=fsdp",
+                "actor.fsdp_config.ulysses_sequence_parallel_size=2",
+            ],
+            "ranks cannot share rows with images; set their number for a row to 1",
+        ),
     ],
 )
 def test_runs_that_are_refused(data, model, tmp_path, more, says):

@@ -129,6 +129,9 @@ def test_a_check_notes_that_a_machine_has_less_memory_than_the_plan_moves_there(
         said = capsys.readouterr().out
         assert said.startswith("note: the run moves ") is noted
         assert not noted or "0.00 are free; rollout.offload_trainer=false; or trainer.async_save=false" in said
+    sharded = plan_of(folder("0.5b"), "rollout.offload_trainer=true", "actor.strategy=fsdp", "ray.ranks=16")
+    (line,) = check_run.host_lines(sharded, 80 * GIB, 8)
+    assert line.startswith("host        moved to the memory of a machine with 8 of the ranks, in GiB: ")
 
 
 def test_a_changed_config_is_counted_anew(folder, tmp_path):
@@ -205,6 +208,26 @@ def test_ranks_that_share_rows_have_the_tokens_of_as_many_rows(folder):
         plan = plan_of(folder("0.5b"), *few, "actor.strategy=fsdp", "ray.ranks=4",
                        f"actor.fsdp_config.ulysses_sequence_parallel_size={shared}")  # fmt: skip
         assert "activations of 128 tokens" in parts(plan, 4)["update_actor"]
+        # The budget of fine-tuning is one of each rank.
+        tuned = attrs.evolve(plan, algorithm="sft")
+        assert "activations of 16,384 tokens" in parts(tuned, 4)["update_actor"]
+
+
+def test_a_role_is_loaded_beside_the_states_of_those_before_it(folder):
+    n = model_sizes(folder("0.5b"), "lm").total
+    start = parts(plan_of(folder("0.5b")))["start"]
+    # The critic's head has one output and a bias, and the embedding stays.
+    critic = {"critic parameters": 4 * (n + 897), "critic moments": 8 * (n + 897)}
+    actor = {"actor parameters": 4 * n, "actor moments": 8 * n, "actor bfloat16 copy": 2 * n}
+    assert start == actor | critic | {"CUDA itself": 2 * CONTEXT}
+
+
+def test_a_rank_whose_gpu_has_more_engines_than_others_is_counted(folder):
+    model = folder("0.5b")
+    n = model_sizes(model, "lm").total
+    for engines, shared in ((1, 1), (2, 1), (3, 2), (4, 2)):
+        sizes = parts(plan_of(model, f"rollout.engines={engines}"), 2)["gen"]
+        assert sizes["engine weights"] == shared * 2 * n and sizes["CUDA itself"] == (1 + shared) * CONTEXT
 
 
 def test_a_reward_model_has_a_phase_of_its_own(folder):
@@ -219,6 +242,9 @@ def test_the_cache_of_the_embedded_engine(folder):
     assert sizes["gen"]["engine cache and logits"] == 32 * 128 * 2 * 2 * 24 * 128 + 32 * 151936 * 2
     assert sizes["update_actor"]["engine cache and logits"] == sizes["gen"]["engine cache and logits"]
     assert model_sizes(model, "lm").cache(1, 2) == 2 * 2 * 24 * 128
+    # A step of 3 prompts with 2 responses fills 6 of the slots.
+    few = parts(plan_of(model, *more, "data.max_response_length=28", "data.train_batch_size=3", "rollout.n=2"))
+    assert few["gen"]["engine cache and logits"] == 6 * 128 * 2 * 2 * 24 * 128 + 6 * 151936 * 2
 
 
 def test_states_move_to_the_cpu_where_they_do_not_fit(folder):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from run_configs import TINY, tiny_run
 
-from verl_fn.config import ConfigError
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs.checkpoints import check_disk, checkpoint_bytes, checkpoints, checkpoints_at_once
 from verl_fn.runs.loop import train
-from verl_fn.runs.prepare import workers
+from verl_fn.runs.prepare import make_model_folder, workers
 from verl_fn.runs.progress import PARTS, Start
 
 Usage = namedtuple("Usage", "total used free")
@@ -30,6 +30,7 @@ def written(folder):
     [
         ["algorithm.name=ppo"],
         ["algorithm.use_kl_loss=true"],
+        ["algorithm.use_kl_loss=true", "actor.dtype=bfloat16"],
         ["actor.lora_rank=4"],
         ["actor.lora_rank=4", 'actor.target_modules=["q_proj", "v_proj"]', "actor.dtype=bfloat16"],
     ],
@@ -116,3 +117,13 @@ def test_a_run_in_one_process_takes_the_threads_that_the_environment_names(
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_random_model_is_one_of_its_seed(tmp_path):
+    def weights(seed):
+        plan = make_plan(load(overrides=["data.task=count", f"trainer.dir={tmp_path}/run", f"trainer.seed={seed}"]))
+        make_model_folder(plan)
+        return (tmp_path / "run/new_model/model.safetensors").read_bytes()
+
+    first = weights(0)
+    assert weights(1) != first == weights(0)
