@@ -204,6 +204,10 @@ def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
     assert rows[:2] == [["ab>", name, f"{name}4✓ right reward 1"] for name in ("one", "two")]
     assert rows[2:] == [["ab>", name, f"{name}0✓ right reward 1"] for name in ("one", "two")]
     assert "At step 4." in text and "+0 right of 2" in text
+    # Also if they expect the same answer.
+    alike = [answer(4, response=f"of {number}") for number in (1, 2)]
+    _, found = page(report([write(tmp_path / "b", brief(4), alike)], tmp_path / "page.html"))
+    assert {"of 1✓ right reward 1", "of 2✓ right reward 1"} <= set(found.cells)
 
 
 def test_answers_to_the_same_prompt_stand_beside_the_answer_that_was_expected(tmp_path):

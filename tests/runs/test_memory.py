@@ -411,8 +411,9 @@ def test_a_plan_says_what_is_not_there(qwen3, capsys, monkeypatch):
 
 def test_a_plan_without_a_tokenizer_makes_the_algorithm(qwen3, capsys, tmp_path):
     (tmp_path / "mine.py").write_text("def mine(batch):\n    return batch\n")
-    assert qwen3(*GPUS, "algorithm.adv_estimator=mine.py:other") == 2
-    assert re.search(r"error: algorithm.adv_estimator: .*mine\.py has no 'other'", capsys.readouterr().err)
+    for key in ("adv_estimator", "loss_agg_mode"):
+        assert qwen3(*GPUS, f"algorithm.{key}=mine.py:other") == 2
+        assert re.search(rf"error: algorithm.{key}: .*mine\.py has no 'other'", capsys.readouterr().err)
 
 
 def test_a_plan_that_fits_nowhere(qwen3, capsys):
