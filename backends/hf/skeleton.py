@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PACKED, PADDED = "packed", "padded"
 LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
-# The forms in which a layer's code is compiled: by kind of layer, for one row or several, with gradients or not. Past
-# so many it would not be compiled, and a layer that is computed again for its gradients would keep other tensors
-# than at first, an error.
+# torch compiles the code of a layer once for each kind of layer, for one row and for several, with gradients and
+# without. After so many times it runs the code uncompiled. A checkpointed layer may then save other tensors in its
+# second forward pass than in its first one, and torch raises an error.
 COMPILED_FORMS = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -162,7 +162,7 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
         say(f"note: {note}")
     tokenizer = build.policy_tokenizer(plan.rollout)
     if isinstance(source, Task | TaskPairs) and not plan.env.name:
-        # So many problems have all characters of the task; one that the tokenizer lacks would end the run.
+        # 32 problems have all characters of any task. The run would end at one that the tokenizer lacks.
         some = source.held_out(32)
         if plan.learns_from == "samples":
             encode_prompts(some, tokenizer)
@@ -294,8 +294,8 @@ def _proposals(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> Iterator[str]
         yield f"fits: the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
     else:
         changes = remedies(plan, gpus, gpu, begun=begun)
-        few = None if begun or changes else adapters(plan, gpus, gpu)
-        yield f"does not fit: {_lacking(plan, gpu)}; {_help(changes, found, more, few)}"
+        lora = None if begun or changes else adapters(plan, gpus, gpu)
+        yield f"does not fit: {_lacking(plan, gpu)}; {_help(changes, found, more, lora)}"
 
 
 def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iterator[str]:
@@ -322,14 +322,14 @@ def _lacking(plan: Plan, gpu: int) -> str:
     return f"the engine's weights take {weights:.1f} GiB, and rollout.gpu_memory_utilization gives it {room:.1f}"
 
 
-def _help(changes: Sequence[Fit], found: Sequence[Fit], more: tuple[int, Fit] | None, few: Fit | None) -> str:
+def _help(changes: Sequence[Fit], found: Sequence[Fit], more: tuple[int, Fit] | None, lora: Fit | None) -> str:
     """Returns what helps a plan that does not fit: the smallest changes, another layout, more GPUs, or adapters."""
     if changes:
         return f"set {', or '.join(map(str, changes))}"
     if found:
         return f"take the layout {found[0]}"
     ways = [f"{more[0]} such GPUs are enough, with {more[1]}"] if more is not None else []
-    ways += [f"adapters fit, with {few}"] if few is not None else []
+    ways += [f"adapters fit, with {lora}"] if lora is not None else []
     return "; or ".join(ways) or "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"
 
 

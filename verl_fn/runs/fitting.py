@@ -142,9 +142,9 @@ def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
     if plan.roles["actor"].strategy == "megatron":
         yield from ([(*over, f"actor.megatron.tensor_model_parallel_size={power}")] for power in powers)
         return
-    alone: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
-    # Shards of one rank can offload.
-    yield [alone] if gpus > 1 else [alone, (*over, "actor.strategy=fsdp")]
+    local: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
+    # fsdp with one rank can offload, and local cannot.
+    yield [local] if gpus > 1 else [local, (*over, "actor.strategy=fsdp")]
     if gpus > 1:
         size = "actor.fsdp_config.ulysses_sequence_parallel_size"
         yield [(*over, "actor.strategy=fsdp", f"{size}={power}") for power in powers]
@@ -214,10 +214,10 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
 def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     """Returns up to two ways to make a plan fit, the ones that cost least first.
 
-    Each is one of some changes, or two or three if no fewer suffice; there may be no way among them.
+    A way is one change, or two or three changes if fewer do not suffice. The list is empty if no way is found.
 
     Args:
-        begun: the run has checkpoints, which fix the dtype of moments.
+        begun: whether the run has checkpoints, since these fix the dtype of moments.
     """
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
@@ -258,8 +258,7 @@ def adapters(plan: Plan, gpus: int, gpu: int) -> Fit | None:
     """Returns the plan with adapters in place of all parameters; None if it has them, cannot, or does not fit."""
     if plan.roles["actor"].lora:
         return None
-    few: Settings = ("actor.lora_rank=32",)
-    tried = (_after(plan, [(*few, *more)], gpu, gpus) for more in ((), _recomputing(plan, "true")))
+    tried = (_after(plan, [("actor.lora_rank=32", *more)], gpu, gpus) for more in ((), _recomputing(plan, "true")))
     return next((found for found in tried if found is not None), None)
 
 

@@ -326,7 +326,7 @@ def _state_setting(role: RolePlan) -> str:
 
 
 def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: int) -> int:
-    """Returns the bytes of FSDP's whole gradients: without resharding, an update's last micro-batch sums them."""
+    """Returns the bytes of whole gradients that a rank of FSDP keeps until the last micro-batch of an update."""
     batch, options = plan.data.train_batch_size, plan.options
     prompts = min(getattr(options, "ppo_mini_batch_size", 0) or batch, batch)
     rows = -(-prompts * plan.rollout.n * role.sharers // ranks)
