@@ -409,8 +409,8 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
 
     They are transformers' own in float32, and round only their results, as kernels of engines do. Transformers' own
     also round between a convolution and its activation, after the normalization of queries and keys, and between a
-    norm and its gate, by which bfloat16 is farther from float32, and from vLLM. Both round gates, as vLLM does in
-    decoding. OLMo Hybrid's convolutions stay transformers' own.
+    norm and its gate, by which bfloat16 is farther from float32, and from vLLM. What vLLM rounds is rounded: gates, and
+    the products of a convolution, which are summed in float32. OLMo Hybrid's convolutions stay transformers' own.
 
     Args:
         names: the names of the module.
@@ -425,15 +425,31 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
 
         return call
 
-    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
-        bias = None if bias is None else bias.float()
-        out = F.conv1d(x.float(), weight.float()[:, None], bias, padding=weight.shape[-1] - 1, groups=len(weight))
-        return F.silu(out[..., : x.shape[-1]]).to(x.dtype)
+    @torch.no_grad()
+    def summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        count = x.shape[-1] - weight.shape[-1] + 1
+        total = torch.zeros(()) if bias is None else bias.float()[:, None]
+        for i, factor in enumerate(weight.unbind(-1)):
+            total = total + (x[..., i : i + count] * factor[:, None]).float()
+        return total
 
+    @torch.compiler.disable  # compiled code rounds no products
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        before, wide = weight.shape[-1] - 1, None if bias is None else bias.float()
+        out = F.conv1d(x.float(), weight.float()[:, None], wide, padding=before, groups=len(weight))
+        out = out[..., : x.shape[-1]]
+        if x.dtype != torch.float32:
+            # The gradient is the one of the convolution without roundings.
+            out = out + (summed(F.pad(x, (before, 0)), weight, bias) - out).detach()
+        return F.silu(out).to(x.dtype)
+
+    @torch.compiler.disable
     def updated(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        bias = None if bias is None else bias.float()
-        out = names["torch_causal_conv1d_update"](x.float(), state, weight.float(), bias, activation)
-        return cast(Tensor, out.to(x.dtype))
+        if x.dtype == torch.float32:
+            return cast(Tensor, names["torch_causal_conv1d_update"](x, state, weight, bias, activation))
+        whole = torch.cat([state, x], -1)
+        state.copy_(whole[..., -state.shape[-1] :])
+        return F.silu(summed(whole, weight, bias)[..., -x.shape[-1] :]).to(x.dtype)
 
     def gated(norm: Any, hidden: Tensor, gate: Tensor) -> Tensor:
         x = hidden.float()

@@ -175,56 +175,82 @@ def draw(
         For each row its token, or ``V`` if logits are not finite, its log-prob, and whether the draw is a near tie.
     """
     n, V = logits.shape
-    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    log_probs = torch.empty(n, dtype=torch.float32, device=logits.device)
-    near = torch.empty(n, dtype=torch.bool, device=logits.device)
-    blocks = triton.next_power_of_2(triton.cdiv(V, BLOCK))
-    _draw[(n,)](
-        logits, u, tokens, log_probs, near, V, logits.stride(0), temperature, noise, ONE=ONE, BLOCK=BLOCK,
-        BLOCKS=blocks, num_warps=8,
-    )  # fmt: skip
+    blocks, device = triton.cdiv(V, BLOCK), logits.device
+    tokens, wholes = (torch.empty(*shape, dtype=torch.int64, device=device) for shape in ((n,), (n, blocks)))
+    tops, masses = torch.empty(2, n, blocks, device=device)
+    log_probs, near = torch.empty(n, device=device), torch.empty(n, dtype=torch.bool, device=device)
+    # A row is shared by a program for each block, so that few rows keep a GPU busy too.
+    given, grid = (logits, logits.stride(0), V, temperature, tops, masses), (n, blocks)
+    sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": 8}
+    _mass_of_block[grid](*given, BLOCK=BLOCK, num_warps=8)
+    _whole_of_block[grid](*given, wholes, ONE=ONE, **sizes)
+    _draw[(n,)](*given, wholes, u, tokens, log_probs, near, noise, ONE=ONE, **sizes)
     return tokens, log_probs, near
+
+
+@triton.jit
+def _heated(logits, stride, V, temperature, row, block, BLOCK: tl.constexpr):
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(logits + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32) / temperature
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _mass_of_block(logits, stride, V, temperature, tops, masses, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = _heated(logits, stride, V, temperature, row, block, BLOCK)
+    top = tl.max(x)
+    at = row * tl.num_programs(1) + block
+    tl.store(tops + at, top)
+    # A block of -inf has no finite maximum to subtract.
+    tl.store(masses + at, tl.sum(tl.exp(x - tl.maximum(top, -3e38))))
+
+
+@triton.jit
+def _mass_of_row(tops, masses, row, V, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    block = tl.arange(0, BLOCKS)
+    count = tl.cdiv(V, BLOCK)
+    at = row * count + block
+    own = tl.load(tops + at, mask=block < count, other=-float("inf"))
+    top = tl.max(own)
+    parts = tl.load(masses + at, mask=block < count, other=0.0)
+    return top, tl.sum(parts * tl.exp(own - tl.maximum(top, -3e38)))
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _whole_of_block(
+    logits, stride, V, temperature, tops, masses, wholes,
+    ONE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = _heated(logits, stride, V, temperature, row, block, BLOCK)
+    top, mass = _mass_of_row(tops, masses, row, V, BLOCK, BLOCKS)
+    tl.store(wholes + row * tl.num_programs(1) + block, tl.sum((tl.exp(x - top) / mass * ONE).to(tl.int64)))
 
 
 @triton.jit(do_not_specialize=["stride"])
 def _draw(
-    logits, u, tokens, log_probs, near, V, stride, temperature, noise,
+    logits, stride, V, temperature, tops, masses, wholes, u, tokens, log_probs, near, noise,
     ONE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    base = logits + row * stride
-    at = tl.arange(0, BLOCK)
-    top = -float("inf")
-    mass = 0.0
-    for start in range(0, V, BLOCK):
-        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-        new = tl.maximum(top, tl.max(x))
-        level = tl.maximum(new, -3e38)
-        mass = mass * tl.exp(top - level) + tl.sum(tl.exp(x - level))
-        top = new
-    bad = (mass != mass) | (top == float("inf")) | (top == -float("inf"))
-    if bad:
+    top, mass = _mass_of_row(tops, masses, row, V, BLOCK, BLOCKS)
+    if (mass != mass) | (top == float("inf")) | (top == -float("inf")):
         tl.store(tokens + row, V)
         tl.store(log_probs + row, 0.0)
         tl.store(near + row, False)
     else:
-        block = tl.arange(0, BLOCKS)
-        masses = tl.zeros((BLOCKS,), tl.int64)
-        for start in range(0, V, BLOCK):
-            x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-            whole = (tl.exp(x - top) / mass * ONE).to(tl.int64)
-            masses = tl.where(block == start // BLOCK, tl.sum(whole), masses)
-        total = tl.sum(masses)
+        block, count = tl.arange(0, BLOCKS), tl.cdiv(V, BLOCK)
+        parts = tl.load(wholes + row * count + block, mask=block < count, other=0)
+        total = tl.sum(parts)
         goal = tl.ceil((1.0 - tl.load(u + row)) * total.to(tl.float64)).to(tl.int64)
-        before = tl.cumsum(masses, 0)
-        start = tl.minimum(tl.sum((before < goal).to(tl.int32)), (V - 1) // BLOCK) * BLOCK
-        base_mass = tl.sum(tl.where(block < start // BLOCK, masses, 0))
-        x = tl.load(base + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32) / temperature
-        prob = tl.exp(x - top) / mass
+        chosen = tl.minimum(tl.sum((tl.cumsum(parts, 0) < goal).to(tl.int32)), count - 1)
+        before = tl.sum(tl.where(block < chosen, parts, 0))
+        prob = tl.exp(_heated(logits, stride, V, temperature, row, chosen, BLOCK) - top) / mass
         whole = (prob * ONE).to(tl.int64)
-        reached = base_mass + tl.cumsum(whole, 0)
+        reached = before + tl.cumsum(whole, 0)
+        start = chosen * BLOCK
         index = tl.minimum(tl.sum((reached < goal).to(tl.int32)), tl.minimum(V - 1 - start, BLOCK - 1))
-        mine = at == index
+        mine = tl.arange(0, BLOCK) == index
         p = tl.sum(tl.where(mine, prob, 0.0))
         own = tl.sum(tl.where(mine, whole, 0))
         above = tl.sum(tl.where(mine, reached, 0))

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from verl_fn.backends.hf.kernels import processors
 
-# Bytes of keys that a program of ``step_attention`` reads at a time.
-KEY_BYTES = 16384
+# The keys that a program of ``step_attention`` reads at a time, in one warp for each so many elements of a head:
+# many small programs were the fastest on an H200.
+KEYS, WARP = 16, 128
 # A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
 MOST_SPLITS = 16
 
@@ -215,12 +216,11 @@ def step_attention(
     sums = qkv.new_empty((n, group * kv, splits, dim), dtype=torch.float32) if splits > 1 else out
     masses = qkv.new_empty((n, group * kv, splits), dtype=torch.float32) if splits > 1 else out
     block = max(16, triton.next_power_of_2(dim))
-    keys = min(64, KEY_BYTES // (block * qkv.element_size()))
     _step_attention[(n, kv, splits)](
         qkv, cache, slots, places, lanes.sources, lanes.shared, out, sums, masses, scaling, window or 0,
         cache.stride(0), cache.stride(1), cache.shape[3], KV=kv, GROUP=group,
         MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
-        KEYS=keys, WINDOWED=window is not None, SPLITS=splits, num_warps=4, num_stages=3,
+        KEYS=KEYS, WINDOWED=window is not None, SPLITS=splits, num_warps=max(1, block // WARP), num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine[(n, group * kv)](
