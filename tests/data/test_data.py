@@ -24,7 +24,7 @@ from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import FileData, encode_prompts, prompt_lengths
 from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.rendering import token_counts, token_ids
-from verl_fn.data.rows import DataError, arrow_rows
+from verl_fn.data.rows import DataError, arrow_rows, count_rows, read_rows
 from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
 
@@ -205,6 +205,15 @@ def test_lines_end_at_newlines_alone(tmp_path):
         "\ufeff" + json.dumps(row("a\u2028b"), ensure_ascii=False) + "\r\n\n" + json.dumps(row("c")), encoding="utf-8"
     )
     assert [p.prompt for p in read_files([tmp_path / "a.jsonl"], "samples")] == ["a\u2028b", "c"]
+
+
+def test_rows_are_counted_as_they_are_read(tmp_path):
+    """Blank lines are none; the number of steps of verl's epochs is made of the count."""
+    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    lines.write_text('\n{"a": 1}\n  \n{"a": 2}\n\n')
+    pq.write_table(pa.table({"a": [3, 4, 5]}), table)
+    assert len([*read_rows(lines, ["a"]), *read_rows(table, ["a"])]) == count_rows([lines, table]) == 5
+    assert count_rows([lines, tmp_path / "b.jsonl"]) is None
 
 
 @pytest.mark.parametrize(

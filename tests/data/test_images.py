@@ -121,6 +121,9 @@ def test_a_picture_is_what_a_viewer_shows():
     ]
     assert all((seen(form) == white).all() for form in forms)
     assert (seen(torch.from_numpy(np.asarray(lying).copy())) == np.asarray(lying)).all()
+    # The second frame of a camera's stereo photo shows the same scene.
+    stereo = written(lying, "MPO", save_all=True, append_images=[picture(1)])
+    assert (seen(stereo) == np.asarray(Image.open(io.BytesIO(stereo)))).all()
 
 
 @pytest.mark.parametrize(

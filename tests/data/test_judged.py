@@ -23,7 +23,7 @@ from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.state import Key
 
 USER, SAID = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
-OTHER = {"role": "assistant", "content": "bb"}
+OTHER, SYSTEM = {"role": "assistant", "content": "bb"}, {"role": "system", "content": "a"}
 
 
 def read_pairs(files, **options):
@@ -110,6 +110,10 @@ def pair(**changes):
         (pair(chosen={"role": "assistant", "content": "a"}), "chosen must be a string or a list of messages.*not {"),
         (pair(chosen=[SAID]), "chosen is a list of messages, and the prompt is a string"),
         (pair(prompt=[USER], chosen=[USER, SAID]), "chosen repeats prompt, and rejected does not"),
+        (
+            pair(prompt="ab", chosen=[SYSTEM, USER, SAID], rejected=[SYSTEM | {"content": "x"}, USER, OTHER]),
+            "chosen repeats prompt, and rejected does not; write both alike",
+        ),
         (pair(prompt=[USER], chosen=[USER | {"content": "x"}, SAID]), "chosen begins with a message of 'user', not"),
         (pair(prompt=[USER], chosen=[SAID | {"content": ""}]), "message 0 of chosen is a turn .* without content"),
         ({"chosen": [USER, SAID], "rejected": [SAID, OTHER]}, "conversations chosen and rejected begin differently"),

@@ -130,6 +130,17 @@ def test_a_group_over_the_limit_is_named():
         split_by_count(batch, 1, "pair")
 
 
+def test_the_padding_of_a_group_counts_against_the_budget():
+    """Its rows have 8 tokens, which would fit, and 12 where the shorter one is padded."""
+    batch = batch_of([3, 2, 6]).with_rows(pair=[0, 4, 4])
+    assert len(split_by_tokens(batch, 11, "pair")) == 1
+    assert [part.lengths.tolist() for part in split_by_tokens(batch, 12, "pair", padded=True)] == [[2, 6], [3]]
+    with pytest.raises(
+        ValueError, match=r"group pair = 4 .* has 12 tokens with padding, more than the budget of 11 "
+    ):
+        split_by_tokens(batch, 11, "pair", padded=True)
+
+
 @given(LENGTHS, st.integers(1, 9))
 @MODEST
 def test_a_budget_below_the_longest_row_is_refused(lengths, budget):

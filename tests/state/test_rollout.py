@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_fn.errors import ArgumentError
-from verl_fn.state import Key, Request, Sample, Sampling, pack, requests_for, unpack
+from verl_fn.state import END_REASONS, Key, Outcome, Request, Sample, Sampling, pack, requests_for, unpack
 
 FIELDS = ("prompt", "tokens", "log_probs", "full_log_probs", "mask", "versions")
 
@@ -62,6 +62,17 @@ def test_unpack_is_the_way_back():
         assert all(torch.equal(getattr(before, name), getattr(after, name)) for name in FIELDS)
         for name in ("request", "number", "finish_reason", "temperature", "near_ties"):
             assert getattr(before, name) == getattr(after, name)
+
+
+def test_what_became_of_conversations_and_the_way_back():
+    outcomes = [Outcome(0, "done", 0.5, 1.0, 2), Outcome(3, "turn_limit", 0.25, 0.75, 4)]
+    batch = pack([sample(number=i, outcome=one) for i, one in enumerate(outcomes)])
+    names = ("conversation", "env_end", "env_score", "env_acc", "env_turns")
+    assert {name: batch[name].tolist() for name in names} == {
+        "conversation": [0, 3], "env_end": [END_REASONS.index("done"), END_REASONS.index("turn_limit")],
+        "env_score": [0.5, 0.25], "env_acc": [1.0, 0.75], "env_turns": [2, 4],
+    }  # fmt: skip
+    assert [s.outcome for s in unpack(batch)] == outcomes
 
 
 def test_experts_of_tokens():

@@ -132,16 +132,18 @@ def test_reinforce_plus_plus_baseline(groups, seed):
     )
 
 
+@pytest.mark.parametrize("by_std", [True, False])
 @given(groups=GROUPS, seed=SEEDS)
 @MODEST
-def test_gdpo(groups, seed):
+def test_gdpo(by_std, groups, seed):
     batch, masks, _ = drawn(groups, seed)
     rows = [0.0] * len(groups)
     for name, weight in (("truth", 1.0), ("style", -0.25)):
         scores = batch[f"reward/{name}"].tolist()
         for row in range(len(groups)):
-            rows[row] += weight * centred(scores, groups, row) / (deviation(scores, groups, row) + 1e-6)
-    estimated = gdpo(batch, reward_keys=["truth", "style"], reward_weights=[1.0, -0.25])
+            divisor = deviation(scores, groups, row) + 1e-6 if by_std else 1.0
+            rows[row] += weight * centred(scores, groups, row) / divisor
+    estimated = gdpo(batch, reward_keys=["truth", "style"], reward_weights=[1.0, -0.25], norm_adv_by_std=by_std)
     assert_rows(estimated, "advantages", whitened(masks, rows, groups), rtol=1e-6, atol=1e-6)
 
 

@@ -268,6 +268,17 @@ def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_or_none(folder, tm
     assert set(outcomes) == {"none", "new"} | ({"old"} if over != "nothing" else set())
 
 
+def test_files_of_a_killed_save_stay_out_of_the_next_one(folder, tmp_path):
+    """The killed one may have been of another state, with files that this one has not."""
+    backend, state, _ = two_states(folder)
+    backend.save(state, tmp_path / "new")
+    aside = tmp_path / "saved" / ".writing"
+    aside.mkdir(parents=True)
+    (aside / ADAPTERS).write_bytes(b"of the killed save")
+    backend.save(state, tmp_path / "saved")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "new")
+
+
 def test_a_disk_that_fills_costs_only_the_save(folder, tmp_path):
     """Each call that writes fails in turn; until the files get their names, nothing has changed."""
     backend, old, new = two_states(folder)
