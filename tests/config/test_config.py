@@ -9,7 +9,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_fn.config import Config, ConfigError, describe, keys, load, make_plan, notes, structure, to_table
+from verl_fn.config import Config, ConfigError, describe, keys, load, make_plan, notes, origins, structure, to_table
 from verl_fn.config.algorithms import BUILT_IN
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -343,6 +343,12 @@ def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):
 def test_a_described_config_is_the_config():
     cfg = load(overrides=['trainer.dir="a  b # \\t"', 'trainer.logger=["wandb", "tensorboard"]'])
     assert structure(tomllib.loads(describe(cfg, {}))) == cfg
+
+
+def test_a_key_comes_from_where_it_was_set_last(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[trainer]\nseed = 3\ndir = "x"\n')
+    assert origins(file, ["trainer.seed=4"]) == {"trainer.seed": "command line", "trainer.dir": str(file)}
 
 
 VALUES = st.one_of(

@@ -200,10 +200,8 @@ def nothing(options: Options):
 
 def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = make_plan(
-        load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:distill", "algorithm.teacher=/t"])
-    )
-    assert own.roles["teacher"].folder == "/t" and not own.roles["teacher"].trained
+    own = plan(f"algorithm.name={tmp_path}/own.py:distill", "algorithm.teacher=t")
+    assert own.roles["teacher"].folder == "/somewhere/t" and not own.roles["teacher"].trained
     assert own.roles["actor"].total_updates == 200 and own.code == (f"{tmp_path}/own.py:distill",)
     with pytest.raises(ConfigError, match="has no role 'actor'"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 import torch
 from vision_cases import encoded, seeing, seen_batch
 
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.benchmarks import faults
 from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
 from verl_fn.driver import remote
 from verl_fn.driver.cluster import Watch
-from verl_fn.driver.group import Call, Group
+from verl_fn.driver.group import Call, Group, curable
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.driver.ray import ray_workers
 from verl_fn.driver.remote import RemoteRollout
@@ -248,6 +250,12 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     assert restarts(died(), RuntimeError("y"), died()) == 3
     with pytest.raises(ActorDied, match="rollout died"):
         restarts(died(), died(), died(), died())
+
+
+def test_an_engine_that_lacks_the_weights_that_were_asked_for_is_not_restarted():
+    """It would lack them again."""
+    error = StaleWeightsError("the engine holds version 1, not 2")
+    assert not curable(error) and not curable(ray.exceptions.RayTaskError("generate", "", error))
 
 
 def test_an_update_of_another_role_neither_drops_nor_copies_the_weights_of_engines():

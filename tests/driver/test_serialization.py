@@ -77,6 +77,8 @@ def test_routes_of_two_answers_are_joined(distant):
     other = opened(ray.get(ref), ref=ref).by_name["routed_experts"]
     mixed = torch.cat([other[2:5], distant, other[:1]])[torch.tensor([13, 0, 5])]
     assert torch.equal(mixed.whole(), torch.stack([ROUTES[0] + 100, ROUTES[2] + 100, ROUTES[2]]))
+    of_the_second_alone = torch.cat([other, distant])[torch.tensor([11, 19])]
+    assert torch.equal(of_the_second_alone.whole(), ROUTES[[1, 9]])
 
 
 def test_routes_in_a_batch_arrive_as_a_tensor(distant):

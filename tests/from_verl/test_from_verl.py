@@ -150,6 +150,13 @@ def test_warm_ups_in_steps_become_updates(warmup, steps):
     assert f"{steps} steps with 12 updates each" in " ".join(translation.report().split())
 
 
+def test_what_a_batch_has_beyond_whole_mini_batches_is_an_update_of_its_own():
+    """1,000 prompts are three mini-batches of 256 and one of 232."""
+    words = "data.train_batch_size=1000 actor_rollout_ref.actor.optim.lr_warmup_steps=10"
+    role = make_plan(structure(translated(f"{GRPO_LORA} {words}").table)).roles["actor"]
+    assert (role.optim.lr_warmup_steps, role.total_updates) == (10 * 4, 7 * 15 * 4)
+
+
 def test_a_share_of_warm_up_is_one_of_the_schedule():
     """It may be shorter than the run, here 105 steps of four updates."""
     optim = "actor_rollout_ref.actor.optim."
@@ -296,6 +303,11 @@ def test_a_whole_dump_has_older_names_beside_newer_ones(settings):
     both, alone = translated(f"{GRPO_LORA} {settings}"), translated(f"{GRPO_LORA} {first}")
     assert both.complete and both.table == alone.table
     assert translated(f"{GRPO_LORA} {second} {first}").table == alone.table
+
+
+def test_a_null_under_one_name_leaves_the_value_of_another():
+    words = "reward.reward_model.enable=null reward_model.enable=True reward_model.model.path=RM"
+    assert translated(f"{GRPO_LORA} {words}").table["algorithm"]["reward_model"] == "RM"
 
 
 def test_a_critic_with_updates_of_its_own():

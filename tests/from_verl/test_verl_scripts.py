@@ -256,6 +256,7 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
         "base": "{rollout: {n: 2, m: 3}}",
         "mine": "{defaults: [ppo_megatron_trainer, base, _self_], rollout: {n: 4}}",
         "last": "{defaults: [_self_, base], rollout: {n: 4}}",
+        "own": "{defaults: [base], rollout: {n: 4}}",
         "other": "{defaults: [{override /model_engine: megatron}], a: 1}",
         "ppo_megatron_trainer": "{defaults: ppo_megatron_trainer, rollout: {n: 6}}",
         "nested": "{defaults: [data/more, _self_]}",
@@ -274,6 +275,7 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
         ("mine", {"rollout.n": 4, "rollout.m": 3}, "megatron"),
         ("nested", {"rollout.n": 7}, "fsdp"),
         ("last", {"rollout.n": 2, "rollout.m": 3}, "fsdp"),
+        ("own", {"rollout.n": 4, "rollout.m": 3}, "fsdp"),
         ("other", {"a": 1}, "megatron"),
     ):
         settings = read_settings([*command, f"--config-name={name}"])

@@ -82,6 +82,10 @@ def test_adapters_come_up_only_where_some_role_has_them(tmp_path):
         RunError, match=r"actor.lora_rank .*\(0 -> 4\): the state is without adapters.*actor's model is"
     ):
         changes(*continued("grpo", "actor.lora_rank=4"))
+    _, before = continued("grpo", "actor.lora_rank=4")
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before.table))
+    with pytest.raises(RunError, match=r"actor.target_modules cannot change .*the state holds the adapters"):
+        changes(*continued("grpo", "actor.lora_rank=4", "actor.target_modules=q_proj"))
 
 
 def test_a_fork_with_other_adapters_is_refused_in_one_line(run, capsys):

@@ -118,6 +118,10 @@ def test_the_memory_of_a_machine_by_hand(folder):
     # 24 layers; the inputs of two stay on the GPU. 16,384 tokens of width 896 in bf16.
     recomputed = ["actor.enable_gradient_checkpointing=true", "actor.enable_activation_offload=true"]
     assert held(1, *recomputed) == {"actor inputs of layers": 22 * 16384 * 896 * 2}
+    # Of two roles the larger one counts, since they are updated one after the other.
+    critics = ["algorithm.name=ppo", *(setting.replace("actor", "critic") for setting in recomputed)]
+    fewer = [*critics, "actor.ppo_max_token_len_per_gpu=8192"]
+    assert held(1, *recomputed, *fewer) == {"critic inputs of layers": 22 * 16384 * 896 * 2}
 
 
 def test_a_check_notes_that_a_machine_has_less_memory_than_the_plan_moves_there(folder, monkeypatch, capsys):
@@ -129,6 +133,10 @@ def test_a_check_notes_that_a_machine_has_less_memory_than_the_plan_moves_there(
         said = capsys.readouterr().out
         assert said.startswith("note: the run moves ") is noted
         assert not noted or "0.00 are free; rollout.offload_trainer=false; or trainer.async_save=false" in said
+    monkeypatch.setattr(check_run, "free_memory", lambda: 0)
+    # The ranks of another cluster do not lie in this machine's memory.
+    elsewhere = plan_of(folder("0.5b"), "rollout.offload_trainer=true", "ray.address=10.0.0.1:6379")
+    assert list(check_run.host_lines(elsewhere, 80 * GIB, None)) and not capsys.readouterr().out
     sharded = plan_of(folder("0.5b"), "rollout.offload_trainer=true", "actor.strategy=fsdp", "ray.ranks=16")
     (line,) = check_run.host_lines(sharded, 80 * GIB, 8)
     assert line.startswith("host        moved to the memory of a machine with 8 of the ranks, in GiB: ")
@@ -195,6 +203,11 @@ def test_gathered_gradients_add_up_over_micro_batches(folder):
         assert whole not in parts(plan_of(model, *kept, summed_at_once), 4)["update_actor"]
     more = parts(plan_of(model, *kept, "algorithm.ppo_mini_batch_size=13"), 4)["update_actor"]
     assert more[whole] == 4 * n
+    # Where two ranks share rows, each has twice as many rows, and half of a budget of twice as many tokens.
+    sharing = [*kept, "actor.fsdp_config.ulysses_sequence_parallel_size=2", "actor.ppo_max_token_len_per_gpu=8192"]
+    for prompts, summed in ((6, False), (7, True)):
+        found = parts(plan_of(model, *sharing, f"algorithm.ppo_mini_batch_size={prompts}"), 4)["update_actor"]
+        assert (whole in found) is summed
     # A mini-batch has no more prompts than the batch.
     few = parts(plan_of(model, *kept, "data.train_batch_size=12", "algorithm.ppo_mini_batch_size=256"), 4)
     assert whole not in few["update_actor"]

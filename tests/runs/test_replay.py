@@ -55,6 +55,12 @@ def test_the_first_value_that_differs_is_named(copy):
     assert replay(copy, 3, say=SILENT).difference == "samples .tokens: differs from the journal"
 
 
+def test_a_value_that_only_one_of_two_lines_has_is_a_difference():
+    one, more = {"state": {"actor": {".a": "0"}}}, {"state": {"actor": {".a": "0", ".b": "0"}}}
+    for recorded, now in ((one, more), (more, one)):
+        assert journal.first_difference(recorded, now, "state") == "state actor.b: differs from the journal"
+
+
 def test_an_evaluation_that_differs_is_named(copy):
     name = "val-core/reverse/acc/mean@1"
     change(copy / "metrics.jsonl", 3, lambda row: row.update({name: row[name] + 1e-9}))

@@ -135,6 +135,13 @@ def test_the_dtype_of_a_model_inside_another_is_named_too():
     }
 
 
+def test_the_dtype_of_a_model_is_the_one_of_most_elements(tmp_path):
+    """Many models have norms in fp32, which are many tensors and few elements."""
+    norms = {f"norm.{i}": torch.ones(4) for i in range(3)}
+    save_file(norms | {"w": torch.ones(8, 8, dtype=torch.bfloat16)}, tmp_path / FILE)
+    assert checkpoint.dtype_of_weights(tmp_path) == torch.bfloat16
+
+
 def test_as_it_is_means_the_dtype_of_the_weights(models, tmp_path):
     """config.json names another one, as of a model that was saved by hand."""
     source = trained(models[True], tmp_path / "saved", "lm", 0)
