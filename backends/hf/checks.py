@@ -23,6 +23,7 @@ from typing import Any, cast
 import attrs
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -409,8 +410,8 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
 
     They are transformers' own in float32, and round only their results, as kernels of engines do. Transformers' own
     also round between a convolution and its activation, after the normalization of queries and keys, and between a
-    norm and its gate, by which bfloat16 is farther from float32, and from vLLM. What vLLM rounds is rounded: gates, and
-    the products of a convolution, which are summed in float32. OLMo Hybrid's convolutions stay transformers' own.
+    norm and its gate, by which bfloat16 is farther from float32, and from vLLM. Two things are rounded since vLLM
+    rounds them: gates, and the products of a convolution. OLMo Hybrid's convolutions stay transformers' own.
 
     Args:
         names: the names of the module.
@@ -425,31 +426,13 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
 
         return call
 
-    @torch.no_grad()
-    def summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        count = x.shape[-1] - weight.shape[-1] + 1
-        total = torch.zeros(()) if bias is None else bias.float()[:, None]
-        for i, factor in enumerate(weight.unbind(-1)):
-            total = total + (x[..., i : i + count] * factor[:, None]).float()
-        return total
-
-    @torch.compiler.disable  # compiled code rounds no products
-    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
-        before, wide = weight.shape[-1] - 1, None if bias is None else bias.float()
-        out = F.conv1d(x.float(), weight.float()[:, None], wide, padding=before, groups=len(weight))
-        out = out[..., : x.shape[-1]]
-        if x.dtype != torch.float32:
-            # The gradient is the one of the convolution without roundings.
-            out = out + (summed(F.pad(x, (before, 0)), weight, bias) - out).detach()
-        return F.silu(out).to(x.dtype)
-
     @torch.compiler.disable
     def updated(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         if x.dtype == torch.float32:
             return cast(Tensor, names["torch_causal_conv1d_update"](x, state, weight, bias, activation))
         whole = torch.cat([state, x], -1)
         state.copy_(whole[..., -state.shape[-1] :])
-        return F.silu(summed(whole, weight, bias)[..., -x.shape[-1] :]).to(x.dtype)
+        return F.silu(_rounded_products(whole, weight, bias)[..., -x.shape[-1] :]).to(x.dtype)
 
     def gated(norm: Any, hidden: Tensor, gate: Tensor) -> Tensor:
         x = hidden.float()
@@ -459,7 +442,7 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
     own = {
         "chunk_gated_delta_rule": of_float32(names["torch_chunk_gated_delta_rule"]),
         "fused_recurrent_gated_delta_rule": of_float32(names["torch_recurrent_gated_delta_rule"]),
-        "causal_conv1d_fn": convolved,
+        "causal_conv1d_fn": torch.compiler.disable(_convolved),  # compiled code rounds no products
         "causal_conv1d_update": updated,
     }
     found: dict[str, Any] = {name: f for name, f in own.items() if name in missing}
@@ -467,6 +450,33 @@ def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[st
         name = next(name for name in names if name.endswith("RMSNormGated") and name != fused)
         found[name] = type(name, (names[name],), {"forward": gated})
     return found
+
+
+def _convolved(
+    x: Float[Tensor, "B C T"], weight: Float[Tensor, "C k"], bias: Float[Tensor, " C"] | None, **_: Any
+) -> Float[Tensor, "B C T"]:
+    before, wide = weight.shape[-1] - 1, None if bias is None else bias.float()
+    out = F.conv1d(x.float(), weight.float()[:, None], wide, padding=before, groups=len(weight))[..., : x.shape[-1]]
+    if x.dtype != torch.float32:
+        # The gradient is the one of the convolution without roundings.
+        out = out + (_rounded_products(F.pad(x, (before, 0)), weight, bias) - out).detach()
+    return F.silu(out).to(x.dtype)
+
+
+@torch.no_grad()
+def _rounded_products(
+    x: Float[Tensor, "B C T"], weight: Float[Tensor, "C k"], bias: Float[Tensor, " C"] | None
+) -> Float[Tensor, "B C T_less_k_and_1"]:
+    """Returns the convolution of whole windows: products in the dtype of ``x``, summed in float32 from the bias on.
+
+    Source:
+        ``_causal_conv1d_update_kernel`` of vLLM 0.24, in which Triton rounds a product of two bfloat16 numbers.
+    """
+    count = x.shape[-1] - weight.shape[-1] + 1
+    total = torch.zeros((), device=x.device) if bias is None else bias.float()[:, None]
+    for i, factor in enumerate(weight.unbind(-1)):
+        total = total + (x[..., i : i + count] * factor[:, None]).float()
+    return total
 
 
 def wrong_gradients() -> bool:

@@ -432,6 +432,32 @@ def test_linear_attention_without_kernels_rounds_only_its_results(name, monkeypa
     assert module.FusedRMSNormGated is kernel
 
 
+def test_convolutions_of_linear_attention_round_their_products():
+    """They do so as vLLM's kernel does, in whole rows and with a cache; the gradient has no roundings."""
+    config, silu = tiny_config("qwen3_5_text"), torch.nn.functional.silu
+    with checks.kernels_for("cpu", AutoModelForCausalLM, config):
+        module = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+        convolved, updated = module.causal_conv1d_fn, module.causal_conv1d_update
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 6, 9), (6, 4), (6,)))
+    x.requires_grad_()
+    for added in (None, bias):
+        out = convolved(x, weight, added)
+        products = (torch.nn.functional.pad(x, (3, 0)).unfold(-1, 4, 1) * weight[:, None]).float()
+        whole = products.sum(-1) + (0.0 if added is None else added.float()[:, None])
+        assert torch.allclose(out, silu(whole).bfloat16(), rtol=2**-8, atol=0)
+        state = x.detach()[..., 4:8].clone()
+        assert torch.equal(updated(x.detach()[..., 8:], state, weight, added, "silu"), out[..., 8:])
+        assert torch.equal(state, x[..., 5:])
+        wide = None if added is None else added.float()
+        exact = silu(
+            torch.nn.functional.conv1d(x.float(), weight.float()[:, None], wide, padding=3, groups=6)[..., :9]
+        )
+        assert float((exact.bfloat16() == out).float().mean()) < 0.9
+        grads = [torch.autograd.grad(y.float().sum(), x)[0] for y in (exact, out)]
+        assert torch.allclose(*grads, rtol=2**-5, atol=2**-5)
+
+
 def test_models_that_another_package_registers_are_not_taken(folder, tmp_path):
     class Mamba(transformers.PretrainedConfig):
         model_type = "mamba"
