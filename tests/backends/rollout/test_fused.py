@@ -211,6 +211,28 @@ def check_products(patch):
         assert set(used) == {16}
 
 
+def check_draws(device="cpu", vocab=9001):
+    """The kernel draws what torch draws, from logits of more than two blocks; NaN and infinity are no draws."""
+    from verl_fn.backends.hf import kernels
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(9, vocab, generator=generator)
+    u = torch.rand(9, generator=generator, dtype=torch.float64)
+    inf = float("inf")
+    logits[0, : kernels.BLOCK], logits[1, kernels.BLOCK + 9 :], logits[2, :-1] = -inf, -inf, -inf
+    logits[3, 100], logits[4, -1], logits[5] = float("nan"), inf, -inf
+    u[6], u[7] = 0.0, 1 - 2**-53
+    for temperature in (1.0, 0.7):
+        draws = Draws(Sampling(1, temperature=temperature), vocab, 1e-5)
+        tokens = draws.draw(logits.clone(), u[:, None])
+        _, log_probs, _, near = draws.results()
+        found = kernels.draw(logits.to(device), u.to(device), temperature, draws.noise)
+        assert found[0].tolist() == tokens.tolist() and found[0][3:6].tolist() == [vocab] * 3
+        drawn = tokens < vocab
+        torch.testing.assert_close(found[1].cpu()[drawn], log_probs[drawn], atol=4e-6, rtol=0)
+        assert found[2].cpu()[drawn].tolist() == near[drawn].tolist()
+
+
 def check_activations(folder):
     """The modules of the exact decoder compute what the trainer's compute."""
     trainer = Local(folder, adamw(1e-3), exact=True)
@@ -256,6 +278,11 @@ def test_cuda_draws_what_the_cpu_draws(tmp_path, arch):
 
 
 @CUDA
+def test_cuda_draws_from_all_blocks_of_a_vocabulary():
+    check_draws("cuda", 151936)
+
+
+@CUDA
 @pytest.mark.parametrize("name", ["temperature", "cut"])
 def test_many_rows_with_long_contexts_draw_what_the_cpu_draws(tmp_path, name):
     folder, params = made(tmp_path, "qwen2")
@@ -269,13 +296,15 @@ def test_many_rows_with_long_contexts_draw_what_the_cpu_draws(tmp_path, name):
 
 
 @CUDA
-def test_weights_arrive_in_flight_on_cuda(tmp_path):
+def test_weights_arrive_in_flight_on_cuda(tmp_path, monkeypatch):
     folder, params = made(tmp_path, "qwen3")
     fused = engine(folder, {name: t.cuda() for name, t in params.items()}, device="cuda", in_flight=True)
     check_in_flight(folder, params, fused)
     fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
     check_in_flight(folder, params, fused, [PROMPTS[3]] * 9)
     fused.publish(0, Weights.of({name: t.cuda() for name, t in params.items()}))
+    # These rows end after six tokens at most.
+    monkeypatch.setattr("verl_fn.backends.sampler.fused.STEPS", 3)
     check_in_flight(folder, params, fused, [PROMPTS[3]] * 4, first=2)
 
 
@@ -336,6 +365,7 @@ if __name__ == "__main__":
         check_exact_attention(window)
     with pytest.MonkeyPatch.context() as patch:
         check_products(patch)
+    check_draws()
     with tempfile.TemporaryDirectory() as root:
         folder, params = made(Path(root), "mistral", num_hidden_layers=1)
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
