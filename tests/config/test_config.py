@@ -143,7 +143,7 @@ def test_an_empty_value_empties_a_list_or_a_table(tmp_path):
     file.write_text('[trainer]\nlogger = ["tensorboard"]\n[env]\narguments = {depth = 2}\n')
     cfg = load(file, ["env.arguments=", "trainer.logger= ", "data.val_files="])
     assert (cfg.env.arguments, cfg.trainer.logger, cfg.data.val_files) == ({}, (), ())
-    with pytest.raises(ConfigError, match="actor.optim.betas: expected 2 values"):
+    with pytest.raises(ConfigError, match=r"actor.optim.betas: expected 2 values"):
         load(overrides=["actor.optim.betas="])
 
 

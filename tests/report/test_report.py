@@ -347,7 +347,10 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     equal = alive | {"critic/score/min": 1.0, "critic/score/max": 1.0, "response_length/clip_ratio": 0.0}
     assert "steps gave" not in page(report([write(tmp_path / "d", [equal])], tmp_path / "page.html"))[0]
     tuned = {"step": 1, "timing_s/step": 1.0, "train/grad_norm": 0.0}
-    assert "1 of 1 steps had a gradient of 0; the gradient of step 1 is 0" in page(report([write(tmp_path / "e", [tuned])], tmp_path / "page.html"))[0]
+    assert (
+        "1 of 1 steps had a gradient of 0; the gradient of step 1 is 0"
+        in page(report([write(tmp_path / "e", [tuned])], tmp_path / "page.html"))[0]
+    )
     stuck = alive | {"actor/entropy": 0.001, "critic/score/mean": 0.3, "response_length/clip_ratio": 0.0}
     text, _ = page(report([write(tmp_path / "c", [stuck])], tmp_path / "page.html"))
     assert "1 of 1 steps hardly tried other answers; in step 4 the policy's entropy is 0.001 nats" in unescape(text)

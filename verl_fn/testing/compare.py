@@ -270,14 +270,14 @@ class FirstStep:
             >>> bars = {"loss": 1e-6, "grad_norm": 1e-6}
             >>> errors = {"outputs": 0.0, "loss": 0.125, "grad_norm": 0.0, "gradient": 0.25}
             >>> print(FirstStep((1.0, 1.5), (2.0, 2.0), {"a": 0.25, "b": 0.0}, 4.0, errors, bars))
-            outputs                                    error 0 of their mean size, no bar
+            outputs                                    error 0 of their mean size or 1, no bar
             loss                   1             1.5   error 0.12 of its mean size 4, MISSES its bar of 1e-06
             grad norm              2               2   error 0, holds its bar of 1e-06
             gradient   a differs most                  error 0.25, no bar
             The errors below the first line are what the difference of the outputs does not explain.
         """
         rows = {
-            "outputs": ("", " of their mean size"),
+            "outputs": ("", " of their mean size or 1"),
             "loss": (_pair(self.loss), f" of its mean size {self.scale:.3g}"),
             "grad_norm": (_pair(self.grad_norm), ""),
             "gradient": (f" {self.worst} differs most", ""),
@@ -352,11 +352,18 @@ def compare_backends(
     with shared_folder() as folder:
         save_once(a, start, Path(folder) / "state")
         moved = b.restore(Path(folder) / "state")
+    return _compared((first, second), (start, moved))
+
+
+def _compared(
+    cases: tuple[BackendCase, BackendCase], states: tuple[Handle[TrainState], Handle[TrainState]]
+) -> FirstStep:
+    """Compares the first steps of two backends from one state, which each of them holds."""
+    (first, second), (start, moved), loss, batch = cases, states, cases[0].loss, cases[0].batch
     (ours, metrics), (theirs, more) = first.gradients(start), second.gradients(moved)
     outputs = first.outputs(start.params), second.outputs(moved.params)
     (total, scale, slopes), (other_total, _, other_slopes) = (_differentiated(loss, one, batch) for one in outputs)
-    linear = attrs.evolve(first, loss=_linear(slopes), batch=_weighing(batch, slopes, other_slopes))
-    change, _ = linear.gradients(start)
+    change, _ = first.gradients(start, _weighing(batch, slopes, other_slopes), _linear(slopes))
     wanted, given, added = (
         {name: t.double().cpu() for name, t in case.read(grads).items()}
         for case, grads in ((first, ours), (second, theirs), (first, change))
@@ -364,21 +371,23 @@ def compare_backends(
     if wanted.keys() != given.keys():
         raise ValueError(f"only one of the backends has gradients named {sorted(wanted.keys() ^ given.keys())[:5]}")
     right = {name: t + added[name] for name, t in wanted.items()}
-    norms, found, ours_alone = (math.hypot(*(float(t.norm()) for t in g.values())) for g in (right, given, wanted))
-    floor = 1e-6 * norms  # A gradient that is rounding error has no relative error of its own.
+    norm, norm_of_right, norm_of_other = (
+        math.hypot(*(float(t.norm()) for t in grads.values())) for grads in (wanted, right, given)
+    )
+    floor = 1e-6 * norm_of_right  # A gradient that is rounding error has no relative error of its own.
     gradients = {name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in right.items()}
-    of_first = metrics["loss"].value
+    losses = metrics["loss"].value, more["loss"].value
     errors = compare_numbers(
-        {"loss": more["loss"].value, "grad_norm": found},
-        {"loss": of_first + other_total - total, "grad_norm": norms, "scale": scale},
+        {"loss": losses[1], "grad_norm": norm_of_other},
+        {"loss": losses[0] + other_total - total, "grad_norm": norm_of_right, "scale": scale},
     )
     return FirstStep(
-        loss=(of_first, more["loss"].value),
-        grad_norm=(ours_alone, found),
+        loss=losses,
+        grad_norm=(norm, norm_of_other),
         gradients=gradients,
         scale=scale,
         errors={"outputs": _distance(*outputs), **errors, "gradient": gradients[_largest(gradients)]},
-        bars=_bars((a, b), wanted),
+        bars=_bars((first.backend, second.backend), wanted),
     )
 
 
@@ -403,6 +412,7 @@ def _differentiated(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[fl
 
 
 CHANGE = "change of the slope: "
+OF_VALUE_HEADS = ("values", "row_values")  # All other outputs are in nats.
 
 
 def _weighing(batch: Batch, slopes: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Batch:
@@ -419,7 +429,8 @@ def _linear(names: Iterable[str]) -> Loss:
 
     def term(name: str) -> Term:
         def values(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-            product = batch[CHANGE + name] * outputs.by_name[name]
+            change = batch[CHANGE + name]
+            product = torch.where(change != 0, change * outputs.by_name[name], 0.0)  # An output may be -inf.
             return product.sum(-1) if product.dim() > 1 else product, {}
 
         return Term(values, frozenset({name}), "row" if name in PER_ROW else "token")
@@ -428,12 +439,18 @@ def _linear(names: Iterable[str]) -> Loss:
 
 
 def _distance(ours: TokenOutputs, theirs: TokenOutputs) -> float:
-    """Returns the mean difference of outputs over their mean size, of the output with the largest one."""
+    """Returns the mean difference of outputs over their mean size, of the output with the largest one.
 
-    def distance(one: Tensor, other: Tensor) -> float:
-        # Log-probs of ids past the vocabulary are -inf.
-        one, other = (torch.where(t == -torch.inf, 0.0, t.double()) for t in (one, other))
-        return float((other - one).abs().sum() / one.abs().sum().clamp(min=sys.float_info.min))
+    For outputs in nats the size is at least 1: rounding of logits does not shrink with the log-probs of sure answers.
+    """
 
-    distances = {name: distance(t, theirs.by_name[name]) for name, t in ours.by_name.items()}
+    def distance(name: str) -> float:
+        # Log-probs of ids past the vocabulary are -inf. Other outputs are 0 outside the response.
+        one, other = (
+            torch.where(t == -torch.inf, 0.0, t.double()) for t in (ours.by_name[name], theirs.by_name[name])
+        )
+        size, least = one.abs().sum(), sys.float_info.min if name in OF_VALUE_HEADS else float((one != 0).sum())
+        return float((other - one).abs().sum() / size.clamp(min=max(least, sys.float_info.min)))
+
+    distances = {name: distance(name) for name in ours.by_name}
     return distances[_largest(distances)]
