@@ -340,7 +340,7 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     run = write(tmp_path / "a", [start, dead(1), dead(2), alive | {"step": 3, "response_length/clip_ratio": 0.1}])
     text, _ = page(report([run], tmp_path / "page.html"))
     assert "2 of 3 steps gave no signal; all rewards of step 2 are 0, and all advantages are 0" in text
-    assert "had a gradient of 0" not in text  # it follows
+    assert "had a gradient of 0" not in text
     assert "2 of 3 steps cut most answers off; in step 2 90% of the responses" in text
     assert "acc always 0" in text and headline(run).startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
     assert "0 in every step, so not drawn: <code>actor/ppo_kl</code>" in text
