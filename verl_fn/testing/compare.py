@@ -323,8 +323,8 @@ def compare_backends(
     the outputs of the second one: a change of the outputs moves its loss by the formula, and its gradient by one more
     backward pass. The error of the loss is relative to the sum of |weight x loss|, since values of both signs cancel.
 
-    The bars of the result are ``OUTPUTS`` and the ones of ``verl-fn bench first-step``, times half the model's layers,
-    for the lower of both dtypes: ``backend.dtype``, or float32 for a backend without it.
+    The bars of the result are ``OUTPUTS`` and the ones of ``verl-fn bench first-step``, times half the layers of the
+    model, for the lower of both dtypes: ``backend.dtype``, or float32 for a backend without it.
 
     Args:
         a: the backend to compare with.
