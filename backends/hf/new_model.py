@@ -150,19 +150,17 @@ def write_image_processor(folder: Path, arch: str, image_size: int) -> None:
 
 
 def char_tokenizer(chars: str) -> Any:
-    """Returns a tokenizer with a token for each character, after pad, bos, eos and unk.
+    """Returns a tokenizer with a token for each character, after pad, bos, eos and unk; repetitions count once.
 
     Example:
-        >>> tokenizer = char_tokenizer("abc")
+        >>> tokenizer = char_tokenizer("abcab")
         >>> tokenizer.encode("cab"), tokenizer.decode([6, 4, 5])
         ([6, 4, 5], 'cab')
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate((*SPECIALS, *chars))}
-    if len(vocab) != len(SPECIALS) + len(chars):
-        raise ModelError(f"characters are given twice in {chars!r}")
+    vocab = {token: i for i, token in enumerate((*SPECIALS, *dict.fromkeys(chars)))}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     core.decoder = decoders.Fuse()

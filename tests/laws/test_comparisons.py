@@ -9,7 +9,7 @@ import torch
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
 from verl_fn.state import Grads, Key, Sum, tree
-from verl_fn.steps import bradley_terry, cross_entropy, gae, loss, ppo_clip, sgd, value_clip
+from verl_fn.steps import bradley_terry, cross_entropy, entropy, gae, kl_to_reference, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import (
     FirstStep,
     LawViolation,
@@ -21,7 +21,7 @@ from verl_fn.testing import (
     tiny_batch,
     tiny_pairs,
 )
-from verl_fn.testing.compare import BARS
+from verl_fn.testing.compare import BARS, OUTPUTS
 
 
 def clipped(outputs, row):
@@ -177,18 +177,19 @@ def test_backends_differ_by_what_was_put_in_between_them():
 def test_splits_of_a_model_differ_by_rounding(tiny):
     backends = [Local(tiny, sgd(0.1), max_tokens=tokens) for tokens in (1000, 20)]
     first = compare_backends(*backends, tiny_batch(), cross_entropy())
-    assert first.ok and first.bars == BARS["float32"], first
+    assert first.ok and first.bars == BARS["float32"] | {"outputs": OUTPUTS["float32"]}, first
     assert first.gradients[first.worst] > 0 and first.loss[0] == pytest.approx(first.scale)
-    assert str(first).count("holds its bar") == 3
+    assert str(first).count("holds its bar") == 4
 
 
 def test_the_lower_dtype_decides_the_bars_and_only_rounding_holds_them(tiny):
     whole, half = Local(tiny, sgd(0.1)), Local(tiny, sgd(0.1), dtype="bfloat16")
     for pair in ((whole, half), (half, whole)):
         first = compare_backends(*pair, tiny_batch(), cross_entropy())
-        assert first.ok and first.bars == BARS["bfloat16"], first
+        assert first.ok and first.bars == BARS["bfloat16"] | {"outputs": OUTPUTS["bfloat16"]}, first
         assert "no bar" in str(first)
-    assert attrs.evolve(first, bars=BARS["float32"]).missed == ["loss", "grad_norm", "gradient"]
+    strict = BARS["float32"] | {"outputs": OUTPUTS["float32"]}
+    assert attrs.evolve(first, bars=strict).missed == ["grad_norm", "gradient", "outputs"]
 
 
 def test_the_error_of_a_loss_is_relative_to_the_sum_of_the_sizes_of_its_values():
@@ -200,8 +201,100 @@ def test_the_error_of_a_loss_is_relative_to_the_sum_of_the_sizes_of_its_values()
     assert first.errors["loss"] == pytest.approx(first.loss[0] / 3 / first.scale)
 
 
+@loss(needs=["logprobs"])
+def saturating(outputs, batch):
+    """Its values are near 0, and they have both signs."""
+    return -batch["advantages"] * torch.tanh(outputs.logprobs - batch["old_log_probs"]), {}
+
+
+def near_zero(backend, state):
+    """A batch whose log-probs differ little from the old ones and from the reference's."""
+    batch = tiny_batch()
+    old = backend.forward(state.params, batch).logprobs - 0.1 * batch["response_mask"]
+    rows = batch.spread(1.0 - 2.0 * (torch.arange(len(batch)) % 2))
+    return batch.with_tokens(old_log_probs=old, ref_log_prob=old, advantages=rows)
+
+
+NEAR_ZERO = {"saturating": saturating, "kl": kl_to_reference("low_var_kl"), "ppo": ppo_clip()}
+
+
+@pytest.mark.parametrize("name", NEAR_ZERO)
+def test_what_rounding_makes_of_a_loss_near_zero_holds_its_bars(name, tiny):
+    whole, half = Local(tiny, sgd(0.1)), Local(tiny, sgd(0.1), dtype="bfloat16")
+    for seed in range(4):
+        state = whole.init(Key.from_seed(seed))
+        first = compare_backends(whole, half, near_zero(whole, state), NEAR_ZERO[name], state=state)
+        assert first.ok and first.errors["outputs"] > 1e-5, first
+
+
+class Faulty(Local):
+    """Computes in bfloat16, and with a fault: a change of the batch or of the loss."""
+
+    def __init__(self, folder, fault):
+        super().__init__(folder, sgd(0.1), dtype="bfloat16")
+        self.fault = fault
+
+    def forward_backward(self, state, batch, loss):
+        return super().forward_backward(state, *self.fault(batch, loss))
+
+
+def without_a_token(batch, loss):
+    weight = batch["loss_weight"].clone()
+    weight[int(weight.argmax())] = 0.0
+    return batch.with_tokens(loss_weight=weight), loss
+
+
+FAULTS = {
+    "a token is missing": without_a_token,
+    "one percent more": lambda batch, loss: (batch, 1.01 * loss),
+    "the other sign": lambda batch, loss: (batch, -1.0 * loss),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", NEAR_ZERO)
+def test_a_fault_in_a_loss_near_zero_misses_a_bar(name, fault, tiny):
+    whole, faulty = Local(tiny, sgd(0.1)), Faulty(tiny, FAULTS[fault])
+    state = whole.init(Key.from_seed(0))
+    batch = near_zero(whole, state)
+    for pair in ((whole, faulty), (faulty, whole)):
+        first = compare_backends(*pair, batch, NEAR_ZERO[name], state=state)
+        assert "loss" in first.missed and "outputs" not in first.missed, first
+
+
+def test_other_outputs_miss_their_bar_although_the_loss_is_right_for_them(tiny):
+    class Cooler(Local):
+        def _cooler(self, batch):
+            return batch.with_rows(temperature=torch.full((len(batch),), 0.5))
+
+        def forward(self, params, batch, needs=("logprobs",)):
+            return super().forward(params, self._cooler(batch), needs)
+
+        def forward_backward(self, state, batch, loss):
+            return super().forward_backward(state, self._cooler(batch), loss)
+
+    pair = Local(tiny, sgd(0.1)), Cooler(tiny, sgd(0.1), dtype="bfloat16")
+    first = compare_backends(*pair, tiny_batch(), entropy())
+    assert "outputs" in first.missed and "loss" not in first.missed, first
+
+
+def test_what_the_outputs_explain_is_computed_for_terms_of_both_levels():
+    @loss(needs=["row_values"], level="row")
+    def level_of_rows(outputs, batch):
+        return outputs.row_values.square(), {}
+
+    batch = tiny_batch()
+    batch = batch.with_rows(row_weight=torch.full((len(batch),), 1 / len(batch)))
+    other = Mock(8, sgd(0.1))
+    moved = type("Moved", (Mock,), {"restore": lambda self, folder: other.init(Key.from_seed(9))})(8, sgd(0.1))
+    first = compare_backends(Mock(8, sgd(0.1)), moved, batch, value_clip() + level_of_rows)
+    assert first.missed == ["outputs"], first
+    assert first.errors["loss"] < 1e-6 and first.loss[0] != first.loss[1], first
+
+
 def test_a_gradient_that_is_not_a_number_is_the_worst():
-    first = FirstStep((1.0, 1.0), (1.0, math.nan), {"a": 5.0, "b": math.nan, "c": 7.0}, 1.0)
+    errors = {"outputs": 0.0, "loss": 0.0, "grad_norm": math.nan, "gradient": math.nan}
+    first = FirstStep((1.0, 1.0), (1.0, math.nan), {"a": 5.0, "b": math.nan, "c": 7.0}, 1.0, errors)
     assert first.worst == "b" and first.missed == ["grad_norm", "gradient"]
 
 

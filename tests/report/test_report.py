@@ -340,14 +340,17 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     run = write(tmp_path / "a", [start, dead(1), dead(2), alive | {"step": 3, "response_length/clip_ratio": 0.1}])
     text, _ = page(report([run], tmp_path / "page.html"))
     assert "2 of 3 steps gave no signal; all rewards of step 2 are 0, and all advantages are 0" in text
-    assert "2 of 3 steps had a gradient of 0; the last of them is step 2" in text
+    assert "had a gradient of 0" not in text
     assert "2 of 3 steps cut most answers off; in step 2 90% of the responses" in text
     assert "acc always 0" in text and headline(run).startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
     assert "0 in every step, so not drawn: <code>actor/ppo_kl</code>" in text
     equal = alive | {"critic/score/min": 1.0, "critic/score/max": 1.0, "response_length/clip_ratio": 0.0}
     assert "steps gave" not in page(report([write(tmp_path / "d", [equal])], tmp_path / "page.html"))[0]
     tuned = {"step": 1, "timing_s/step": 1.0, "train/grad_norm": 0.0}
-    assert "1 of 1 steps had a gradient" in page(report([write(tmp_path / "e", [tuned])], tmp_path / "page.html"))[0]
+    assert (
+        "1 of 1 steps had a gradient of 0; the gradient of step 1 is 0"
+        in page(report([write(tmp_path / "e", [tuned])], tmp_path / "page.html"))[0]
+    )
     stuck = alive | {"actor/entropy": 0.001, "critic/score/mean": 0.3, "response_length/clip_ratio": 0.0}
     text, _ = page(report([write(tmp_path / "c", [stuck])], tmp_path / "page.html"))
     assert "1 of 1 steps hardly tried other answers; in step 4 the policy's entropy is 0.001 nats" in unescape(text)

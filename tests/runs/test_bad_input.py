@@ -351,7 +351,6 @@ def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
         "num_layers=3"
     )
     assert "--chars is empty" in new("--chars", "")
-    assert "--chars has 'b' twice" in new("--chars", "abcb")
     assert not (tmp_path / "m").exists()
     train = lambda key: refused(*start("", tmp_path / "run", key), status=2)  # noqa: E731
     assert "transformers makes no nope language model" in train("model.new.arch=nope")

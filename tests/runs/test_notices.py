@@ -5,6 +5,7 @@ import json
 import pytest
 from run_configs import TINY, tiny_run
 
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
 from verl_fn.runs import RunError
@@ -39,6 +40,53 @@ def test_a_run_says_each_of_them_once(tiny, tmp_path, capsys):
     args = [*TINY, *more, f"model.path={tiny}", f"trainer.dir={tmp_path}/other"]
     assert main(["train", str(tmp_path / "empty.toml"), *args, "--check"]) == 0
     assert "note: data.train_files: 1 of 2 prompts repeat an earlier one" in capsys.readouterr().out
+
+
+LEAVES_OUT = """
+import attrs
+from verl_fn import Algorithm, cross_entropy
+
+@attrs.frozen(kw_only=True)
+class Options:
+    pass
+
+def make(options: Options):
+    def learn(state, experience, workers):
+        batch = experience.batch.with_tokens(loss_weight=0.0 * experience.batch["response_mask"])
+        grads, metrics = workers.trainers["actor"].forward_backward(state.actor, batch, cross_entropy())
+        actor, more = workers.trainers["actor"].apply_update(state.actor, grads)
+        return attrs.evolve(state, actor=actor, step=state.step + 1), workers.get(metrics) | workers.get(more)
+
+    return Algorithm(learn=learn)
+"""
+
+
+def test_a_run_notes_its_first_step_without_a_gradient(tiny, tmp_path):
+    (tmp_path / "own.py").write_text(LEAVES_OUT)
+    lines = []
+    own = [f"algorithm.name={tmp_path}/own.py:make", "rollout.n=2", "trainer.total_training_steps=2"]
+    train(tiny_run(tiny, tmp_path / "run", *own), lines.append)
+    assert [line.partition(":")[0] for line in lines if "learns nothing" in line] == ["note"]
+    (said,) = (line for line in lines if "the gradient of step 1 is 0, so the model learns nothing from it" in line)
+    assert "learn left out" in said
+
+
+@pytest.mark.parametrize("more", [["--check"], []])
+def test_code_that_is_refused_gets_no_note(more, tiny, tmp_path, capsys):
+    (tmp_path / "empty.toml").write_text("")
+    own = ["algorithm.name=grpo", "rollout.n=2", f"algorithm.policy_loss={tmp_path}/bad.py:nothere"]
+    args = [*TINY, *own, f"model.path={tiny}", f"trainer.dir={tmp_path}/run", *more]
+    for code, said in (("", "has no"), ("def nothere(): return 1", "nothere")):
+        (tmp_path / "bad.py").write_text(code)
+        assert main(["train", str(tmp_path / "empty.toml"), *args]) == 2
+        out, err = capsys.readouterr()
+        assert "note: " not in out and said in err
+
+
+def test_repeated_characters_count_once(tmp_path):
+    assert main(["new-model", str(tmp_path / "m"), "--chars", "abcbaa", "hidden_size=32"]) == 0
+    tokenizer = read_tokenizer(tmp_path / "m")
+    assert tokenizer.encode("cab") == [6, 4, 5] and len(tokenizer) == 7
 
 
 def test_only_steps_in_a_row_without_any_update_end_a_run(tmp_path):

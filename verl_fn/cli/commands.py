@@ -48,12 +48,15 @@ def fork(args: argparse.Namespace) -> int:
 
 
 def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
+    from verl_fn.runs.checks import check_code
     from verl_fn.runs.loop import Interrupted, train
 
     def show(line: str) -> None:
         if not args.quiet:
             say(line)
 
+    # A note may be about code of the user's that is refused.
+    check_code(plan, here=False)
     for line in hints:
         show(f"note: {line}")
     if args.check:
@@ -150,8 +153,6 @@ def new_model(args: argparse.Namespace) -> int:
     if args.chars == "":
         raise ConfigError("--chars is empty; name the characters, or leave it out to take the characters of --task")
     check_empty(Path(args.folder))
-    if twice := [char for i, char in enumerate(args.chars or "") if char in args.chars[:i]]:
-        raise ConfigError(f"--chars has {twice[0]!r} twice; name each character once")
     fields = dict(_field(override) for override in args.overrides)
     if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template", "text_model"} & set(fields)):
         raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")

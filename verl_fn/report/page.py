@@ -33,7 +33,7 @@ from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.history import run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
-from verl_fn.runs.progress import cut_off, duration, settled, without_signal
+from verl_fn.runs.progress import cut_off, duration, idle, settled, without_gradient, without_signal
 
 SHOWN = 32  # prompts in the table of held-out answers
 # Keys in which runs with several seeds differ.
@@ -300,7 +300,7 @@ def remarks(run: RunRecord) -> list[str]:
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
     for what, describe in (
         ("gave no signal", _without_advantages),
-        ("had a gradient of 0", _without_gradient),
+        ("had a gradient of 0", without_gradient),
         ("cut most answers off", cut_off),
         ("hardly tried other answers", settled),
     ):
@@ -311,13 +311,7 @@ def remarks(run: RunRecord) -> list[str]:
 
 
 def _without_advantages(step: int, row: dict[str, float]) -> str:
-    idle = row.get("critic/advantages/min") == 0.0 and row.get("critic/advantages/max") == 0.0
-    return without_signal(step, row) if idle else ""
-
-
-def _without_gradient(step: int, row: dict[str, float]) -> str:
-    norms = (row.get(f"{family}/grad_norm") for family in ("actor", "train"))
-    return f"the last of them is step {step:,}" if 0.0 in norms else ""
+    return without_signal(step, row) if idle(row) else ""
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:

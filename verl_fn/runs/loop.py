@@ -35,7 +35,18 @@ from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
 from .prepare import prepare, started, workers
-from .progress import Lines, Live, Say, Start, always_zero, cut_off, settled, wide_gap, without_signal
+from .progress import (
+    Lines,
+    Live,
+    Say,
+    Start,
+    always_zero,
+    cut_off,
+    settled,
+    wide_gap,
+    without_gradient,
+    without_signal,
+)
 from .recorder import Drawn
 from .state import (
     RunState,
@@ -246,7 +257,7 @@ class _Loop:
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
-                for notice in (without_signal, wide_gap, cut_off, settled):
+                for notice in (without_signal, without_gradient, wide_gap, cut_off, settled):
                     self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):

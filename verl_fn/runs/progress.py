@@ -235,17 +235,45 @@ def without_signal(step: int, report: Report) -> str:
     names = ("critic/score/min", "critic/score/max", "critic/advantages/min", "critic/advantages/max")
     if any(name not in report for name in names):
         return ""
-    lowest, highest, *advantages = (report[name] for name in names)
-    idle = advantages == [0.0, 0.0]
+    lowest, highest = (report[name] for name in names[:2])
     if lowest == highest:
-        also = ", and all advantages are 0: the policy learns nothing from it" if idle else ""
+        also = ", and all advantages are 0: the policy learns nothing from it" if idle(report) else ""
         return f"all rewards of step {step} are {lowest:g}{also}"
-    if idle:
+    if idle(report):
         return (
             f"all advantages of step {step} are 0, although rewards go from {lowest:g} to {highest:g}: they differ "
             "between prompts only, or are so large that their differences are rounded away"
         )
     return ""
+
+
+def without_gradient(step: int, report: Report) -> str:
+    """Returns a sentence about a step whose gradient is 0; or nothing.
+
+    It is none about a step whose advantages are all 0, of which ``without_signal`` tells.
+
+    Example:
+        >>> without_gradient(3, {"actor/grad_norm": 0.0, "rollout/rows_dropped/learn": 256})
+        'the gradient of step 3 is 0, so the model learns nothing from it: learn left out 256 rows of samples'
+        >>> without_gradient(3, {"train/grad_norm": 0.0}), without_gradient(3, {"actor/grad_norm": 0.5})
+        ('the gradient of step 3 is 0, so the model learns nothing from it', '')
+    """
+    norms = (report.get(f"{family}/grad_norm") for family in ("actor", "train"))
+    if 0.0 not in norms or idle(report):
+        return ""
+    dropped = report.get("rollout/rows_dropped/learn", 0)
+    why = f": learn left out {dropped:.0f} rows of samples" if dropped else ""
+    return f"the gradient of step {step} is 0, so the model learns nothing from it{why}"
+
+
+def idle(report: Report) -> bool:
+    """Returns whether all advantages of a step are 0.
+
+    Example:
+        >>> idle({"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}), idle({})
+        (True, False)
+    """
+    return report.get("critic/advantages/min") == 0.0 and report.get("critic/advantages/max") == 0.0
 
 
 # KL(engine || trainer) per token, in nats. For the same weights in bf16 it is about 0.002 (SmolLM2 on an H200).
