@@ -8,13 +8,14 @@ import torch
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
-from verl_fn.state import Grads, Key, Sum, tree
+from verl_fn.state import Grads, Key, Sum, TokenOutputs, tree
 from verl_fn.steps import bradley_terry, cross_entropy, entropy, gae, kl_to_reference, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import (
     FirstStep,
     LawViolation,
     check_advantage,
     check_loss,
+    compare,
     compare_advantage,
     compare_backends,
     compare_loss,
@@ -276,6 +277,14 @@ def test_other_outputs_miss_their_bar_although_the_loss_is_right_for_them(tiny):
     pair = Local(tiny, sgd(0.1)), Cooler(tiny, sgd(0.1), dtype="bfloat16")
     first = compare_backends(*pair, tiny_batch(), entropy())
     assert "outputs" in first.missed and "loss" not in first.missed, first
+
+
+def test_a_shift_of_all_outputs_counts_more_than_rounding_of_both_signs():
+    outputs = -torch.ones(8)
+    signs = torch.tensor([1.0, -1.0] * 4)
+    for change, error in ((0.01 * signs, 0.01), (torch.full((8,), 0.01), 0.1)):
+        found = compare._distance(TokenOutputs(logprobs=outputs), TokenOutputs(logprobs=outputs + change))
+        assert found == pytest.approx(error, rel=1e-5)
 
 
 def test_what_the_outputs_explain_is_computed_for_terms_of_both_levels():
