@@ -489,7 +489,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             json.dumps(column[key], ensure_ascii=False, default=str) if key in column else MISSING
             for column in columns
         ]
-        without = [key in run.unused for run in runs]
+        without = [key in run.unused or key not in run.config for run in runs]
         if len(set(values)) > 1 and not all(without):
             shown = [MISSING if idle else value for value, idle in zip_longest(values, without)]
             cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in shown)
