@@ -165,7 +165,8 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
 
 def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
     """Returns a sentence for each of these settings that ``cfg`` ignores, by key; a key at its default has none."""
-    values, defaults = flat(to_table(cfg)), _defaults(type(cfg.algorithm.options))
+    chosen: type = type(cfg.algorithm.options)
+    values, defaults = flat(to_table(cfg)), _defaults(chosen)
     return {
         key: f"{key} has no effect {reason}"
         for key, reason in unused(cfg, settings).items()
