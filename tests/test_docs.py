@@ -63,6 +63,16 @@ def test_commands_parse(page):
             load(getattr(parsed, "config", None), parsed.overrides)  # an unknown key is an error
 
 
+def test_the_try_of_a_translation_trains(tmp_path):
+    """All commands of the section, as they stand."""
+    page = ROOT / "docs/from_verl.md"
+    (block,) = blocks(page, "console")
+    program = f'verl-fn() {{ "{sys.executable}" -m verl_fn.cli "$@"; }}\n'
+    done = subprocess.run(["bash", "-ec", program + block], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 6/6" in done.stdout and (tmp_path / "runs/try/model/config.json").is_file()
+
+
 @pages
 def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

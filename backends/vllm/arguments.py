@@ -149,11 +149,15 @@ def prepare_environment(device: str) -> None:
 
 
 def _is_about_the_run(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("No CUDA runtime is found")
+    # Without a GPU nothing needs Triton.
+    of_gpus = ("No CUDA runtime is found", *([] if torch.cuda.is_available() else ["Triton is installed, but"]))
+    return not str(record.msg).startswith(of_gpus)
 
 
 # vLLM imports what builds extensions, in its core's process too, and torch then warns of a compiler without a GPU.
 logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_the_run)
+# vLLM itself warns of a Triton that cannot be used.
+logging.getLogger("vllm.triton_utils.importing").addFilter(_is_about_the_run)
 
 
 def engine_arguments(

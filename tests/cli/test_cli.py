@@ -1,6 +1,8 @@
 """The command line as a user meets it."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,21 @@ def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("named", "policy"), [(None, "passive"), ("active", "active")])
+@pytest.mark.parametrize("start", ["run", "run_rank"])
+def test_threads_that_wait_sleep_before_torch_is_imported_unless_the_user_says_otherwise(start, named, policy):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = (
+        "import os, sys, verl_fn.cli\n"
+        "cli = sys.modules['verl_fn.cli.main']\n"
+        "cli.main = lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules) or 0\n"
+        f"cli.{start}()"
+    )
+    environment |= {} if named is None else {"OMP_WAIT_POLICY": named}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == f"{policy} False\n"
 
 
 def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):

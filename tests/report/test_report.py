@@ -15,7 +15,7 @@ import tomli_w
 from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report.page import SHOWN, ReportError, headline, names, report
+from verl_fn.report.page import MISSING, SHOWN, ReportError, headline, names, report
 from verl_fn.report.plots import BUILT_IN, COLORS, Chart, Curve, charts, smooth, svg, window
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +153,58 @@ def test_runs_are_compared_by_the_keys_in_which_they_differ(tmp_path):
     at = found.cells.index("actor.optim.lr")
     assert found.cells[at : at + 3] == ["actor.optim.lr", "0.5", "0.25"]
     assert "rollout.n" not in found.cells
+
+
+def test_keys_without_effect_are_not_among_the_differences(tmp_path):
+    """They have one only with a task, an environment or vLLM. One that a run uses is shown for that run."""
+    files = ['data.train_files=["x.parquet"]', 'data.val_files=["x.parquet"]', "trainer.save_freq=3"]
+    more = ["data.task=count", "env.max_turns=3", "rollout.gpu_memory_utilization=0.25", "trainer.save_freq=4"]
+    a, b = (write(tmp_path / name, brief(4), overrides=given) for name, given in (("a", files), ("b", files + more)))
+    text, found = page(report([a, b], tmp_path / "page.html"))
+    assert {"data.task", "env.max_turns", "rollout.gpu_memory_utilization"}.isdisjoint(found.cells)
+    at = found.cells.index("trainer.save_freq")
+    assert found.cells[at : at + 3] == ["trainer.save_freq", "3", "4"]
+    assert "Keys without effect are left out." in text
+    c = write(tmp_path / "c", brief(4), overrides=[*files, "env.name=mine.py:Mine", "env.max_turns=4"])
+    _, found = page(report([b, c], tmp_path / "page.html"))
+    at = found.cells.index("env.max_turns")
+    assert found.cells[at : at + 3] == ["env.max_turns", MISSING, "4"]
+    _, alone = page(report([b], tmp_path / "page.html"))
+    assert "env.max_turns" not in alone.cells and "trainer.save_freq" in alone.cells
+    # Of a config with a key that this version does not know, all differences are shown.
+    (b / "config.toml").write_text((b / "config.toml").read_text().replace("[env]", "[env]\nolder = 1"))
+    _, found = page(report([a, b], tmp_path / "page.html"))
+    assert "env.max_turns" in found.cells
+
+
+def test_own_functions_that_decide_what_is_learned_are_named(tmp_path):
+    own = ["algorithm.name=grpo", "algorithm.policy_loss=mine.py:soft", "algorithm.loss_agg_mode=mine.py:by_row"]
+    named = {"a": own, "b": [*own, "algorithm.adv_estimator=mine.py:best"], "c": ["algorithm.policy_loss=gspo"]}
+    runs = [write(tmp_path / name, brief(4), overrides=given) for name, given in named.items()]
+    _, found = page(report(runs, tmp_path / "page.html"))
+    at = [found.cells[found.cells.index(name) + 1] for name in named]
+    folder = str(Path.cwd())
+    assert [cell.replace(f"{folder}/", "") for cell in at] == [
+        "grpo (mine.py:soft, mine.py:by_row)", "grpo (mine.py:best, mine.py:soft, mine.py:by_row)", "ppo (gae)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ((0.111, 0.099), (0.055, 0.155)),
+        ((0.0, 0.02), (0.0, 0.1)),
+        ((0.9, 1.0), (0.8, 1.0)),
+        ((0.5, 0.5), (0.0, 1.0)),
+        ((0.1, 0.4), (0.0, 1.0)),
+    ],
+)
+def test_shares_that_lie_close_together_have_a_part_of_the_axis(tmp_path, values, limits):
+    rows = [[{"step": step, "val-core/x/acc/mean@1": value} for step in (0, 5)] for value in values]
+    (chart,) = charts(rows)
+    assert chart.limits == pytest.approx(limits)
+    text, _ = page(report([write(tmp_path / str(i), some) for i, some in enumerate(rows)], tmp_path / "page.html"))
+    assert ("the axis shows a part of 0 to 1" in text) == (limits != (0.0, 1.0))
 
 
 def test_one_run_is_compared_with_the_defaults(tmp_path):

@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -537,6 +539,28 @@ def test_torch_does_not_warn_of_a_compiler_without_a_gpu_where_vllm_computes_on_
     logger.warning("the compiler is too old")
     logger.removeHandler(caplog.handler)
     assert set(caplog.messages) == {"the compiler is too old"}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_vllm_does_not_warn_of_triton_where_there_is_no_gpu(cuda, caplog, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    said = ("Triton is installed, but `triton.backends` could not be imported.", "An unexpected error occurred: %s")
+    logger = logging.getLogger("vllm.triton_utils.importing")
+    logger.addHandler(caplog.handler)
+    for one in said:
+        logger.warning(one, *["it"] * one.count("%s"))
+    logger.removeHandler(caplog.handler)
+    assert set(caplog.messages) == {"An unexpected error occurred: it", *(said[:1] if cuda else ())}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_check_for_vllm_on_a_cpu_prints_no_warnings_of_its_import(tmp_path):
+    """vLLM is imported once a process, so a new one does."""
+    pytest.importorskip("vllm")
+    folder = str(new_model(tmp_path / "model", chars="ab", head_dim=32))
+    code = f"from verl_fn.backends.vllm.arguments import check_served; check_served({folder!r}, 'cpu')"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Triton" not in said.stdout + said.stderr
 
 
 def test_many_shards_are_named_by_the_first_one_and_their_number(tiny, tmp_path):

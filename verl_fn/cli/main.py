@@ -354,10 +354,20 @@ def run() -> int:
     SIGTERM ends the command as an exception does, so that it ends its processes first.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    _let_threads_sleep()
     try:
         return main()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _let_threads_sleep() -> None:
+    """Lets torch's threads sleep while they wait for each other, unless the user has said otherwise.
+
+    Otherwise they spin, and take the cores from the very threads they wait for if other programs are busy, so that a
+    step takes many times as long. OpenMP reads the variable when torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def run_rank() -> NoReturn:
@@ -365,6 +375,7 @@ def run_rank() -> NoReturn:
 
     The threads of a process group outlive the group, and would abort the process during an orderly exit.
     """
+    _let_threads_sleep()
     try:
         status = main()
     except SystemExit as exit_:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,16 +164,27 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
 
 
 def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
-    """Returns a sentence for each of these settings that ``cfg`` ignores, by key."""
+    """Returns a sentence for each of these settings that ``cfg`` ignores, by key; a key at its default has none."""
     chosen: type = type(cfg.algorithm.options)
-    values, defaults, reasons = flat(to_table(cfg)), _defaults(chosen), list(_reasons(cfg))
-    sentences: dict[str, str] = {}
-    for key, value in settings.items():
-        # A table without effect has keys below it, and so has a table of the user's own keys.
-        reason = next((why for name, why in reasons if key == name or key.startswith(f"{name}.")), "")
-        if reason and values.get(key, value) != defaults.get(key):
-            sentences[key] = f"{key} has no effect {reason}"
-    return sentences
+    values, defaults = flat(to_table(cfg)), _defaults(chosen)
+    return {
+        key: f"{key} has no effect {reason}"
+        for key, reason in unused(cfg, settings).items()
+        if values.get(key, settings[key]) != defaults.get(key)
+    }
+
+
+def unused(cfg: Config, keys: Iterable[str]) -> dict[str, str]:
+    """Returns the keys that ``cfg`` ignores, whatever their values, and why.
+
+    Example:
+        >>> unused(load(overrides=["algorithm.name=grpo"]), ["env.max_turns", "rollout.n"])
+        {'env.max_turns': 'without env.name'}
+    """
+    reasons = list(_reasons(cfg))
+    # A table without effect has keys below it, and so has a table of the user's own keys.
+    found = {key: next((why for name, why in reasons if f"{key}.".startswith(f"{name}.")), "") for key in keys}
+    return {key: reason for key, reason in found.items() if reason}
 
 
 @functools.lru_cache(maxsize=16)

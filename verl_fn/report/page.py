@@ -5,6 +5,7 @@ The page is a single HTML file without scripts that loads nothing else, so it ca
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
@@ -12,18 +13,21 @@ import shlex
 import statistics
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from verl_fn import __version__
-from verl_fn.config import ConfigError, flat
+from verl_fn.config import ConfigError, flat, structure
+from verl_fn.config.describe import unused
 from verl_fn.config.load import default_table
+from verl_fn.config.names import OWN_PARTS, is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError, printable
@@ -60,6 +64,7 @@ class RunRecord:
     Attributes:
         toml: the config file as it was written.
         config: the config's values by dotted key, with the defaults of keys that the file does not have.
+        unused: keys without effect in this run; none are known of a config that this version does not take.
         rows: the metrics, one row for each step.
         answers: the held-out answers by step, then by what was asked.
         failure: how the run ended, if it failed.
@@ -69,6 +74,7 @@ class RunRecord:
     folder: Path
     toml: str
     config: Mapping[str, Any]
+    unused: Collection[str]
     rows: Sequence[Mapping[str, Any]]
     answers: Mapping[int, Mapping[Asked, Mapping[str, Any]]]
     failure: str = ""
@@ -157,6 +163,9 @@ def _read(folder: Path, label: str) -> RunRecord:
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{file} is not TOML: {error}") from error
     _check_shown(config, file)
+    ignored: Collection[str] = ()
+    with contextlib.suppress(ConfigError):
+        ignored = unused(structure(table), config)
     rows = read_metrics(folder)
     ended = folder / FAILURE
     failure = ended.read_text(encoding="utf-8").strip() if ended.is_file() else ""
@@ -170,7 +179,7 @@ def _read(folder: Path, label: str) -> RunRecord:
         step, *problem = asked = line["step"], line["data_source"], line["prompt"], str(line["answer"])
         answers.setdefault(step, {})[*problem, seen[asked]] = line
         seen[asked] += 1
-    return RunRecord(label, folder, toml, config, rows, answers, failure)
+    return RunRecord(label, folder, toml, config, ignored, rows, answers, failure)
 
 
 def _check_shown(config: Mapping[str, Any], file: Path) -> None:
@@ -249,14 +258,12 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     rows = []
     for i, run in enumerate(runs):
         config = run.config
-        name = config["algorithm.name"]
-        estimator = config.get("algorithm.adv_estimator", "")
         data = entry_names(config["data.train_files"]) or config["data.task"]
         metric, held_out = _held_out(run)
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
             f'<th scope="row">{_swatch(i)}{escaped(run.label)}</th>',
-            f"<td>{escaped(name)}{f' ({escaped(estimator)})' if estimator not in ('', name) else ''}</td>",
+            f"<td>{escaped(_algorithm(run.config))}</td>",
             f"<td>{escaped(data)}</td>",
             _number_cell(f"{run.rows[-1]['step']:,}", f"of {config['trainer.total_training_steps']:,}"),
             _number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
@@ -272,11 +279,20 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n{"".join(ends)}'
 
 
+def _algorithm(config: Mapping[str, Any]) -> str:
+    """Returns the algorithm of a run, with its estimator and the user's own functions that decide what it learns."""
+    name, estimator = config["algorithm.name"], config.get("algorithm.adv_estimator", "")
+    values = (config.get(f"algorithm.{part}") for part in OWN_PARTS)
+    own = [value for value in values if isinstance(value, str) and is_reference(value)]
+    parts = dict.fromkeys([estimator, *own] if estimator not in ("", name) else own)
+    return f"{name} ({', '.join(map(str, parts))})" if parts else str(name)
+
+
 def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Yields a sentence for each group of runs that differ in their seeds only: held-out values over the seeds."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        settings = {key: value for key, value in run.config.items() if key not in OF_ONE_RUN}
+        settings = {key: value for key, value in run.config.items() if key not in {*OF_ONE_RUN, *run.unused}}
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     for group in groups.values():
         last = {run.label: (metric, values[-1][0]) for run in group for metric, values in [_held_out(run)] if values}
@@ -334,6 +350,8 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
         notes += [f"{_listed(runs, same)} have the same curve" for same in chart.same if len(same) > 1]
         if chart.metric.startswith("val-") and all(len(curve.steps) <= 2 for curve in chart.curves.values()):
             notes.append("evaluated at the start and at the end; trainer.test_freq=N also does every N steps")
+        if chart.limits not in (None, plots.SHARE):
+            notes.append("the axis shows a part of 0 to 1")
         if chart.log:
             notes.insert(0, "log scale, geometric mean" if width > 1 else "log scale")
         drawing = plots.svg(chart, labels, steps, width)
@@ -465,11 +483,14 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             json.dumps(column[key], ensure_ascii=False, default=str) if key in column else MISSING
             for column in columns
         ]
-        if len(set(values)) > 1:
-            cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in values)
+        without = [key in run.unused or key not in run.config for run in runs]
+        if len(set(values)) > 1 and not all(without):
+            shown = [MISSING if idle else value for value, idle in zip_longest(values, without)]
+            cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in shown)
             rows.append(f'<th scope="row"><code>{escaped(key)}</code></th>{cells}')
     body = table_of(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
-    return f"<h2>{title}</h2>\n{body}"
+    left_out = '<p class="soft">Keys without effect are left out.</p>\n'
+    return f"<h2>{title}</h2>\n{left_out}{body}"
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:

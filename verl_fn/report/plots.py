@@ -35,6 +35,7 @@ SOFT, RULE = "#59636e", "#d9dee4"
 _VARIABLES = {SOFT: "var(--soft)", RULE: "var(--rule)"} | {c[0]: f"var(--run{i})" for i, c in enumerate(COLORS)}
 _WIDTH, _HEIGHT, _FONT = 344, 184, 11  # of a chart on the page, in its own units
 _DASH = 5.0
+SHARE = (0.0, 1.0)  # the ends of an axis of shares
 Reports = Mapping[str, Mapping[str, float]]
 """The metrics of each model, by its label."""
 
@@ -142,10 +143,19 @@ class Chart:
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Returns the ends of the vertical axis if they are given: for shares 0 and 1."""
+        """Returns the ends of the vertical axis if they are given: for shares 0 and 1, or a part of it around them.
+
+        The part is at least a tenth, so that the noise of a few answers does not fill the chart.
+        """
         values = self._values()
-        shares = self.scale == "share" and len(values) and values.min() >= 0 and values.max() <= 1
-        return (0.0, 1.0) if shares else None
+        if self.scale != "share" or not len(values) or values.min() < 0 or values.max() > 1:
+            return None
+        least, most = float(values.min()), float(values.max())
+        part = max(0.1, 2 * (most - least))
+        if least == most or part >= 0.5:
+            return SHARE
+        start = min(max((least + most - part) / 2, 0.0), 1.0 - part)
+        return (start, start + part)
 
     @property
     def log(self) -> bool:
@@ -365,7 +375,8 @@ def _draw(axes: Axes, chart: Chart, steps: tuple[float, float], width: int, font
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6))
     if chart.limits is not None:
-        axes.set_ylim(chart.limits[0] - 0.03, chart.limits[1] + 0.03)
+        start, end = chart.limits
+        axes.set_ylim(start - 0.03 * (end - start), end + 0.03 * (end - start))
     pad = (steps[1] - steps[0]) * 0.02 or 1.0
     axes.set_xlim(steps[0] - pad, steps[1] + pad)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
