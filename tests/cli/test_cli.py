@@ -146,19 +146,21 @@ def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
     assert ended.value.code == 2 and hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("named", "policy"), [(None, "passive"), ("active", "active")])
+@pytest.mark.parametrize(
+    ("named", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
 @pytest.mark.parametrize("start", ["run", "run_rank"])
-def test_threads_that_wait_sleep_before_torch_is_imported_unless_the_user_says_otherwise(start, named, policy):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+def test_threads_that_wait_sleep_before_torch_is_imported_unless_the_user_says_otherwise(start, named, spins):
+    unset = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | named
     code = (
         "import os, sys, verl_fn.cli\n"
         "cli = sys.modules['verl_fn.cli.main']\n"
-        "cli.main = lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules) or 0\n"
+        "cli.main = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules) or 0\n"
         f"cli.{start}()"
     )
-    environment |= {} if named is None else {"OMP_WAIT_POLICY": named}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout == f"{policy} False\n"
+    assert said.stdout == f"{spins} False\n"
 
 
 def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):

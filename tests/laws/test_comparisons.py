@@ -283,7 +283,7 @@ def test_a_shift_of_all_outputs_counts_more_than_rounding_of_both_signs():
     outputs = -torch.ones(8)
     signs = torch.tensor([1.0, -1.0] * 4)
     for change, error in ((0.01 * signs, 0.01), (torch.full((8,), 0.01), 0.1)):
-        found = compare._distance(TokenOutputs(logprobs=outputs), TokenOutputs(logprobs=outputs + change))
+        found = compare._distance(TokenOutputs({"logprobs": outputs}), TokenOutputs({"logprobs": outputs + change}))
         assert found == pytest.approx(error, rel=1e-5)
 
 
