@@ -456,10 +456,13 @@ def _convolved(
     x: Float[Tensor, "B C T"], weight: Float[Tensor, "C k"], bias: Float[Tensor, " C"] | None, **_: Any
 ) -> Float[Tensor, "B C T"]:
     before, wide = weight.shape[-1] - 1, None if bias is None else bias.float()
-    out = F.conv1d(x.float(), weight.float()[:, None], wide, padding=before, groups=len(weight))[..., : x.shape[-1]]
-    if x.dtype != torch.float32:
+    rounds = x.dtype != torch.float32
+    out = _rounded_products(F.pad(x, (before, 0)), weight, bias) if rounds else x
+    if torch.is_grad_enabled() or not rounds:
+        exact = F.conv1d(x.float(), weight.float()[:, None], wide, padding=before, groups=len(weight))
+        exact = exact[..., : x.shape[-1]]
         # The gradient is the one of the convolution without roundings.
-        out = out + (_rounded_products(F.pad(x, (before, 0)), weight, bias) - out).detach()
+        out = out + (exact - exact.detach()) if rounds else exact
     return F.silu(out).to(x.dtype)
 
 

@@ -177,8 +177,9 @@ def draw(
     n, V = logits.shape
     blocks, device = triton.cdiv(V, BLOCK), logits.device
     tokens, wholes = (torch.empty(*shape, dtype=torch.int64, device=device) for shape in ((n,), (n, blocks)))
-    tops, masses = torch.empty(2, n, blocks, device=device)
-    log_probs, near = torch.empty(n, device=device), torch.empty(n, dtype=torch.bool, device=device)
+    tops, masses = torch.empty(2, n, blocks, dtype=torch.float32, device=device)
+    log_probs = torch.empty(n, dtype=torch.float32, device=device)
+    near = torch.empty(n, dtype=torch.bool, device=device)
     # A row is shared by a program for each block, so that few rows keep a GPU busy too.
     given, grid = (logits, logits.stride(0), V, temperature, tops, masses), (n, blocks)
     sizes = {"BLOCK": BLOCK, "BLOCKS": triton.next_power_of_2(blocks), "num_warps": 8}

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import tomllib
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -171,6 +172,17 @@ def test_keys_without_effect_are_not_among_the_differences(tmp_path):
     assert found.cells[at : at + 3] == ["env.max_turns", MISSING, "4"]
     _, alone = page(report([b], tmp_path / "page.html"))
     assert "env.max_turns" not in alone.cells and "trainer.save_freq" in alone.cells
+    # An algorithm of the user's own may fail where the report is made.
+    (tmp_path / "mine.py").write_text(
+        "import attrs\n\n@attrs.frozen\nclass Options:\n    pass\n\n"
+        "def own(options: Options):\n    raise ValueError('no GPU')\n"
+    )
+    d = write(tmp_path / "d", brief(4), overrides=files)
+    config = (d / "config.toml").read_text()
+    table = tomllib.loads(config)["algorithm"]["name"]
+    (d / "config.toml").write_text(config.replace(f'name = "{table}"', f'name = "{tmp_path / "mine.py"}:own"', 1))
+    assert config != (d / "config.toml").read_text()
+    assert report([d], tmp_path / "page.html")
     # Of a config with a key that this version does not know, all differences are shown.
     (b / "config.toml").write_text((b / "config.toml").read_text().replace("[env]", "[env]\nolder = 1"))
     _, found = page(report([a, b], tmp_path / "page.html"))
@@ -403,6 +415,8 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
         "1 of 1 steps had a gradient of 0; the gradient of step 1 is 0"
         in page(report([write(tmp_path / "e", [tuned])], tmp_path / "page.html"))[0]
     )
+    idle = tuned | {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}  # an algorithm without scores
+    assert "had a gradient of 0" in page(report([write(tmp_path / "f", [idle])], tmp_path / "page.html"))[0]
     stuck = alive | {"actor/entropy": 0.001, "critic/score/mean": 0.3, "response_length/clip_ratio": 0.0}
     text, _ = page(report([write(tmp_path / "c", [stuck])], tmp_path / "page.html"))
     assert "1 of 1 steps hardly tried other answers; in step 4 the policy's entropy is 0.001 nats" in unescape(text)

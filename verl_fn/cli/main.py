@@ -20,7 +20,7 @@ OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists t
 PREPARED = ("gsm8k", "arithmetic", "squares", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 # How often a thread of OpenMP looks whether it may go on before it sleeps; libgomp takes 300,000 by itself. With so
-# few, an idle machine is as fast, and a busy one two to three times as fast.
+# few, an update on two idle cores is as fast, and beside three busy processes about twice as fast.
 SPINS = "2000"
 BENCHMARKS = (
     "purity", "sampler", "exact", "exact-vllm", "imports", "large-data", "crash", "faults", "families", "first-step",

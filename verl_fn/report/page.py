@@ -164,7 +164,7 @@ def _read(folder: Path, label: str) -> RunRecord:
         raise ReportError(f"{file} is not TOML: {error}") from error
     _check_shown(config, file)
     ignored: Collection[str] = ()
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(Exception):  # an algorithm of the user's own is made, and may need what is not here
         ignored = unused(structure(table), config)
     rows = read_metrics(folder)
     ended = folder / FAILURE

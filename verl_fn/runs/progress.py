@@ -250,7 +250,7 @@ def without_signal(step: int, report: Report) -> str:
 def without_gradient(step: int, report: Report) -> str:
     """Returns a sentence about a step whose gradient is 0; or nothing.
 
-    It is none about a step whose advantages are all 0, of which ``without_signal`` tells.
+    It is none about a step of which ``without_signal`` tells that all advantages are 0.
 
     Example:
         >>> without_gradient(3, {"actor/grad_norm": 0.0, "rollout/rows_dropped/learn": 256})
@@ -259,7 +259,7 @@ def without_gradient(step: int, report: Report) -> str:
         ('the gradient of step 3 is 0, so the model learns nothing from it', '')
     """
     norms = (report.get(f"{family}/grad_norm") for family in ("actor", "train"))
-    if 0.0 not in norms or idle(report):
+    if 0.0 not in norms or (idle(report) and without_signal(step, report)):
         return ""
     dropped = report.get("rollout/rows_dropped/learn", 0)
     why = f": learn left out {dropped:.0f} rows of samples" if dropped else ""

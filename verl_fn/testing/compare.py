@@ -18,9 +18,9 @@ from torch import Tensor
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Handle, TrainBackend
-from verl_fn.state import PER_ROW, Batch, Key, Metrics, Split, TokenOutputs, TrainState, groups_of
-from verl_fn.steps import Loss, Term
-from verl_fn.steps.losses.contract import WEIGHTS
+from verl_fn.state import Batch, Key, Split, TokenOutputs, TrainState, groups_of
+from verl_fn.steps import Loss
+from verl_fn.steps.losses.contract import WEIGHTS, total_loss
 
 from .backend_case import BackendCase
 from .builders import in_float64, tiny_batch, tiny_outputs
@@ -34,9 +34,6 @@ BARS: Mapping[str, Mapping[str, float]] = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
 }
-# Of the mean difference of the model's outputs, and of ten times its mean with signs: rounding cancels there, and a
-# fault that shifts all outputs does not.
-OUTPUTS = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def compare_loss(
@@ -191,11 +188,7 @@ def bars_of(dtype: str, layers: int) -> dict[str, float]:
         >>> bars_of("bfloat16", 2), bars_of("bfloat16", 24)
         ({'loss': 0.001, 'grad_norm': 0.005}, {'loss': 0.012, 'grad_norm': 0.06})
     """
-    return _grown(BARS[dtype], layers)
-
-
-def _grown(bars: Mapping[str, float], layers: int) -> dict[str, float]:
-    return {kind: max(1.0, layers / 2) * bar for kind, bar in bars.items()}
+    return {kind: max(1.0, layers / 2) * bar for kind, bar in BARS[dtype].items()}
 
 
 def missed_bars(errors: Mapping[str, float], bars: Mapping[str, float]) -> list[str]:
@@ -235,10 +228,9 @@ class FirstStep:
     """What two backends make of one state and one batch: a pair holds the value of each backend.
 
     Attributes:
-        gradients: by parameter, the error of the second backend's gradient, relative to the norm of the right one.
-        scale: the sum of |weight x loss|; the error of the loss is relative to it.
-        errors: the relative errors of the model's ``outputs``, of ``loss`` and ``grad_norm``, and of the worst
-            ``gradient``; the last three are the errors for the outputs that the second backend has.
+        gradients: by parameter, the norm of the difference of both gradients over the norm of the first one.
+        scale: what the error of the loss is relative to: of the first backend, the sum of |weight x loss|, or of
+            |output x slope of the loss| if that is more.
         bars: the largest errors that are rounding, by the names of ``errors``. An error without a bar is fine.
     """
 
@@ -246,13 +238,18 @@ class FirstStep:
     grad_norm: tuple[float, float]
     gradients: Mapping[str, float]
     scale: float
-    errors: Mapping[str, float]
     bars: Mapping[str, float] = BARS["float32"]
 
     @property
     def worst(self) -> str:
-        """The name of the parameter whose gradient has the largest error."""
-        return _largest(self.gradients)
+        """The name of the parameter whose gradients differ most; NaN is more than any number."""
+        return max(self.gradients, key=lambda name: (math.isnan(self.gradients[name]), self.gradients[name]))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The relative errors of ``loss`` and ``grad_norm``, and of the worst ``gradient``."""
+        wanted, found = ({"loss": self.loss[i], "grad_norm": self.grad_norm[i]} for i in (0, 1))
+        return compare_numbers(found, wanted | {"scale": self.scale}) | {"gradient": self.gradients[self.worst]}
 
     @property
     def missed(self) -> list[str]:
@@ -265,42 +262,31 @@ class FirstStep:
         return not self.missed
 
     def __str__(self) -> str:
-        """Returns a table: values, errors and what they are relative to, and which of them are above their bars.
+        """Returns a table of three lines: values, relative errors, and which of them are above their bars.
 
         Example:
             >>> bars = {"loss": 1e-6, "grad_norm": 1e-6}
-            >>> errors = {"outputs": 0.0, "loss": 0.125, "grad_norm": 0.0, "gradient": 0.25}
-            >>> print(FirstStep((1.0, 1.5), (2.0, 2.0), {"a": 0.25, "b": 0.0}, 4.0, errors, bars))
-            outputs                                    error 0 of their mean size or 1, no bar
-            loss                   1             1.5   error 0.12 of its mean size 4, MISSES its bar of 1e-06
+            >>> print(FirstStep((1.0, 1.5), (2.0, 2.0), {"a": 0.25, "b": 0.0}, 4.0, bars))
+            loss                   1             1.5   error 0.12, MISSES its bar of 1e-06
             grad norm              2               2   error 0, holds its bar of 1e-06
             gradient   a differs most                  error 0.25, no bar
-            The errors below the first line are what the difference of the outputs does not explain.
         """
-        rows = {
-            "outputs": ("", " of their mean size or 1"),
-            "loss": (_pair(self.loss), f" of its mean size {self.scale:.3g}"),
-            "grad_norm": (_pair(self.grad_norm), ""),
-            "gradient": (f" {self.worst} differs most", ""),
+        names = {
+            "loss": _pair(self.loss),
+            "grad_norm": _pair(self.grad_norm),
+            "gradient": f" {self.worst} differs most",
         }
         lines = []
-        for name, (values, relative) in rows.items():
+        for name, values in names.items():
             verdict = "no bar"
             if name in self.bars:
                 verdict = f"{'MISSES' if name in self.missed else 'holds'} its bar of {self.bars[name]:.3g}"
-            error = f"error {self.errors[name]:.2g}{relative}, {verdict}"
-            lines.append(f"{name.replace('_', ' '):<10}{values:<30}   {error}")
-        lines.append("The errors below the first line are what the difference of the outputs does not explain.")
+            lines.append(f"{name.replace('_', ' '):<10}{values:<30}   error {self.errors[name]:.2g}, {verdict}")
         return "\n".join(lines)
 
 
 def _pair(values: tuple[float, float]) -> str:
     return f"{values[0]:>14.6g}{values[1]:>16.6g}"
-
-
-def _largest(errors: Mapping[str, float]) -> str:
-    """Returns the name of the largest error; NaN is larger than any number."""
-    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
 
 
 def compare_backends(
@@ -319,13 +305,8 @@ def compare_backends(
     optimizer; their layouts, dtypes and budgets of tokens may differ. Under torchrun all ranks call it, with the same
     batch; one backend may be a ``Local`` of each rank.
 
-    Rounding changes the model's outputs a little, and a loss whose values are near 0 by a large part of itself. So
-    the outputs have an error of their own, and loss and gradients are compared with what the first backend makes of
-    the outputs of the second one: a change of the outputs moves its loss by the formula, and its gradient by one more
-    backward pass. The error of the loss is relative to the sum of |weight x loss|, since values of both signs cancel.
-
-    The bars of the result are ``OUTPUTS`` and the ones of ``verl-fn bench first-step``, times half the layers of the
-    model, for the lower of both dtypes: ``backend.dtype``, or float32 for a backend without it.
+    The bars of the result are the ones of ``verl-fn bench first-step``, times half the model's layers, for the lower
+    of both dtypes: ``backend.dtype``, or float32 for a backend without it.
 
     Args:
         a: the backend to compare with.
@@ -353,42 +334,19 @@ def compare_backends(
     with shared_folder() as folder:
         save_once(a, start, Path(folder) / "state")
         moved = b.restore(Path(folder) / "state")
-    return _compared((first, second), (start, moved))
-
-
-def _compared(
-    cases: tuple[BackendCase, BackendCase], states: tuple[Handle[TrainState], Handle[TrainState]]
-) -> FirstStep:
-    """Compares the first steps of two backends from one state, which each of them holds."""
-    (first, second), (start, moved), loss, batch = cases, states, cases[0].loss, cases[0].batch
     (ours, metrics), (theirs, more) = first.gradients(start), second.gradients(moved)
-    outputs = first.outputs(start.params), second.outputs(moved.params)
-    (total, scale, slopes), (other_total, _, other_slopes) = (_differentiated(loss, one, batch) for one in outputs)
-    change, _ = first.gradients(start, _weighing(batch, slopes, other_slopes), _linear(slopes))
-    wanted, given, added = (
-        {name: t.double().cpu() for name, t in case.read(grads).items()}
-        for case, grads in ((first, ours), (second, theirs), (first, change))
-    )
+    whole = first.read(ours), second.read(theirs)
+    wanted, given = ({name: t.double().cpu() for name, t in grads.items()} for grads in whole)
     if wanted.keys() != given.keys():
         raise ValueError(f"only one of the backends has gradients named {sorted(wanted.keys() ^ given.keys())[:5]}")
-    right = {name: t + added[name] for name, t in wanted.items()}
-    norm, norm_of_right, norm_of_other = (
-        math.hypot(*(float(t.norm()) for t in grads.values())) for grads in (wanted, right, given)
-    )
-    floor = 1e-6 * norm_of_right  # A gradient that is rounding error has no relative error of its own.
-    gradients = {name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in right.items()}
-    losses = metrics["loss"].value, more["loss"].value
-    errors = compare_numbers(
-        {"loss": losses[1], "grad_norm": norm_of_other},
-        {"loss": losses[0] + other_total - total, "grad_norm": norm_of_right, "scale": scale},
-    )
+    norms = [math.hypot(*(float(t.norm()) for t in grads.values())) for grads in (wanted, given)]
+    floor = 1e-6 * norms[0]  # A gradient that is rounding error has no relative error of its own.
     return FirstStep(
-        loss=losses,
-        grad_norm=(norm, norm_of_other),
-        gradients=gradients,
-        scale=scale,
-        errors={"outputs": _distance(*outputs), **errors, "gradient": gradients[_largest(gradients)]},
-        bars=_bars((first.backend, second.backend), wanted),
+        loss=(metrics["loss"].value, more["loss"].value),
+        grad_norm=(norms[0], norms[1]),
+        gradients={name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in wanted.items()},
+        scale=_scale(loss, first.outputs(start.params), batch),
+        bars=_bars((a, b), wanted),
     )
 
 
@@ -396,63 +354,21 @@ def _bars(backends: Iterable[TrainBackend], parameters: Iterable[str]) -> dict[s
     """Returns the bars for the lowest dtype of the backends, and for the layers that the parameters' names count."""
     layers = len({found[1] for name in parameters if (found := re.search(r"\.(\d+)\.", name))})
     low = {getattr(backend, "dtype", torch.float32) for backend in backends} - {torch.float32, torch.float64}
-    dtype = "bfloat16" if low else "float32"
-    return bars_of(dtype, layers) | _grown({"outputs": OUTPUTS[dtype]}, layers)
+    return bars_of("bfloat16" if low else "float32", layers)
 
 
-def _differentiated(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[float, float, dict[str, Tensor]]:
-    """Returns the sums of weight x loss and of |weight x loss| over tokens and rows, and the first one's gradient."""
-    total, scale, slopes = 0.0, 0.0, {name: torch.zeros_like(t) for name, t in outputs.by_name.items()}
-    for level in loss.levels:
-        of_level = Loss(tuple(term for term in loss.terms if term.level == level))
-        values, gradient = _evaluated(lambda *args, fn=of_level: fn(*args)[0], outputs, batch, WEIGHTS[level])
-        weighted = (batch[WEIGHTS[level]] * values).double()
-        total, scale = total + float(weighted.sum()), scale + float(weighted.abs().sum())
-        slopes = {name: t + gradient.by_name[name] for name, t in slopes.items()}
-    return total, scale, slopes
+def _scale(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
+    """Returns the sum of |weight x loss| over tokens and rows, or of |output x slope of the loss| if that is more.
 
-
-CHANGE = "change of the slope: "
-OF_VALUE_HEADS = ("values", "row_values")  # All other outputs are in nats.
-
-
-def _weighing(batch: Batch, slopes: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Batch:
-    """Returns the batch with the changes of slopes as fields, and with weights of 1."""
-    batch = batch.with_tokens(loss_weight=batch["response_mask"].float()).with_rows(row_weight=torch.ones(len(batch)))
-    for name, slope in slopes.items():
-        write = batch.with_rows if name in PER_ROW else batch.with_tokens
-        batch = write(**{CHANGE + name: others[name] - slope})
-    return batch
-
-
-def _linear(names: Iterable[str]) -> Loss:
-    """Returns the sum of outputs times the changes of their slopes, which a batch carries."""
-
-    def term(name: str) -> Term:
-        def values(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-            change = batch[CHANGE + name]
-            product = torch.where(change != 0, change * outputs.by_name[name], 0.0)  # An output may be -inf.
-            return product.sum(-1) if product.dim() > 1 else product, {}
-
-        return Term(values, frozenset({name}), "row" if name in PER_ROW else "token")
-
-    return Loss(tuple(map(term, names)))
-
-
-def _distance(ours: TokenOutputs, theirs: TokenOutputs) -> float:
-    """Returns the mean difference of outputs over their mean size, or ten times the one with signs if that is more.
-
-    For outputs in nats the size is at least 1: rounding of logits does not shrink with the log-probs of sure answers.
+    Rounding changes outputs by a part of them, and so a loss whose values are near 0 by a large part of itself.
     """
-
-    def distance(name: str) -> float:
-        # Log-probs of ids past the vocabulary are -inf. Other outputs are 0 outside the response.
-        one, other = (
-            torch.where(t == -torch.inf, 0.0, t.double()) for t in (ours.by_name[name], theirs.by_name[name])
-        )
-        size, least = one.abs().sum(), sys.float_info.min if name in OF_VALUE_HEADS else float((one != 0).sum())
-        difference = torch.maximum((other - one).abs().sum(), 10 * (other - one).sum().abs())
-        return float(difference / size.clamp(min=max(least, sys.float_info.min)))
-
-    distances = {name: distance(name) for name in ours.by_name}
-    return distances[_largest(distances)]
+    scale = 0.0
+    for level in loss.levels:
+        values, _ = Loss(tuple(term for term in loss.terms if term.level == level))(outputs, batch)
+        weights = batch[WEIGHTS[level]]
+        scale += float(torch.where(weights != 0, weights * values, 0.0).double().abs().sum())
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()}
+    total, _ = total_loss(loss, TokenOutputs(leaves), batch)
+    slopes = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    moved = (torch.where(d != 0, t * d, 0.0) for t, d in zip(outputs.by_name.values(), slopes, strict=True))
+    return max(scale, sum(float(change.double().abs().sum()) for change in moved))
