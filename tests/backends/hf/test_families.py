@@ -443,6 +443,8 @@ def test_convolutions_of_linear_attention_round_their_products():
     x.requires_grad_()
     for added in (None, bias):
         out = convolved(x, weight, added)
+        with torch.no_grad():
+            assert torch.equal(convolved(x, weight, added), out)
         products = (torch.nn.functional.pad(x, (3, 0)).unfold(-1, 4, 1) * weight[:, None]).float()
         whole = products.sum(-1) + (0.0 if added is None else added.float()[:, None])
         assert torch.allclose(out, silu(whole).bfloat16(), rtol=2**-8, atol=0)
