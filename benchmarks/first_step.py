@@ -169,8 +169,24 @@ def _options(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _short(loss_name: str) -> str:
-    named, options = _options(loss_name)
-    return named.rpartition(":")[2] + ("(...)" if options else "")
+    """Returns what a table calls a loss, with its options.
+
+    Example:
+        >>> _short("losses/mine.py:clipped(bound=0.2)")
+        'clipped(bound=0.2)'
+    """
+    named, _ = _options(loss_name)
+    return named.rpartition(":")[2] + loss_name.removeprefix(named)
+
+
+def _width(losses: Iterable[str]) -> int:
+    """Returns the width of the column of losses."""
+    return max(6, *(len(_short(loss)) for loss in losses)) + 1
+
+
+def _result(folder: Path, number: int) -> Path:
+    """Returns the file of a loss's numbers; losses may share a name."""
+    return folder / f"loss_{number}.json"
 
 
 def first_step(
@@ -268,10 +284,11 @@ def run_layout(
     layout = Layout.parse(text)
     measure.say(f"{text}{', the reference' if role == REFERENCE else ''}: ranks: {layout.ranks}")
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
-    for loss in losses:
-        (folder / f"{_short(loss)}.json").unlink(missing_ok=True)
+    files = [_result(folder, number) for number in range(len(losses))]
+    for file in files:
+        file.unlink(missing_ok=True)
     run_together(command, layout.ranks, text, logs)
-    return [json.loads((folder / f"{_short(loss)}.json").read_text()) for loss in losses]
+    return [json.loads(file.read_text()) for file in files]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -320,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{layout.text:<32}FAILED {error.cause}", flush=True)
                     continue
                 for loss, ours in zip(args.losses, measured, strict=True):
-                    results.append(_row(layout, loss, ours, wanted[loss], bf16.get(loss)))
+                    results.append(_row(layout, loss, ours, wanted[loss], bf16.get(loss), _width(args.losses)))
                 if layout.is_local_bf16:
                     bf16 = dict(zip(args.losses, measured, strict=True))
     about = {
@@ -377,21 +394,22 @@ def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: 
     """Prints what the columns are, the table's header, the bars of these dtypes, and what the reference made."""
     print(LEGEND)
     print(f"{'':<50}values   relative errors against {reference} in fp32")
-    print(f"{'layout':<32}{'loss':<7}{'loss':>10}{'grad norm':>11}{'loss':>10}{'grad norm':>11}{'gradient':>10}"
+    named = _width(wanted)
+    print(f"{'layout':<32}{'loss':<{named}}{'loss':>10}{'grad norm':>11}{'loss':>10}{'grad norm':>11}{'gradient':>10}"
           f"{'1-cosine':>10}{'update':>10}{'from ref.':>11}{'2nd loss':>10}{'time':>9}   "
           "bars    worst parameter")  # fmt: skip
     for dtype in dtypes:
         loss, norm, gradient, update = (
             f"{BARS[dtype][kind]:.0e}" if kind in BARS[dtype] else "" for kind in BARS["float32"]
         )
-        print(f"{'bars, ' + dtype:<60}{loss:>10}{norm:>11}{gradient:>10}{'':>20}{update:>11}")
+        print(f"{'bars, ' + dtype:<{53 + named}}{loss:>10}{norm:>11}{gradient:>10}{'':>20}{update:>11}")
     for loss, result in wanted.items():
         values = f"{result['loss']:10.4f}{result['grad_norm']:11.4f}{'':>72}{result['seconds']:8.2f}s"
-        print(f"{reference + ' (reference)':<32}{_short(loss):<7}{values}", flush=True)
+        print(f"{reference + ' (reference)':<32}{_short(loss):<{named}}{values}", flush=True)
 
 
 def _row(
-    layout: Layout, loss: str, result: dict[str, Any], wanted: dict[str, Any], bf16: dict[str, Any] | None
+    layout: Layout, loss: str, result: dict[str, Any], wanted: dict[str, Any], bf16: dict[str, Any] | None, named: int
 ) -> dict[str, Any]:
     """Returns a result, and prints it; ``bf16`` is the result of ``local:bf16``, if it came before."""
     errors = compare_numbers(result, wanted) | result.pop("errors")
@@ -403,7 +421,7 @@ def _row(
         missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
     worst = (result.get("worst") or "") if errors["gradient"] else "none differs"
     print(
-        f"{layout.text:<32}{_short(loss):<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
+        f"{layout.text:<32}{_short(loss):<{named}}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
         f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
         f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held':<6}  {worst}",
@@ -427,8 +445,8 @@ def rank_main(arguments: Sequence[str]) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    for loss in losses:
-        kept = folder / layout.reference / f"{_short(loss)}.safetensors"
+    for number, loss in enumerate(losses):
+        kept = _result(folder / layout.reference, number).with_suffix(".safetensors")
         wanted = None if role == REFERENCE else load_file(kept)
         result, tensors, before = first_step(folder, shape, layout, loss, device, wanted)
         if rank == 0 and wanted is None:
@@ -437,7 +455,7 @@ def rank_main(arguments: Sequence[str]) -> None:
             result["errors"] = compare_tensors(tensors, wanted, before, device)
             result["worst"] = worst_gradient(tensors, wanted, device)
         if rank == 0:
-            (folder / f"{_short(loss)}.json").write_text(json.dumps(result))
+            _result(folder, number).write_text(json.dumps(result))
     for module in ("megatron.core", "megatron.bridge"):
         if module in sys.modules:
             print(module, sys.modules[module].__file__)

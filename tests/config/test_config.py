@@ -240,6 +240,24 @@ def test_a_file_is_not_blamed_for_what_an_override_says(tmp_path):
         load(tmp_path / "a.toml", ["trainer.seed=3"])
 
 
+def test_options_of_an_algorithm_that_an_override_replaces_have_no_effect(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import attrs\nfrom verl_fn.config import opt\n"
+        "@attrs.frozen\nclass Options:\n    anchor: float = opt(0.5, 'a pull')\n"
+        "@attrs.frozen\nclass Fewer:\n    pull: float = opt(0.5, 'a pull')\n"
+        "def own(options: Options):\n    ...\ndef other(options: Fewer):\n    ...\n"
+    )
+    (tmp_path / "a.toml").write_text('algorithm = {name = "mine.py:own", anchor = 0.25}\n')
+    assert load(tmp_path / "a.toml").algorithm.options.anchor == 0.25
+    for name in ("grpo", f"{tmp_path}/mine.py:other"):
+        assert load(tmp_path / "a.toml", [f"algorithm.name={name}", "rollout.n=2"]).algorithm.name == name
+        with pytest.raises(ConfigError, match=r"unknown key algorithm\.anchor"):
+            load(tmp_path / "a.toml", [f"algorithm.name={name}", "rollout.n=2", "algorithm.anchor=1.0"])
+    (tmp_path / "a.toml").write_text('algorithm = {name = "mine.py:own", anchr = 0.25}\n')
+    with pytest.raises(ConfigError, match=r"unknown key algorithm\.anchr"):
+        load(tmp_path / "a.toml", ["algorithm.name=grpo", "rollout.n=2"])
+
+
 def test_every_key_has_documentation():
     import typing
 

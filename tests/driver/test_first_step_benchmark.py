@@ -102,6 +102,20 @@ def test_a_model_of_the_users(tmp_path, monkeypatch, capsys):
     assert "is no model folder: it has no config.json" in capsys.readouterr().err
 
 
+def test_losses_that_share_a_name_keep_their_numbers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from verl_fn.steps import cross_entropy\ndef times(factor=1.0):\n    return factor * cross_entropy()\n"
+    )
+    monkeypatch.setattr(first_step, "run_together", lambda command, *_: rank_here(command))
+    losses = [f"{tmp_path}/mine.py:times(factor={factor})" for factor in (1.0, 3.0)]
+    options = ["--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(tmp_path / "result.json")]
+    assert first_step.main(["--layouts", "local", *options, "--losses", *losses]) == 0
+    one, three = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert three["grad_norm"] == pytest.approx(3 * one["grad_norm"], rel=1e-4)
+    out = capsys.readouterr().out
+    assert "times(factor=1.0) " in out and "times(factor=3.0) " in out
+
+
 def rank_here(command):
     """The only rank of a layout, in this process."""
     with mock.patch.dict(os.environ, RANK="0"), mock.patch.object(os, "_exit", lambda status: None):

@@ -6,6 +6,7 @@ import torch; nothing else here does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -72,7 +73,16 @@ def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:
     # The algorithm's name decides which options exist, so it is looked up first among the overrides.
     names = [value.strip() for key, _, value in map(split_override, overrides) if key == "algorithm.name"]
     name = names[-1].strip("\"'") if names else _name_in(table)
+    if names and isinstance(given := table.get("algorithm"), Mapping):
+        # Options of the file's algorithm have no effect with another one.
+        with contextlib.suppress(ConfigError):
+            lost = set(_option_names(_name_in(table))) - set(_option_names(name))
+            table = {**table, "algorithm": {key: value for key, value in given.items() if key not in lost}}
     return put(table, overrides, keys(options=algorithm_options(name)).get)
+
+
+def _option_names(name: Any) -> list[str]:
+    return [field.name for field in attrs.fields(algorithm_options(name))]
 
 
 def structure(table: Mapping[str, Any]) -> Config:
