@@ -111,7 +111,7 @@ def test_losses_that_share_a_name_keep_their_numbers(tmp_path, monkeypatch, caps
     options = ["--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(tmp_path / "result.json")]
     assert first_step.main(["--layouts", "local", *options, "--losses", *losses]) == 0
     one, three = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert three["grad_norm"] == pytest.approx(3 * one["grad_norm"], rel=1e-4)
+    assert three["found"]["loss"] == pytest.approx(3 * one["found"]["loss"], rel=1e-4)
     out = capsys.readouterr().out
     assert "times(factor=1.0) " in out and "times(factor=3.0) " in out
 
