@@ -63,6 +63,7 @@ def test_commands_parse(page):
             load(getattr(parsed, "config", None), parsed.overrides)  # an unknown key is an error
 
 
+@pytest.mark.slow
 def test_the_try_of_a_translation_trains(tmp_path):
     """All commands of the section, as they stand."""
     page = ROOT / "docs/from_verl.md"

@@ -331,13 +331,13 @@ def _value(key: str, string: str, kind: Any, *, free: bool = False) -> Any:
     """Parses the value of an override as TOML; returns the string itself if it is not TOML.
 
     An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
-    It empties a list or a table of the user's keys.
+    It empties a table of the user's keys. A list stays as it is given: ``data.train_files=`` may be a forgotten name.
     """
     if not string.strip():
         if type(None) in typing.get_args(kind):
             return None
-        if _is_mapping(kind) or (_is_tuple(kind) and typing.get_args(kind)[-1] is Ellipsis):
-            return {} if _is_mapping(kind) else []
+        if _is_mapping(kind):
+            return {}
     try:
         parsed = tomllib.loads(f"value = {string}")
         value = parsed["value"] if list(parsed) == ["value"] else string
