@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PACKED, PADDED = "packed", "padded"
 LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
-# torch compiles the code of a layer once for each kind of layer, for one row and for several, with gradients and
-# without. After so many times it runs the code uncompiled. A checkpointed layer may then save other tensors in its
-# second forward pass than in its first one, and torch raises an error.
+# The most forms in which torch compiles a layer: one for each kind of layer, for one row and for several, with
+# gradients and without. Past the limit torch runs the layer uncompiled. A checkpointed layer may then save other
+# tensors in its second forward pass than in its first one, and torch raises an error.
 COMPILED_FORMS = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from verl_fn.backends.hf.kernels import processors
 
-# The keys that a program of ``step_attention`` reads at a time, in one warp for each so many elements of a head:
-# many small programs were the fastest on an H200.
+# The keys that a program of ``step_attention`` reads at a time, and the elements of a head for each of its warps.
+# Many small programs were the fastest on an H200.
 KEYS, WARP = 16, 128
 # A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
 MOST_SPLITS = 16

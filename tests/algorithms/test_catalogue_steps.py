@@ -180,7 +180,7 @@ def test_metrics_of_updates_are_their_means():
                for loss, lr in ((1.0, 0.5), (4.0, 0.1))]  # fmt: skip
     expected = {"actor/pg_loss": 2.5, "critic/lr": 0.3, "perf/copies/critic": 3.0}
     assert update_report("critic", updates) == pytest.approx(expected)
-    # A metric that only some updates have is their mean, as the entropy of exact runs, which the first one measures.
+    # The mean of a metric is over the updates that have it: only the first one of an exact run measures the entropy.
     updates[0][0]["actor/entropy"] = Weighted(0.5, 1.0)
     assert update_report("critic", updates) == pytest.approx(expected | {"actor/entropy": 0.5})
 

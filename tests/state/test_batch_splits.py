@@ -131,7 +131,7 @@ def test_a_group_over_the_limit_is_named():
 
 
 def test_the_padding_of_a_group_counts_against_the_budget():
-    """Its rows have 8 tokens, which would fit, and 12 where the shorter one is padded."""
+    """The rows of the group have 8 tokens and would fit. Padded to the longer one they have 12."""
     batch = batch_of([3, 2, 6]).with_rows(pair=[0, 4, 4])
     assert len(split_by_tokens(batch, 11, "pair")) == 1
     assert [part.lengths.tolist() for part in split_by_tokens(batch, 12, "pair", padded=True)] == [[2, 6], [3]]

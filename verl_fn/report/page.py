@@ -485,7 +485,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         ]
         without = [key in run.unused or key not in run.config for run in runs]
         if len(set(values)) > 1 and not all(without):
-            shown = [MISSING if idle else value for value, idle in zip_longest(values, without)]
+            shown = [MISSING if missing else value for value, missing in zip_longest(values, without)]
             cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in shown)
             rows.append(f'<th scope="row"><code>{escaped(key)}</code></th>{cells}')
     body = table_of(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'

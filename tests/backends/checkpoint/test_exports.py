@@ -136,7 +136,7 @@ def test_the_dtype_of_a_model_inside_another_is_named_too():
 
 
 def test_the_dtype_of_a_model_is_the_one_of_most_elements(tmp_path):
-    """Many models have norms in fp32, which are many tensors and few elements."""
+    """In many models the norms are in fp32: many tensors with few elements."""
     norms = {f"norm.{i}": torch.ones(4) for i in range(3)}
     save_file(norms | {"w": torch.ones(8, 8, dtype=torch.bfloat16)}, tmp_path / FILE)
     assert checkpoint.dtype_of_weights(tmp_path) == torch.bfloat16
