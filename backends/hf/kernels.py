@@ -441,9 +441,9 @@ def norm_heads(x: Float[Tensor, "T heads dim"], weight: Float[Tensor, " dim"], e
 
 
 def add_norm(
-    x: Float[Tensor, "T H"], delta: Float[Tensor, "T H"] | None, weight: Float[Tensor, " H"], eps: float
+    x: Float[Tensor, "T H"], delta: Float[Tensor, "*parts T H"] | None, weight: Float[Tensor, " H"], eps: float
 ) -> Float[Tensor, "T H"]:
-    """Adds ``delta`` to ``x`` in place, and returns the RMS norm of the sum."""
+    """Adds ``delta``, or the sum of its parts, to ``x`` in place, and returns the RMS norm of the sum."""
     out = torch.empty_like(x)
     _norm_by(x[:, None], delta, weight, out, eps)
     return out
@@ -452,20 +452,22 @@ def add_norm(
 def _norm_by(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     T, parts, H = x.shape
     _norm[(T, parts)](
-        x, x if delta is None else delta, weight, out, eps, x.stride(0), H=H, BLOCK=triton.next_power_of_2(H),
-        ADD=delta is not None, num_warps=4,
+        x, x if delta is None else delta, weight, out, eps, x.stride(0), T * H, H=H,
+        BLOCK=triton.next_power_of_2(H), PARTS=0 if delta is None else delta.numel() // (T * H), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _norm(x, delta, weight, out, eps, stride, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _norm(x, delta, weight, out, eps, stride, part, H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * stride + tl.program_id(1) * H
     at = tl.arange(0, BLOCK)
     there = at < H
     value = tl.load(x + row + at, mask=there, other=0.0)
-    if ADD:
-        more = tl.load(delta + row + at, mask=there, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+    if PARTS > 0:
+        more = tl.load(delta + row + at, mask=there, other=0.0).to(tl.float32)
+        for i in tl.static_range(1, PARTS):
+            more += tl.load(delta + i * part + row + at, mask=there, other=0.0)
+        value = (value.to(tl.float32) + more.to(value.dtype).to(tl.float32)).to(value.dtype)
         tl.store(x + row + at, value, mask=there)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / H + eps)

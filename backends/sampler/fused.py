@@ -6,6 +6,7 @@ The host looks at rows every few steps, and never at a token. ``ExactFusedDecode
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PLACES = 32
 # The steps between two looks of the host: rows that end meanwhile keep their slots until the next look.
 STEPS = 8
+# The most rows for which halves of the last product of a layer are computed side by side.
+HALVED = 256
 
 
 class FusedLayer(NamedTuple):
@@ -125,7 +128,8 @@ class FusedDecoder(LlamaDecoder):
         key = (n, draws.temperature, draws.top_k, draws.top_p, draws.cut)
         if self._pool is not None and key not in self._graphs:
             self._graphs[key] = self._recorded(self.lanes, n, draws)
-        self.lanes.active[:n] = torch.tensor(slots + [-1] * (n - len(slots)))
+        active = torch.tensor(slots + [-1] * (n - len(slots)), pin_memory=self.device.type == "cuda")
+        self.lanes.active[:n].copy_(active, non_blocking=True)
         for _ in range(steps):
             if self._pool is None:
                 self._step(self.lanes, n, draws)
@@ -173,11 +177,23 @@ class FusedDecoder(LlamaDecoder):
             attended = self._attended(qkv, cache, layer, where)
             h = kernels.add_norm(x, product(attended.reshape(T, -1), layer.out, layer.out_bias), layer.after, eps)
             gate, up = product(h, layer.gate_up).chunk(2, -1)
-            h = kernels.add_norm(x, product(kernels.gated(gate, up), layer.down), norm, eps)
+            h = kernels.add_norm(x, self._down(kernels.gated(gate, up), layer.down), norm, eps)
         return h
 
     def _product(self, x: Float[Tensor, "T K"], weight: Tensor, bias: Tensor | None = None) -> Float[Tensor, "T N"]:
         return linear(x, weight, bias)
+
+    def _down(self, x: Float[Tensor, "T F"], weight: Float[Tensor, "H F"]) -> Float[Tensor, "*parts T H"]:
+        """Returns the last product of a layer, or two parts whose sum it is.
+
+        A few rows have too few tiles for all processors of a GPU. The library halves such products too, but adds the
+        halves by a kernel of its own, and the norm that follows can do that.
+        """
+        T, half = len(x), x.shape[-1] // 2
+        if T > HALVED or x.shape[-1] % 2 or not x.is_cuda:
+            return self._product(x, weight)
+        halves = x.view(T, 2, half).transpose(0, 1), weight.view(-1, 2, half).permute(1, 2, 0)
+        return torch.bmm(*halves, out_dtype=torch.float32)
 
     def _attended(
         self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where
@@ -236,6 +252,9 @@ class ExactFusedDecoder(FusedDecoder):
         result: Tensor = on_cuda().product(x, weight, bias)
         return result
 
+    def _down(self, x: Float[Tensor, "T F"], weight: Float[Tensor, "H F"]) -> Float[Tensor, "T H"]:
+        return self._product(x, weight)
+
     def _attended(
         self, qkv: Float[Tensor, "T heads_and_2kv dim"], cache: Tensor, layer: FusedLayer, where: Where
     ) -> Float[Tensor, "T heads dim"]:
@@ -272,14 +291,44 @@ def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> Fus
     )
 
 
+class Look(NamedTuple):
+    """Which slots are alive once the GPU gets there, while the host goes on."""
+
+    alive: Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, alive: Tensor) -> Look:
+        """Asks for it."""
+        copy = alive.to("cpu", non_blocking=True, copy=True)
+        return cls(copy, torch.cuda.current_stream(alive.device).record_event() if alive.is_cuda else None)
+
+    def read(self) -> list[bool]:
+        """Waits for it."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.alive.tolist()
+
+
 class GraphRun(Run):
-    """A run on a decoder that never asks the host; see ``Run``."""
+    """A run on a decoder that never asks the host; see ``Run``.
+
+    Args:
+        ahead: once no row waits for a slot, the GPU has the next steps before the host has looked at the last ones.
+    """
 
     def __init__(
-        self, decoder: FusedDecoder, requests: Sequence[Request], draws: Draws, slots: int, end_tokens: Set[int]
+        self,
+        decoder: FusedDecoder,
+        requests: Sequence[Request],
+        draws: Draws,
+        slots: int,
+        end_tokens: Set[int],
+        *,
+        ahead: bool,
     ) -> None:
         super().__init__(requests, draws, slots, end_tokens, decoder.device)
-        self.decoder = decoder
+        self.decoder, self.ahead = decoder, ahead
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -298,6 +347,7 @@ class GraphRun(Run):
         lanes.stops.fill_(False)
         lanes.stops[[*self.stops, self.draws.nothing]] = True
         cached_by = self.weights
+        looks: deque[Look] = deque()
         while self.unfinished:
             if cached_by != self.weights:
                 self._again(lanes)
@@ -305,10 +355,15 @@ class GraphRun(Run):
             if count := self.due():
                 self._begin(lanes, count)
             lanes.version.fill_(self.version)
-            steps = min(STEPS, max(self.last.values()) - self.step)
-            self.decoder.decode(list(self.rows), steps, self.draws)
-            self.step += steps
-            yield self._ended(lanes)
+            left = max(self.last.values()) - self.step
+            if left > 0:
+                steps = min(STEPS, left)
+                self.decoder.decode(list(self.rows), steps, self.draws)
+                self.step += steps
+                looks.append(Look.of(lanes.alive))
+            first = left > STEPS and len(looks) == 1
+            wait = first and self.ahead and self.begun == len(self.seeds)
+            yield [] if wait else self._ended(lanes, looks.popleft())
 
     def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Returns the draws of rows that have ended since the last call; see ``Answers.collect``."""
@@ -367,9 +422,9 @@ class GraphRun(Run):
         ]
         self._fill(texts, slots)
 
-    def _ended(self, lanes: Lanes) -> list[int]:
+    def _ended(self, lanes: Lanes, look: Look) -> list[int]:
         """Returns the rows that have ended, and keeps their draws."""
-        alive = lanes.alive.tolist()
+        alive = look.read()
         slots = [slot for slot in self.rows if not alive[slot]]
         if not slots:
             return []

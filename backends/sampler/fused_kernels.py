@@ -28,6 +28,8 @@ from verl_fn.backends.hf.kernels import processors
 KEYS, WARP = 16, 128
 # A row is shared by as many programs of ``step_attention`` as keep a GPU busy, so many at most.
 MOST_SPLITS = 16
+# The elements of heads, for each processor, up to which all programs run at the same time.
+RESIDENT = 1024
 
 
 @attrs.frozen(eq=False)
@@ -216,11 +218,13 @@ def step_attention(
     sums = qkv.new_empty((n, group * kv, splits, dim), dtype=torch.float32) if splits > 1 else out
     masses = qkv.new_empty((n, group * kv, splits), dtype=torch.float32) if splits > 1 else out
     block = max(16, triton.next_power_of_2(dim))
+    together = splits == 1 and n * kv * block <= RESIDENT * processors(qkv.device)
     _step_attention[(n, kv, splits)](
         qkv, cache, slots, places, lanes.sources, lanes.shared, out, sums, masses, scaling, window or 0,
         cache.stride(0), cache.stride(1), cache.shape[3], KV=kv, GROUP=group,
         MEMBERS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
-        KEYS=KEYS, WINDOWED=window is not None, SPLITS=splits, num_warps=max(1, block // WARP), num_stages=3,
+        KEYS=KEYS, TURN=together, WINDOWED=window is not None, SPLITS=splits, num_warps=max(1, block // WARP),
+        num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine[(n, group * kv)](
@@ -233,7 +237,7 @@ def step_attention(
 def _step_attention(
     qkv, cache, slots, places, sources, shared, out, sums, masses, scaling, window, c_kind, c_slot, length,
     KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr, SPLITS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, SPLITS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     # A token of no row sees no places, and its result is never read.
@@ -255,8 +259,14 @@ def _step_attention(
     top = tl.full((MEMBERS,), -float("inf"), tl.float32)
     mass = tl.zeros((MEMBERS,), tl.float32)
     total = tl.zeros((MEMBERS, BLOCK), tl.float32)
-    for start in range(first, last, KEYS):
-        n = start + tl.arange(0, KEYS)
+    # Programs that begin together read a shared prompt together, from the cache of the chip, while its memory idles.
+    # So half of the heads begin at the end.
+    blocks = tl.cdiv(tl.maximum(last - first, 0), KEYS)
+    for i in range(blocks):
+        block = i
+        if TURN:
+            block = tl.where(head % 2 == 1, blocks - 1 - i, i)
+        n = first + block * KEYS + tl.arange(0, KEYS)
         there = (n < last)[:, None] & (d < DIM)[None, :]
         at_keys = base + (tl.where(n < border, other, own) + n * DIM)[:, None] + d[None, :]
         keys = tl.load(at_keys, mask=there, other=0.0)

@@ -221,7 +221,7 @@ def check_draws(device="cpu", vocab=9001):
     inf = float("inf")
     logits[0, : kernels.BLOCK], logits[1, kernels.BLOCK + 9 :], logits[2, :-1] = -inf, -inf, -inf
     logits[3, 100], logits[4, -1], logits[5] = float("nan"), inf, -inf
-    u[6], u[7] = 0.0, 1 - 2**-53
+    u[6], u[7], logits[6:8, [0, -1]] = 0.0, 1 - 2**-53, 9.0
     for temperature in (1.0, 0.7):
         draws = Draws(Sampling(1, temperature=temperature), vocab, 1e-5)
         tokens = draws.draw(logits.clone(), u[:, None])
@@ -231,6 +231,39 @@ def check_draws(device="cpu", vocab=9001):
         drawn = tokens < vocab
         torch.testing.assert_close(found[1].cpu()[drawn], log_probs[drawn], atol=4e-6, rtol=0)
         assert found[2].cpu()[drawn].tolist() == near[drawn].tolist()
+
+
+def check_step_attention(window):
+    """Rows of several blocks of keys, whose first places may lie in another slot; all heads see all of them."""
+    from verl_fn.backends.sampler import fused_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 8, 16, generator=generator)
+    cache = torch.randn(2, 3, 2, 48, 16, generator=generator)
+    lanes = fused_kernels.Lanes.of(3, 48, 4, torch.device("cpu"))
+    lanes = attrs.evolve(lanes, sources=torch.tensor([0, 0, 2]), shared=torch.tensor([9, 20, 0]))
+    slots, places = torch.tensor([0, 1, 2]), torch.tensor([47, 37, 2])
+    found = fused_kernels.step_attention(qkv, cache, slots, places, lanes, 0.25, window)
+    read = cache.clone()
+    read[:, 1, :, :20] = cache[:, 0, :, :20]
+    for row, place in enumerate(places.tolist()):
+        first = 0 if window is None else max(0, place + 1 - window)
+        keys, values = read[:, row, :, first : place + 1]
+        scores = 0.25 * torch.einsum("kgd,kpd->kgp", qkv[row, :4].view(2, 2, 16), keys)
+        expected = torch.einsum("kgp,kpd->kgd", scores.softmax(-1), values).reshape(4, 16)
+        torch.testing.assert_close(found[row], expected, atol=1e-6, rtol=0)
+
+
+def check_norms():
+    """Parts of a product count as their sum, which is rounded once."""
+    from verl_fn.backends.hf import kernels
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, *parts = (torch.randn(n, 24, generator=generator) for n in (5, 1, 5, 5))
+    whole, expected = x.half(), x.half()
+    found = kernels.add_norm(whole, torch.stack(parts), weight[0].half(), 1e-6)
+    assert torch.equal(found, kernels.add_norm(expected, sum(parts).half(), weight[0].half(), 1e-6))
+    assert torch.equal(whole, expected) and not torch.equal(whole, x.half())
 
 
 def check_activations(folder):
@@ -363,9 +396,11 @@ if __name__ == "__main__":
     WAYS["stops"] = Sampling(max_tokens=6, n=2, stop_token_ids=(5, 6))
     for window in (None, 20):
         check_exact_attention(window)
+        check_step_attention(window)
     with pytest.MonkeyPatch.context() as patch:
         check_products(patch)
     check_draws()
+    check_norms()
     with tempfile.TemporaryDirectory() as root:
         folder, params = made(Path(root), "mistral", num_hidden_layers=1)
         check(folder, params, fused_on_cpu(folder, params), ["cut", "stops"])
