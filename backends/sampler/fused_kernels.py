@@ -107,6 +107,33 @@ def lanes_for(rows: int) -> int:
     return max(8, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 128) * 128
 
 
+def begin(
+    lanes: Lanes, slots: Int[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Float64[Tensor, " n"]]:
+    """Returns of each slot the last token, its place, or -1 if its row has ended, and the number of the next draw."""
+    n = len(slots)
+    tokens, places, u = torch.empty_like(slots), torch.empty_like(slots), lanes.uniforms.new_empty(n)
+    _begin[(triton.cdiv(n, 128),)](
+        slots, lanes.tokens, lanes.places, lanes.alive, lanes.uniforms, tokens, places, u, n, lanes.uniforms.shape[1],
+        BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return tokens, places, u
+
+
+@triton.jit(do_not_specialize=["n", "length"])
+def _begin(
+    slots, l_tokens, l_places, l_alive, l_uniforms, tokens, places, u, n, length, BLOCK: tl.constexpr
+):  # fmt: skip
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + lane, mask=lane < n, other=-1)
+    live = slot >= 0
+    live = live & (tl.load(l_alive + slot, mask=live, other=0) != 0)
+    place = tl.load(l_places + slot, mask=live, other=-1)
+    tl.store(tokens + lane, tl.load(l_tokens + slot, mask=live, other=0), mask=lane < n)
+    tl.store(places + lane, place, mask=lane < n)
+    tl.store(u + lane, tl.load(l_uniforms + slot * length + place, mask=live, other=0.0), mask=lane < n)
+
+
 def rotate_and_store(
     qkv: Float[Tensor, "T heads_and_2kv dim"],
     cache: Float[Tensor, "2 slots kv places dim"],
