@@ -154,6 +154,12 @@ def test_a_number_is_finite(value):
             load(overrides=["algorithm.name=grpo", "rollout.n=2", f"{key}={words}"])
 
 
+@pytest.mark.parametrize("evaluations", [[], ["trainer.test_freq=-1"], ["trainer.test_freq=0"]])
+def test_a_goal_needs_evaluations_during_the_run(evaluations):
+    with pytest.raises(ConfigError, match=r"trainer.stop_at needs evaluations during the run; set trainer.test_freq"):
+        load(overrides=["trainer.stop_at=0.9", *evaluations])
+
+
 def test_a_goal_for_the_reward_may_be_any_number():
     assert load(overrides=["trainer.stop_at=7", "trainer.stop_metric=reward", "trainer.test_freq=1"])
     with pytest.raises(ConfigError, match=r"trainer.stop_at is 7.0, but acc is a share from 0 to 1"):

@@ -279,7 +279,9 @@ def test_squares_are_drawn_from_a_seed(tmp_path):
     assert prepare_squares(tmp_path / "a") == {"train": 4000, "test": 200}
     prepare_squares(tmp_path / "b", seed=1)
     rows = {name: pq.read_table(tmp_path / name / "test.parquet").to_pylist() for name in ("a", "b")}
-    assert rows["a"] != rows["b"] and len({one["images"][0]["bytes"] for one in rows["a"]}) == 200
+    trained = pq.read_table(tmp_path / "a" / "train.parquet").to_pylist()
+    pictures = [one["images"][0]["bytes"] for one in (*trained, *rows["a"])]
+    assert rows["a"] != rows["b"] and len(set(pictures)) == len(pictures) == 4200
     said = {one["reward_model"]["ground_truth"] for one in rows["a"]}
     assert {"red", "green", "blue", "yellow", *"0123456789"} == said and set("".join(said)) <= set(ALPHABET)
     for one in rows["a"]:

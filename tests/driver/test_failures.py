@@ -14,6 +14,7 @@ from ray_ranks import start_ranks
 
 from verl_fn.driver import cluster
 from verl_fn.driver.cluster import Watch, ask
+from verl_fn.driver.group import Member, Placement
 from verl_fn.driver.host import Heartbeat, Host
 from verl_fn.driver.processes import runs
 from verl_fn.driver.ranks import ActorDied, ActorHangs
@@ -113,6 +114,34 @@ def test_ranks_hang_only_in_a_call():
         watch._heartbeats = dict.fromkeys(members, Heartbeat(busy, 3, 3, traceback.StackSummary()))
         still = [watch._stands_still(members, now, engine=False) for now in (0.0, 4.0, 6.0)]
         assert still == [False, False, busy]
+
+
+def at(filename, collectives):
+    """A rank in a call of the driver that has started so many collectives and is in a line of a file."""
+    stack = traceback.StackSummary.from_list([(filename, 7, "fn", "line")])
+    return Heartbeat(True, 3, collectives, stack)
+
+
+WAITING = f"{cluster.TORCH}/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("progress", "suspect"),
+    [
+        # All wait: one of them has not come to the collective that the others are in.
+        ([at(WAITING, 3), at(WAITING, 5), at(WAITING, 4)], 0),
+        ([at(WAITING, 5), at(WAITING, 3), at(WAITING, 4)], 1),
+        # Others wait for a rank that is in none, even if it has come further.
+        ([at(WAITING, 3), at(WAITING, 3), at("loss.py", 4)], 2),
+        ([at(WAITING, 1), at("loss.py", 4), at("loss.py", 3)], 2),
+        ([at(WAITING, 1), None, at("loss.py", 2)], 1),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_suspected(progress, suspect, monkeypatch):
+    members = [Member(f"rank {i}", None, None, 10 + i, "", (), Placement(i)) for i in range(3)]
+    monkeypatch.setattr(cluster, "progress_of", lambda asked: dict(zip(asked, progress, strict=True)))
+    error = Watch(5.0)._hanging("trainer", tuple(members))
+    assert error.member is members[suspect] and str(error).startswith(f"rank {suspect} (pid {10 + suspect}) hangs")
 
 
 class NoRoute(Host):

@@ -1,5 +1,6 @@
 """Runs whose policy talks to an environment: metrics, resume and replay."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from run_configs import TINY
 
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.environments.processes import EnvError
+from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
@@ -50,6 +52,9 @@ def test_a_run_ends_resumes_and_replays_bitwise(name, chatty, tmp_path):
     assert any(row["env/turns/mean"] > 1 for row in steps) and any(row["env/ended/done"] for row in steps)
     assert any(row["rollout/rows_dropped/env_crashed"] for row in steps)
     assert "val-core/reverse/acc/mean@1" in rows[0]
+    masks = [mask.tolist() for batch in read_samples(tmp_path / "whole", 1) for mask in batch.rows("response_mask")]
+    replies = [len(list(tokens)) for mask in masks for drawn, tokens in itertools.groupby(mask) if drawn]
+    assert max(replies) == 16, "env.max_turn_length"
     assert (max(row["critic/score/max"] for row in steps) > 10) == (name == "Compared"), "its group has scored"
 
 

@@ -172,9 +172,10 @@ def test_no_folder_keeps_replies_in_memory(server, tmp_path):
 
 
 def test_settings_are_checked():
+    secrets = ("me:secret@host/v1", "secret@host", ":secret@host", "host?key=secret", "host#secret")
     wrong = {
         "reward.url=localhost:8000": "must be an address such as http://localhost:8000/v1",
-        "reward.url=http://me:secret@host/v1": "must have no user, password or query",
+        **{f"reward.url=http://{place}": "must have no user, password or query" for place in secrets},
         "reward.prompt=grade": r"must contain \{response\}",
         "reward.pattern=(": "is no regular expression",
         "reward.pattern=Score": "must have a group around the number",

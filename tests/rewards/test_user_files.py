@@ -1,5 +1,6 @@
 """Files of the user: of one name in several folders, with neighbours, and in the processes that their code starts."""
 
+import importlib.util
 import pickle
 import shutil
 import subprocess
@@ -75,6 +76,17 @@ def test_a_file_is_imported_once_until_it_changes(tmp_path):
     assert load_object(f"{file.parent}/../a/reward.py:made", "key") is first
     file.write_text("made = [1]\n")
     assert load_object(f"{file}:made", "key") == [1]
+
+
+def test_neighbours_of_a_file_are_found_and_hide_no_library(tmp_path, monkeypatch):
+    libraries = folder(tmp_path / "libraries", 1.0, "", "library_of_others.py")
+    file = folder(tmp_path / "mine", 1.0, "made = []\n")
+    for name in ("library_of_others.py", "neighbour_of_mine.py"):
+        (file.parent / name).touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(libraries.parent)])
+    assert load_object(f"{file}:made", "key") == []
+    found = [importlib.util.find_spec(name).origin for name in ("library_of_others", "neighbour_of_mine")]
+    assert found == [str(libraries), str(file.parent / "neighbour_of_mine.py")]
 
 
 def test_packages_around_a_file_give_it_their_modules_and_do_not_run(tmp_path):

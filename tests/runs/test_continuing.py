@@ -15,7 +15,7 @@ from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import RunError, continuing, history
 from verl_fn.runs.check_run import check_run
-from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.checkpoints import checkpoints, saved_step
 from verl_fn.runs.continuing import changes
 from verl_fn.runs.folder import Run
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
@@ -204,14 +204,26 @@ def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):
         train(plan(tiny, copy, *more), SILENT)
 
 
-@pytest.mark.parametrize(("kept", "lost"), [(2, "step 2 is"), (1, "steps 1 to 2 are"), (0, "steps 1 to 2 are")])
+def test_saves_and_evaluations_count_from_the_beginning_of_the_run(tiny, copy):
+    """The run was continued after step 2, between two multiples."""
+    every = ("trainer.save_freq=3", "trainer.test_freq=3", "trainer.max_ckpt_to_keep=9")
+    said(tiny, copy, "trainer.total_training_steps=5", *every)
+    assert [saved_step(one) for one in checkpoints(copy / "a")][:3] == [5, 3, 2]
+    evaluated = [row["step"] for row in read_metrics(copy / "a") if any(name.startswith("val-") for name in row)]
+    assert evaluated == [0, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("kept", "lost"), [(3, None), (2, "step 2 is"), (1, "steps 1 to 2 are"), (0, "steps 1 to 2 are")]
+)
 def test_lost_lines_of_the_log_are_reported(tiny, copy, kept, lost):
     file = copy / "a/metrics.jsonl"
     file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:kept]))
     if not kept:
         file.unlink()
     lines = said(tiny, copy, "trainer.total_training_steps=3")
-    assert any(f"has lost lines: {lost} in the checkpoint step_2" in line for line in lines)
+    told = [line.partition("has lost lines: ")[2] for line in lines if "has lost lines" in line]
+    assert told == ([] if lost is None else [f"{lost} in the checkpoint step_2, but not in the log"])
     assert read_metrics(copy / "a")[-1]["step"] == 3
 
 

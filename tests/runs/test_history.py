@@ -133,6 +133,18 @@ def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, 
     assert made_with() == [0.1, 0.1, *[0.3] * 5]
 
 
+def test_every_file_of_data_is_an_input(tiny, tmp_path):
+    files = {part: [tmp_path / f"{part}{i}.jsonl" for i in (0, 1)] for part in ("train", "val")}
+    for file in (*files["train"], *files["val"]):
+        file.write_text("a\n")
+    given = [f"data.{part}_files={json.dumps([str(file) for file in files[part]])}" for part in files]
+    made = tiny_run(tiny, tmp_path / "run", *given)
+    for file in (*files["train"], *files["val"]):
+        before = fingerprints(made)
+        file.write_text("b\n")
+        assert changed_inputs(before, fingerprints(made)) == [f"another content of {file}"]
+
+
 def test_files_that_make_tokens_of_text_are_inputs(tiny, tmp_path):
     names = {
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",

@@ -106,6 +106,11 @@ def test_exports_of_a_run(run, model, tmp_path, capsys):  # noqa: F811
         before, merged = base(input_ids=ids).logits, load(tmp_path / "merged")(input_ids=ids).logits
         adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits
     assert (adapted - merged).abs().max() < 1e-5 and (adapted - before).abs().max() > 1e-3
+    for kind in ([], ["--adapter"]):
+        out = tmp_path / f"half{len(kind)}"
+        assert main(["export", str(run), str(out), *kind, "--dtype", "bfloat16"]) == 0
+        tensors = [tensor for file in out.glob("*.safetensors") for tensor in load_file(file).values()]
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     capsys.readouterr()
     assert main(["export", str(model), str(tmp_path / "none"), "--adapter"]) == 2
     assert "has no adapters" in capsys.readouterr().err
