@@ -103,6 +103,15 @@ def test_a_states_own_buffers_decide(ranks, known, tmp_path, options):
         assert worst <= 1e-5 and different > 1e-2
 
 
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (2, {"tp": 2, "sp": True})], ids=str)
+def test_experts_of_padded_rows_are_recorded_and_replayed(ranks, known, size, options):
+    """The routers of a table see the first tokens of all rows, then the second ones, and so on."""
+    folder, batch, _ = known("qwen3_next")
+    found = ranks(size).run("megatron_cases.routes_in_a_table", folder, options, batch)
+    for different, error, change in found:
+        assert different == 0 and error <= 1e-4 and change > 1e-2
+
+
 def test_ranks_cannot_share_padded_rows(ranks, known):
     folder, *_ = known("qwen3_5_text")
     for error in ranks(2).run("megatron_cases.refused_with_transformer_engine", folder, {"cp": 2}):
