@@ -38,7 +38,7 @@ LAYOUTS = [
     ("deepseek_v3", {"ep": 2}),
     ("deepseek_v3", {"pp": 2}),
     ("qwen3_next", {"tp": 2, "sp": True}),
-    ("qwen3_5_text", {"tp": 2, "sp": True}),
+    ("qwen3_5_text", {"tp": 2}),
     ("gemma2", {"tp": 2, "sp": True}),
     ("glm4_moe", {"tp": 2, "sp": True}),
 ]
