@@ -403,7 +403,7 @@ def conversations(batch: Batch) -> tuple[Tensor, Tensor]:
     Without the field ``conversation``, each row is one.
 
     Example:
-        >>> rows = {"group": [4, 4, 4, 9], "conversation": [0, 0, 1, 0]}
+        >>> rows = {"group": [4, 4, 9, 9], "conversation": [0, 0, 0, 1]}
         >>> [t.tolist() for t in conversations(Batch.from_rows([[1]] * 4, per_row=rows))]
         [[0, 0, 1, 2], [1, 2, 3]]
     """

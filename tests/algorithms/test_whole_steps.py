@@ -557,9 +557,9 @@ def judge_some(answers):
 
 IMPORTANCE = {
     "token": (["rollout_is_threshold=1.1", "rollout_is_threshold_lower=0.9"], lambda r: r.clamp(0.9, 1.1)),
-    "sequence": (["rollout_is_threshold=1.2"], lambda r: r.prod().clamp(0.0, 1.2).expand(len(r))),
-    "geometric": (["rollout_is_threshold=1.04", "rollout_is_threshold_lower=0.95", "rollout_is_outside=mask"],
-                  lambda r: within(r.log().mean().exp(), 0.95, 1.04).expand(len(r))),
+    "sequence": (["rollout_is_threshold=1.0"], lambda r: r.prod().clamp(0.0, 1.0).expand(len(r))),
+    "geometric": (["rollout_is_threshold=1.0", "rollout_is_threshold_lower=0.97", "rollout_is_outside=mask"],
+                  lambda r: within(r.log().mean().exp(), 0.97, 1.0).expand(len(r))),
 }  # fmt: skip
 
 
@@ -583,6 +583,8 @@ def test_importance_weights(estimator, level, steps):
     distributions = [d.detach() for d in run.models["actor"].distributions(rows, HEAT)]
     drawn = [t[row.start :].double() for t, row in zip(batch.rows("rollout_log_probs"), rows, strict=True)]
     weights = [weigh((paper.drawn(d, row) - q).exp()) for d, row, q in zip(distributions, rows, drawn, strict=True)]
+    values, counts = torch.cat(weights).round(decimals=9).unique(return_counts=True)
+    assert len(values) > 3 and counts.max() > LONGEST, "the bounds act on some rows and not on others"
     orders = run.learn()
     if estimator == "grpo":
         advantages = paper.in_groups(paper.standardized, score_rewards(rows), rows)

@@ -86,6 +86,25 @@ def test_weights_of_files_count_the_rows_that_are_left(tmp_path):
         file_data(attrs.evolve(table, filter_overlong_prompts=False, max_prompt_length=4), char_tokenizer("a"))
 
 
+@pytest.mark.parametrize("long", ["filter_overlong_prompts=true", "truncation=left", "truncation=right"])
+def test_each_row_is_drawn_in_the_share_of_its_own_file(tmp_path, long):
+    """Whether long prompts are left out or cut; ``one`` begins with a long one, and ``two`` ends with one."""
+    lengths = {"one": [9, 1, 2], "two": [3, 4, 8, 5, 9]}
+    files = [write(tmp_path / f"{name}.jsonl", name, of) for name, of in lengths.items()]
+    settings = ["data.weights=[1, 2]", f"data.{long}", "data.max_prompt_length=7", "data.shuffle=false"]
+    data = file_data(
+        load(overrides=[*settings, f"data.train_files={json.dumps(files)}"]).data, char_tokenizer("a"), [].append
+    )
+    kept = {name: [n for n in of if n <= 7 or "truncation" in long] for name, of in lengths.items()}
+    assert data.sizes == tuple(len(of) for of in kept.values()) and len(data.training) == sum(data.sizes)
+    drawn = data.train(KEY, 0, 60)
+    for name, of in kept.items():
+        found = [len(problem.prompt) for problem in drawn if problem.data_source == name]
+        assert found == (of * 60)[: len(found)] and len(found) > 2 * len(of)
+    of_files = [problem.data_source == "two" for problem in drawn]
+    assert of_files == [file == 1 for file, _ in turns(KEY.fold_in("files"), 0, 60, (1.0, 2.0))]
+
+
 def test_as_many_weights_as_files_are_needed_and_an_evaluation_needs_neither():
     files = 'data.train_files=["a.jsonl", "b.jsonl"]'
     with pytest.raises(ConfigError, match=r"data\.weights has 3 values for the 2 sources of data\.train_files"):

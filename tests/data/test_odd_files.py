@@ -49,8 +49,8 @@ COLUMNS = {
     "infinite": ([pa.float32(), pa.float64()], [1.0, -float("inf")], REFUSED),
     "decimal": (
         [pa.decimal128(38, 18), pa.decimal256(60, 18)],
-        [Decimal("700.00"), Decimal("0.10"), Decimal("12345678901234567890.000000000000000001")],
-        ["700", "0.1", "12345678901234567890.000000000000000001"],
+        [Decimal("700.00"), Decimal("0.10"), Decimal(0), Decimal("12345678901234567890.000000000000000001")],
+        ["700", "0.1", "0", "12345678901234567890.000000000000000001"],
     ),
     "boolean": ([pa.bool_()], [True, False], ["true", "false"]),
     "list": ([pa.list_(pa.float64()), pa.large_list(pa.float64())], [[3.0, 5.5], []], ["[3, 5.5]", "[]"]),

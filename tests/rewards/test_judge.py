@@ -26,8 +26,9 @@ def answers(*texts):
     return [Answer(Problem(f"q{i}", "4", id=i, data_source="mine"), text) for i, text in enumerate(texts)]
 
 
-def ask(server, folder=None, *, offline=False, default=0.0, prompt="{prompt} {ground_truth} R={response}", **options):
-    question = Question("judge-1", prompt, PATTERN, default)
+def ask(server, folder=None, *, offline=False, default=0.0, prompt="{prompt} {ground_truth} R={response}",
+        model="judge-1", **options):  # fmt: skip
+    question = Question(model, prompt, PATTERN, default)
     return Judge(server.url, question, Replies(folder, offline=offline), **{"timeout": 5.0, **options})
 
 
@@ -55,6 +56,18 @@ def test_equal_questions_are_asked_once_and_never_again(server, tmp_path):
     assert scores(again, "abcd") == [4.0] and len(server.seen) == 3
     server.close()
     assert scores(ask(server, tmp_path, prompt="R={response}", offline=True), "abcd", "ab") == [4.0, 2.0]
+
+
+def test_replies_that_are_kept_are_those_of_one_model_to_one_question_wherever_it_is_served(server, tmp_path):
+    server.reply = lambda body: f"Score: {len(body['model'])}"
+    assert scores(ask(server, tmp_path, model="ab"), "r") == [2.0]
+    assert scores(ask(server, tmp_path, model="abc"), "r") == [3.0] and len(server.seen) == 2
+    assert scores(ask(server, tmp_path, model="abc", prompt="Grade R={response}"), "r") == [3.0]
+    assert len(server.seen) == 3
+    with serving() as elsewhere:
+        for model, score in (("ab", 2.0), ("abc", 3.0)):
+            assert scores(ask(elsewhere, tmp_path, model=model), "r") == [score] and not elsewhere.seen
+            assert scores(ask(server, tmp_path, model=model, offline=True), "r") == [score]
 
 
 def test_without_the_network_a_missing_reply_is_an_error(server, tmp_path):

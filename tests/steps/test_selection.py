@@ -1,5 +1,7 @@
 """Tokens that are selected over the whole update batch: which they are, and that neither order nor splits matter."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,22 @@ def test_clip_cov_draws_among_the_candidates(masks, seed):
     few = selected(masks, select_clip_cov(batch, logprobs, Key.from_seed(seed), clip_cov_ratio=0.2, **WIDE))
     assert few.sum() == min(max(1, int(0.2 * len(values))), candidates.sum())
     assert not (few & ~candidates).any()
+
+
+def test_a_share_is_one_of_the_response_tokens():
+    """It is a share neither of the candidates, nor of the tokens with the prompts, nor of each row."""
+    masks = [[0] * 30 + [1] * 25, [1] * 7, [0] * 4 + [1] * 18]
+    batch, _ = pack(masks, 3, *FIELDS)
+    logprobs, entropy = batch["logprobs"], batch["entropy"]
+    draw = functools.partial(select_clip_cov, batch, logprobs, clip_cov_lb=0.1, clip_cov_ub=9.0)
+    assert 6 < draw(Key.from_seed(0), clip_cov_ratio=1.0)["cov_selected"].sum() < 25
+    for share, count in ((0.12, 6), (0.0002, 1), (0.118, 5)):
+        for found in (
+            draw(Key.from_seed(1), clip_cov_ratio=share)["cov_selected"],
+            select_kl_cov(batch, logprobs, kl_cov_ratio=share)["cov_selected"],
+            select_high_entropy(batch, entropy, top_entropy_quantile=share)["high_entropy"],
+        ):
+            assert found.sum() == count and found[batch["response_mask"] == 0].sum() == 0
 
 
 @ragged

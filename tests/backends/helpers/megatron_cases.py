@@ -598,19 +598,46 @@ def family(folder, options):
     return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())
 
 
-def with_layers_of_transformer_engine(folder, options, batch):
-    """What Megatron computes with layers of transformer-engine's classes, of which there is a stand-in."""
+def of_transformer_engine(folder, options):
+    """Megatron with layers of transformer-engine's classes, of which there is a stand-in."""
     transformer_engine_on_cpu.install()
-    cuts = max(256, batch.num_tokens) if options.get("pp", 1) == 1 else 20
     kernels = dict.fromkeys(transformer_engine_on_cpu.KERNELS, False)
-    backend = Megatron(folder, sgd(0.0), max_tokens=cuts, device="cpu", provider=kernels, **options)
-    return families.computed(backend, batch)
+    return Megatron(folder, sgd(0.0), device="cpu", provider=kernels, **options)
+
+
+def with_layers_of_transformer_engine(folder, options, batch):
+    """What that computes."""
+    cuts = max(256, batch.num_tokens) if options.get("pp", 1) == 1 else 20
+    return families.computed(of_transformer_engine(folder, {"max_tokens": cuts, **options}), batch)
+
+
+def routes_in_a_table(folder, options, batch):
+    """What routers record and replay for rows in one table, beside the same rows one by one.
+
+    Returns:
+        How many experts of a recording differ, the largest difference of a log-probability if random experts are
+        replayed, and the largest change of one by the replay.
+    """
+    backend = of_transformer_engine(folder, {"max_tokens": 256, "router_replay": True, **options})
+    params = backend.load_pretrained().params
+    needs = ("logprobs", "routed_experts")
+
+    def one_by_one(batch):
+        outputs = [backend.forward(params, batch.take([i]), needs).by_name for i in range(len(batch))]
+        return [torch.cat([found[name] for found in outputs]) for name in needs]
+
+    free, (_, recorded) = backend.forward(params, batch, needs), one_by_one(batch)
+    experts = backend._built().routers.experts
+    drawn = torch.rand(*recorded.shape[:-1], experts, generator=KEY.generator()).topk(recorded.shape[-1]).indices
+    batch = batch.with_tokens(routed_experts=drawn.to(recorded.dtype))
+    replayed, (expected, again) = backend.forward(params, batch, needs), one_by_one(batch)
+    assert all(torch.equal(found, batch["routed_experts"]) for found in (replayed.routed_experts, again))
+    changes = [(replayed.logprobs - other).abs().max() for other in (expected, free.logprobs)]
+    return int((free.routed_experts != recorded).sum()), *map(float, changes)
 
 
 def refused_with_transformer_engine(folder, options):
-    transformer_engine_on_cpu.install()
-    kernels = dict.fromkeys(transformer_engine_on_cpu.KERNELS, False)
-    return error_of(lambda: Megatron(folder, sgd(0.0), device="cpu", provider=kernels, **options).init(KEY))
+    return error_of(lambda: of_transformer_engine(folder, options).init(KEY))
 
 
 def beside_a_loop(folder, sizes):
