@@ -152,8 +152,9 @@ def _warm_up(listener, place, also):
         runpy.run_path(also)
     # A thread that was joined has ended for Python, and takes a moment more to end for the system.
     deadline = time.monotonic() + 30
-    while len(os.listdir("/proc/self/task")) > 1:
-        assert time.monotonic() < deadline, "a process with several threads cannot be forked"
+    while len(threads := list(Path("/proc/self/task").iterdir())) > 1:
+        named = [thread.joinpath("comm").read_text().strip() for thread in threads if time.monotonic() > deadline]
+        assert not named, f"a process with several threads cannot be forked: {', '.join(named)}"
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
