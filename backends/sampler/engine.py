@@ -190,9 +190,7 @@ class Sampler(Serving):
         kernel = on_cuda().draw if self.device.type == "cuda" or isinstance(self.decoder, FusedDecoder) else None
         draws = Draws(sampling, self.decoder.vocab, NOISE[self.dtype], log_probs, kernel)
         if isinstance(self.decoder, FusedDecoder):
-            # Weights that arrive in flight are met after the next steps, not later.
-            ahead = not self.capabilities.versions_per_token
-            run: GraphRun | _Run = GraphRun(self.decoder, requests, draws, self.slots, self.end_tokens, ahead=ahead)
+            run: GraphRun | _Run = GraphRun(self.decoder, requests, draws, self.slots, self.end_tokens)
         else:
             run = _Run(self, requests, draws)
         answers = Answers(requests)

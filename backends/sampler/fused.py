@@ -6,7 +6,6 @@ The host looks at rows every few steps, and never at a token. ``ExactFusedDecode
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -312,24 +311,13 @@ class Look(NamedTuple):
 
 
 class GraphRun(Run):
-    """A run on a decoder that never asks the host; see ``Run``.
-
-    Args:
-        ahead: once no row waits for a slot, the GPU has the next steps before the host has looked at the last ones.
-    """
+    """A run on a decoder that never asks the host; see ``Run``."""
 
     def __init__(
-        self,
-        decoder: FusedDecoder,
-        requests: Sequence[Request],
-        draws: Draws,
-        slots: int,
-        end_tokens: Set[int],
-        *,
-        ahead: bool,
+        self, decoder: FusedDecoder, requests: Sequence[Request], draws: Draws, slots: int, end_tokens: Set[int]
     ) -> None:
         super().__init__(requests, draws, slots, end_tokens, decoder.device)
-        self.decoder, self.ahead = decoder, ahead
+        self.decoder = decoder
         # Of the rows that are decoded, by slot: the row, and the step of its last draw.
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -348,7 +336,6 @@ class GraphRun(Run):
         lanes.stops.fill_(False)
         lanes.stops[[*self.stops, self.draws.nothing]] = True
         cached_by = self.weights
-        looks: deque[Look] = deque()
         while self.unfinished:
             if cached_by != self.weights:
                 self._again(lanes)
@@ -356,15 +343,15 @@ class GraphRun(Run):
             if count := self.due():
                 self._begin(lanes, count)
             lanes.version.fill_(self.version)
-            left = max(self.last.values()) - self.step
-            if left > 0:
-                steps = min(STEPS, left)
-                self.decoder.decode(list(self.rows), steps, self.draws)
-                self.step += steps
-                looks.append(Look.of(lanes.alive))
-            first = left > STEPS and len(looks) == 1
-            wait = first and self.ahead and self.begun == len(self.seeds)
-            yield [] if wait else self._ended(lanes, looks.popleft())
+            slots, left = list(self.rows), max(self.last.values()) - self.step
+            # The GPU has a step left while the host looks, but for the last look: then all rows have ended.
+            late = int(left > STEPS)
+            steps = min(STEPS, left)
+            self.decoder.decode(slots, steps - late, self.draws)
+            look = Look.of(lanes.alive)
+            self.decoder.decode(slots, late, self.draws)
+            self.step += steps
+            yield self._ended(lanes, look)
 
     def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Returns the draws of rows that have ended since the last call; see ``Answers.collect``."""
