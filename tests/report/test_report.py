@@ -261,6 +261,20 @@ def test_answers_stand_side_by_side_at_the_last_common_evaluation(tmp_path):
     assert found.cells[at : at + 4] == ["ab>", "ba", "a2✓ right reward 1", "b2✗ wrong reward 0, cut off"]
 
 
+def test_the_evaluation_before_training_compares_no_runs(tmp_path):
+    runs = [
+        write(tmp_path / name, brief(last), [answer(s, response=f"{name}{s}") for s in (0, last)])
+        for name, last in (("a", 4), ("b", 3))
+    ]
+    text, found = page(report(runs, tmp_path / "page.html"))
+    assert "At each run's last evaluation, as they share no later step" in unescape(text)
+    at = found.cells.index("ab>")
+    assert found.cells[at : at + 4] == ["ab>", "ba", "a4✓ right reward 1", "b3✓ right reward 1"]
+    # Of runs that were evaluated before training only, it is all there is.
+    runs = [write(tmp_path / f"{name}0", brief(1), [answer(0, response=name)]) for name in "cd"]
+    assert "At step 0." in page(report(runs, tmp_path / "page.html"))[0]
+
+
 def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
     asked = [answer(s, response=f"{name}{s}", answer=name) for s in (0, 4) for name in ("one", "two")]
     text, found = page(report([write(tmp_path / "a", brief(4), asked)], tmp_path / "page.html"))

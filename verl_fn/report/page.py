@@ -389,6 +389,9 @@ def _samples(runs: Sequence[RunRecord]) -> str:
 def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
     """Shows the answers of runs with the same prompts side by side; ``alone`` if this is the only such group."""
     common = set.intersection(*(set(run.answers) for run in logged))
+    if any(max(run.answers) for run in logged):
+        # Answers from before training compare no runs.
+        common.discard(0)
     last = {run.label: max(common or run.answers) for run in logged}
     prompts = list(dict.fromkeys(key for run in logged for key in run.answers[last[run.label]]))
     one_step = common and alone
@@ -399,7 +402,7 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
         known = next(answer for answer in answers if answer)
         cells = "".join(map(_answer, answers))
         rows.append(f"<td>{_prompt(known)}</td><td>{_block(known['answer'])}</td>{cells}")
-    when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
+    when = f"At step {max(common):,}" if common else "At each run's last evaluation, as they share no later step"
     if common and any(max(run.answers) > max(common) for run in logged):
         when += ", the last evaluation that all of them have"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
