@@ -66,29 +66,41 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     Raises:
         ConfigError: ``policy_loss`` refers to an object that is not a ``Loss``.
     """
-    if is_reference(options.policy_loss):
-        loss = load_object(options.policy_loss, "algorithm.policy_loss")
-        if options.policy_loss_kwargs or (not isinstance(loss, Loss) and takes(loss, (), {})):
-            loss = _made(loss, options.policy_loss, options.policy_loss_kwargs)
-        if not isinstance(loss, Loss):
-            raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
-                "decorate a function of outputs and batch with @verl_fn.steps.loss(needs=[...]), or set "
-                "algorithm.policy_loss_kwargs to the options of a function that makes a loss"
-            )
-        if loss.together is not None:
-            raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
-                "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
-            )
-        loss = _measured(loss)
-    else:
-        loss = _built_in_loss(options)
+    loss = _measured(own_loss(options)) if is_reference(options.policy_loss) else _built_in_loss(options)
     if options.use_kl_loss:
         loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
         loss = loss - options.entropy_coeff * entropy(options.entropy_cap)
     return loss
+
+
+def own_loss(options: PolicyOptimization) -> Loss:
+    """Returns the loss of the user that ``policy_loss`` refers to, as it is.
+
+    Raises:
+        ConfigError: it refers to an object that is not a ``Loss``, or one that minibatches do not suit.
+    """
+    loss = load_object(options.policy_loss, "algorithm.policy_loss")
+    if options.policy_loss_kwargs or (not isinstance(loss, Loss) and takes(loss, (), {})):
+        loss = _made(loss, options.policy_loss, options.policy_loss_kwargs)
+    if not isinstance(loss, Loss):
+        raise ConfigError(
+            f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
+            "decorate a function of outputs and batch with @verl_fn.steps.loss(needs=[...]), or set "
+            "algorithm.policy_loss_kwargs to the options of a function that makes a loss"
+        )
+    if loss.together is not None:
+        raise ConfigError(
+            f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
+            "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
+        )
+    return loss
+
+
+def averages_rows(options: Any) -> bool:
+    """Returns whether the loss is one of the user that has no values of tokens, so that none are averaged."""
+    own = isinstance(options, PolicyOptimization) and is_reference(options.policy_loss)
+    return own and policy_loss(options).levels == {"row"}
 
 
 def _measured(loss: Loss) -> Loss:

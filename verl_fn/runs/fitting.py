@@ -280,7 +280,7 @@ def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
     offload: Settings = ("actor.fsdp_config.offload_policy=true",)
     wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16" and not begun)
-    splits = ("tensor_model_parallel_size", *SPLITS)
+    splits: Settings = ("tensor_model_parallel_size", *SPLITS)
     if actor.strategy != "megatron":
         splits = ("ulysses_sequence_parallel_size",) if shards else ()
     changes: list[Change | None] = [
