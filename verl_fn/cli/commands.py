@@ -102,10 +102,31 @@ def _from_verl(words: Sequence[str]) -> int:
             f"{ours[0]} is an option of verl-fn train, and all words after --from-verl are verl's: write the TOML to "
             f"a file, then verl-fn train FILE {' '.join(ours)}"
         )
-    translation = translate(read_settings(words), count_rows)
+    settings = read_settings(words)
+    translation = translate(settings, count_rows)
     say(translation.toml())
     complain(translation.report())
+    if not settings.sft and (lacking := _without_rule(translation.table)):
+        complain(
+            f"without a rule here: the data sources {', '.join(lacking)}, so a run is refused; name a function that "
+            "scores their answers in reward.functions (custom_reward_function.path and name among verl's words)"
+        )
     return 0 if translation.complete else 1
+
+
+def _without_rule(table: Mapping[str, Any]) -> list[str]:
+    """Returns the data sources of a config's files that have no rule and need one, as far as files can be read."""
+    from verl_fn.data.rows import sources_in
+
+    data, reward = table.get("data", {}), table.get("reward", {})
+    if reward.get("functions") or reward.get("url"):
+        return []
+    files = [file for key in ("train_files", "val_files") for file in data.get(key, ())]
+    if not (sources := sources_in(files)):
+        return []
+    from verl_fn.rewards.reward import has_rule
+
+    return [source for source in sources if not has_rule(source)]
 
 
 def report(args: argparse.Namespace) -> int:

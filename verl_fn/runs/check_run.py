@@ -30,9 +30,11 @@ from verl_fn.data.entries import entry_names
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import TaskPairs
+from verl_fn.data.rows import sources_in
 from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError, say
+from verl_fn.rewards.reward import rule_for
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.state.batch import TOP, MissingField
 from verl_fn.steps import Loss
@@ -184,6 +186,10 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
         say(f"note: {sentence}")
     check_ranks(plan, installed=False)
     if plan.learns_from == "samples":
+        if not (plan.reward.by_user or plan.env.name or plan.data.convert):
+            held_out = () if plan.data.val_size else plan.data.val_files
+            for source in sources_in([*(plan.data.train_files if plan.needs_reward else ()), *held_out]):
+                rule_for(source)
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
 
