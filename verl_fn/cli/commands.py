@@ -121,7 +121,8 @@ def _without_rule(table: Mapping[str, Any]) -> list[str]:
     data, reward = table.get("data", {}), table.get("reward", {})
     if reward.get("functions") or reward.get("url"):
         return []
-    files = [file for key in ("train_files", "val_files") for file in data.get(key, ())]
+    named = [data.get(key, []) for key in ("train_files", "val_files")]
+    files = [file for one in named for file in ([one] if isinstance(one, str) else one)]
     if not (sources := sources_in(files)):
         return []
     from verl_fn.rewards.reward import has_rule
