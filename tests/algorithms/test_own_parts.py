@@ -465,9 +465,10 @@ def test_options_of_a_loss(here):
         policy_loss(GRPO(policy_loss="me:maker"))
     made = policy_loss(GRPO(policy_loss="me:maker", policy_loss_kwargs={"weight": 0.5}))
     assert [term.factor for term in made.terms] == [1.0, 0.5]
-    for name in ("reinforce", "maker"):
-        with pytest.raises(ConfigError, match="must be a function that takes wait, and returns a Loss"):
-            policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wait": 0.5}))
+    misspelled = r"me:maker takes \(weight\), and is called with \(wieght\); did you mean weight\?"
+    for name, said in (("reinforce", "is a loss and takes no options, but wieght are given"), ("maker", misspelled)):
+        with pytest.raises(ConfigError, match=said):
+            policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wieght": 0.5}))
 
 
 @loss(needs=["logprobs"])
