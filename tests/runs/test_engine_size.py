@@ -230,7 +230,7 @@ def test_what_helps_is_what_a_run_can_take(folder, tmp_path, monkeypatch):
 
 
 def test_fewer_replicas_come_before_states_on_the_cpu(folder):
-    """They cost transfers only; several of them are not one step."""
+    """They cost transfers only. What helps keeps as many as fit."""
     plan = sized(plan_of(folder("qwen3-8b"), "actor.fsdp_config.replicate=8", *RECOMPUTED), 80 * GIB)
     assert [fit.settings for fit in remedies(plan, 8, 80 * GIB, begun=False)] == [("actor.fsdp_config.replicate=4",)]
     assert remedies(plan, 8, 40 * GIB, begun=False)[0].settings == ("actor.fsdp_config.replicate=1",)

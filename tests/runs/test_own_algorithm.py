@@ -624,6 +624,10 @@ def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp
     ]
     assert main(["list", f"{file}:clipped"]) == 0
     assert "  ppo_clip (" in capsys.readouterr().out
+    file.write_text(file.read_text() + "\ndef bounded(bound=2.0, name='x'):\n    return bound * ppo_clip()\n")
+    assert main(["list", f"{file}:bounded"]) == 0
+    options = ["  algorithm.policy_loss_kwargs.bound = 2.0", "  algorithm.policy_loss_kwargs.name = 'x'"]
+    assert capsys.readouterr().out.splitlines()[-2:] == options
     for name, kind in (("signs", r"a function of \(batch\)"), ("limit", "a int")):
         assert main(["list", f"{file}:{name}"]) == 2
         said = capsys.readouterr().err

@@ -28,7 +28,7 @@ from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
+from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of, takes
 
 
 def train(args: argparse.Namespace) -> int:
@@ -288,7 +288,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
 
 def _own_page(name: str) -> str:
-    """Describes a loss of the user; returns an empty string for an algorithm.
+    """Describes a loss of the user, or a function that makes one; returns an empty string for an algorithm.
 
     Raises:
         ConfigError: the object is neither.
@@ -296,6 +296,11 @@ def _own_page(name: str) -> str:
     from verl_fn.steps import Loss
 
     found = load_object(name, "verl-fn list")
+    options: Sequence[str] = ()
+    if inspect.isfunction(found) and takes(found, (), {}) and isinstance(made := found(), Loss):
+        parameters = inspect.signature(found).parameters.values()
+        options = [f"  algorithm.policy_loss_kwargs.{one.name} = {one.default!r}" for one in parameters]
+        found = made
     if not isinstance(found, Loss):
         kind = f"a function of {signature_of(found)}" if inspect.isfunction(found) else kind_of(found)
         options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
@@ -307,7 +312,7 @@ def _own_page(name: str) -> str:
         lines.append(
             f"    reads {', '.join(sorted(term.needs)) or 'no output'} and returns one value for each {term.level}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *options])
 
 
 def _algorithm_page(name: str) -> str:

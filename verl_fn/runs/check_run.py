@@ -317,7 +317,8 @@ def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iter
         yield f"layouts     with the largest budget of tokens that fits {machine}:"
         yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
         return
-    yield f"layouts     none fits {machine} with the parameters and the moments of this config"
+    what = "with the parameters and the moments of this config; the last line says what helps"
+    yield f"layouts     none fits {machine} {what}"
     if (least := nearest(plan, gpus, gpu)) is not None:
         lacking = (least.phase.nbytes - gpu) / GIB
         what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"
