@@ -404,7 +404,7 @@ def dapo(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
     r"""Scores 1 if the last line ``Answer: ...`` of a response has the ground truth, written in some way, else -1.
 
     Example:
-        >>> dapo(Problem("How many?", "34"), "17 + 17\nAnswer: $\boxed{34}$", True)
+        >>> dapo(Problem("How many?", "34"), r"17 + 17. Answer: $\boxed{34}$", True)
         {'score': 1.0, 'acc': 1.0, 'pred': '34'}
         >>> dapo(Problem("How many?", "34"), "It is 34.", True)["score"]
         -1.0
