@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl_fn.algorithms.policy import loss_from
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError
-from verl_fn.config.names import absolute, is_reference, load_object
-from verl_fn.errors import takes
+from verl_fn.config.names import absolute, is_reference
 from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
@@ -132,16 +132,8 @@ def loss_of(name: str) -> tuple[str, Loss]:
     named, options = _options(name)
     if not is_reference(named):
         raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
-    loss = load_object(named, "--losses")
-    if isinstance(loss, Loss) and options:
-        raise ConfigError(f"--losses: {named} is a loss and takes no options, but {', '.join(options)} are given")
-    if not isinstance(loss, Loss) and callable(loss) and takes(loss, (), options):
-        loss = loss(**options)
-    if not isinstance(loss, Loss):
-        raise ConfigError(
-            f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected: name a loss, or a function "
-            "that makes one with its options, as in 'mine.py:clipped(bound=0.2)'"
-        )
+    options_are = "name a function that makes a loss with its options, as in 'mine.py:clipped(bound=0.2)'"
+    loss = loss_from(named, options, "--losses", options_are)
     return "value" if "values" in loss.needs else "lm", loss
 
 

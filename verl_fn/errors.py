@@ -180,6 +180,17 @@ def takes(fn: Callable[..., object], arguments: Sequence[str], keywords: Iterabl
     return True
 
 
+def unknown_parameter(fn: Callable[..., object], keywords: Iterable[str]) -> str:
+    """Returns the end of a message about a call with keywords: the parameter that an unknown one probably means.
+
+    Example:
+        >>> unknown_parameter(lambda batch, power=2: batch, ["powr"]), unknown_parameter(lambda batch: batch, ["x"])
+        ('; did you mean power?', '')
+    """
+    names = inspect.signature(fn).parameters
+    return next(filter(None, (did_you_mean(word, names) for word in keywords if word not in names)), "")
+
+
 class OutputClosed(UserError):
     """Raised where nobody reads the output any more, as after ``verl-fn ... | head``."""
 

@@ -91,7 +91,7 @@ class Term:
             if not isinstance(metric, Metric):
                 raise self._error(
                     f"{kind_of(metric)} as the metric {name!r}; it does not add up over micro-batches; "
-                    "verl_fn.steps.token_mean(batch, values) makes one, and verl_fn.state has Weighted, Sum, "
+                    f"verl_fn.steps.{self.level}_mean(batch, values) makes one, and verl_fn.state has Weighted, Sum, "
                     "Max, Min and Moments"
                 )
         return values, dict(reported)

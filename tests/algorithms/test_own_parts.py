@@ -13,7 +13,7 @@ from test_without_critic import KEY, TASK, step, workers
 from verl_fn import steps
 from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax, sft
 from verl_fn.algorithms.experience import sample_and_score, with_reference
-from verl_fn.algorithms.own import check_fields, in_run
+from verl_fn.algorithms.own import check_fields, hints, in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
 from verl_fn.backends.protocol import Through
 from verl_fn.config import GRPO, PPO, SFT, ConfigError, Outline, ReMax, Role, load, make_plan
@@ -22,7 +22,7 @@ from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import advance
 from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only
-from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
+from verl_fn.steps import aggregate, dr_grpo, entropy, loss, row_mean, token_mean
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.contract import LossError, described
 from verl_fn.testing import LawViolation, check_advantage
@@ -465,9 +465,10 @@ def test_options_of_a_loss(here):
         policy_loss(GRPO(policy_loss="me:maker"))
     made = policy_loss(GRPO(policy_loss="me:maker", policy_loss_kwargs={"weight": 0.5}))
     assert [term.factor for term in made.terms] == [1.0, 0.5]
-    for name in ("reinforce", "maker"):
-        with pytest.raises(ConfigError, match="must be a function that takes wait, and returns a Loss"):
-            policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wait": 0.5}))
+    misspelled = r"me:maker takes \(weight\), and is called with \(wieght\); did you mean weight\?"
+    for name, said in (("reinforce", "is a loss and takes no options, but wieght are given"), ("maker", misspelled)):
+        with pytest.raises(ConfigError, match=said):
+            policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wieght": 0.5}))
 
 
 @loss(needs=["logprobs"])
@@ -478,6 +479,29 @@ def measures_itself(outputs, batch):
 @loss(needs=["entropy"])
 def of_entropy(outputs, batch):
     return outputs.entropy, {}
+
+
+@loss(needs=["logprobs"], level="row")
+def of_responses(outputs, batch):
+    ratios = batch.sum_rows((outputs.logprobs - batch["old_log_probs"]) * batch["response_mask"]).exp()
+    return -ratios, {"ratio": row_mean(batch, ratios.detach())}
+
+
+def test_what_a_loss_of_the_user_makes_useless_is_noted(here):
+    """Weights of tokens do for values of rows, and a single update for a loss that reads ratios, and for no other."""
+    by_row = 'algorithm.loss_agg_mode has no effect with algorithm.policy_loss = "me:of_responses", which averages'
+    mode = "seq-mean-token-sum"
+
+    def noted(name, prompts=64, lag=0, **more):
+        return list(hints(GRPO(policy_loss=f"me:{name}", ppo_mini_batch_size=64, **more), prompts, lag))
+
+    assert [note.startswith(by_row) for note in noted("of_responses", 128, loss_agg_mode=mode)] == [True]
+    assert noted("of_responses", 128) == noted("of_responses", 128, loss_agg_mode=mode, entropy_coeff=0.1) == []
+    assert noted("reinforce", 128, loss_agg_mode=mode) == []
+    (single,) = noted("of_responses")
+    assert single.startswith("a step has one update (algorithm.ppo_mini_batch_size = 64 of 64 prompts), in which all")
+    assert noted("of_responses", lag=1) == noted("of_responses", ppo_epochs=2) == noted("reinforce") == []
+    assert list(hints(GRPO(loss_agg_mode=mode), 64, 0)) == list(hints(SFT(), 64, 0)) == []
 
 
 @loss(needs=["logits"])
@@ -573,7 +597,8 @@ def test_what_parts_return_is_found_before_a_run(here, key, name, message):
         notes = check_fields(GRPO(**{key: f"me:{name}"}))
         assert len(notes) == (name in FAILING), notes
         start = f"algorithm.{key}: me:{name} fails on a made-up batch of two rows: "
-        assert all(note.startswith(start) and f"({__file__}:" in note.replace("at ", "") for note in notes), notes
+        said = notes.values()
+        assert all(note.startswith(start) and f"({__file__}:" in note.replace("at ", "") for note in said), notes
 
 
 entropy_first = -0.01 * of_entropy + reinforce

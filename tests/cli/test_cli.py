@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,22 @@ def test_threads_that_wait_sleep_before_torch_is_imported_unless_the_user_says_o
     )
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout == f"{spins} False\n"
+
+
+@pytest.mark.parametrize(("place", "category", "note"), [("verl_fn/environments/rendering.py", UserWarning, True),
+                                                         ("verl_fn/pool/pool.py", DeprecationWarning, False),
+                                                         ("torch/nn.py", UserWarning, False)])  # fmt: skip
+def test_a_warning_of_this_package_is_printed_as_a_note(place, category, note, monkeypatch):
+    entry = sys.modules["verl_fn.cli.main"]
+    file = str(Path(entry.__file__).parents[2] / place)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(entry, "main", lambda: 0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(entry, "_rest_early", lambda: None)
+    assert entry.run() == 0
+    shown = warnings.formatwarning("the model does not see name", category, file, 7, "warnings.warn(")
+    assert (shown == "note: the model does not see name\n") is note
+    assert note or "nn.py:7" in shown or "pool.py:7" in shown
 
 
 def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):

@@ -183,14 +183,6 @@ def test_a_goal_for_the_reward_may_be_any_number():
         (["algorithm.name=sft", "trainer.journal=samples"], "keeps digests alone"),
         (
             [
-                "algorithm.policy_loss=examples/test_custom_loss.py:truncated",
-                "data.train_batch_size=8",
-                "algorithm.ppo_mini_batch_size=8",
-            ],
-            "a step has one update (algorithm.ppo_mini_batch_size = 8 of 8 prompts), in which all ratios are 1",
-        ),
-        (
-            [
                 "algorithm.name=rejection",
                 "rollout.n=2",
                 "driver.kind=ray",

@@ -161,12 +161,14 @@ def test_a_loss_of_the_users_is_named_or_made_with_its_defaults(tmp_path):
     for name in ("made", "whole"):
         head, loss = first_step.loss_of(f"{file}:{name}")
         assert head == "lm" and [term.factor for term in loss.terms] == [3.0]
-    with pytest.raises(ConfigError, match=r"asks is a function, .* that makes one with its options"):
+    with pytest.raises(ConfigError, match=r"asks is a function, .* that makes a loss with its options"):
         first_step.loss_of(f"{file}:asks")
     head, loss = first_step.loss_of(f"{file}:asks(low=0.5)")
     assert head == "lm" and len(loss.terms) == 1
     for wrong in ("asks(0.5)", "asks(low)", "asks(low=open('x'))", "asks(**{'low': 1})"):
         with pytest.raises(ConfigError, match="write options as in"):
             first_step.loss_of(f"{file}:{wrong}")
+    with pytest.raises(ConfigError, match=r"--losses: .*made takes \(low\), and .* with \(lo\); did you mean low\?"):
+        first_step.loss_of(f"{file}:made(lo=0.5)")
     with pytest.raises(ConfigError, match="whole is a loss and takes no options, but low are given"):
         first_step.loss_of(f"{file}:whole(low=1)")

@@ -270,7 +270,10 @@ def test_configs_of_the_users_replace_verls_and_are_composed_of_others(tmp_path)
     command = ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}"]
     for words in ([], ["--config-name=ppo_trainer"]):
         assert read_settings([*command, *words]).values == {"rollout.n": 8}
-    assert read_settings([*command[:3], "--config-path=config", "--config-name=ppo_trainer"]).values == {}
+    for place in (["--config-path=config"], []):
+        assert read_settings([*command[:3], *place, "--config-name=ppo_trainer"]).values == {}
+        megatron = read_settings([*command[:3], *place, "--config-name", "ppo_megatron_trainer"])
+        assert (megatron.values, megatron.engine) == ({}, "megatron")
     for name, values, engine in (
         ("mine", {"rollout.n": 4, "rollout.m": 3}, "megatron"),
         ("nested", {"rollout.n": 7}, "fsdp"),

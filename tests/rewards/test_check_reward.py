@@ -111,6 +111,15 @@ def test_good_functions_pass(mine):
     check_reward(scores.exact, CASES)
 
 
+def test_a_case_without_what_the_function_reads_is_a_probable_cause(mine):
+    case = {"ground_truth": "5", "data_source": "sums"}
+    without = "a case without the extra_info that the function reads"
+    for more, named in (({}, True), ({"extra_info": {"level": 3}}, False)):
+        with pytest.raises(LawViolation, match="Signature: ") as error:
+            check_reward(mine.source, [case | more])
+        assert (without in str(error.value)) is named
+
+
 def test_arguments_reach_the_function(mine):
     check_reward(mine.good, CASES, arguments={"bonus": 0.5})
     with pytest.raises(LawViolation, match="Order: case 0: right '5' scores -1, wrong '6' -0"):

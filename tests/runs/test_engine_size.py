@@ -44,6 +44,7 @@ RUN = [
     "rollout.n=8", "rollout.name=vllm", "rollout.engines=8", "driver.kind=ray", "driver.device=cuda", "ray.ranks=8",
     "actor.strategy=fsdp", "data.train_files=[\"train.parquet\"]",
 ]  # fmt: skip
+RECOMPUTED = ["actor.enable_gradient_checkpointing=true"]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,12 @@ def test_a_cache_has_room_for_the_rows_of_a_step(folder):
     assert cached_rows(sized(many, 80 * GIB), 80 * GIB) >= 256
     assert sized(many, 40 * GIB).rollout.slots < 256
     assert sized(attrs.evolve(many, learns_from="answers"), 80 * GIB).rollout == many.rollout
+
+
+def test_a_share_leaves_the_states_where_they_are_if_a_smaller_one_would(folder):
+    """Beside 0.7 of the GPU, the states fit and fill it; they would leave it only beside a larger share."""
+    plan = sized(plan_of(folder("qwen3-8b"), *RECOMPUTED), 48 * GIB)
+    assert plan.rollout.gpu_memory_utilization == 0.65 and fits(plan, 48 * GIB, FILLED)
 
 
 def test_what_the_config_says_stays(folder):
@@ -220,6 +227,37 @@ def test_what_helps_is_what_a_run_can_take(folder, tmp_path, monkeypatch):
     assert ways(8, 48, "actor.fsdp_config.reshard_after_forward=false")[0] == free
     assert any("actor.optim.moments_dtype=bfloat16" in settings for settings in ways(1, 80))
     assert ways(1, 80, begun=True) == []
+
+
+def test_fewer_replicas_come_before_states_on_the_cpu(folder):
+    """They cost transfers only. What helps keeps as many as fit."""
+    plan = sized(plan_of(folder("qwen3-8b"), "actor.fsdp_config.replicate=8", *RECOMPUTED), 80 * GIB)
+    assert [fit.settings for fit in remedies(plan, 8, 80 * GIB, begun=False)] == [("actor.fsdp_config.replicate=4",)]
+    assert remedies(plan, 8, 40 * GIB, begun=False)[0].settings == ("actor.fsdp_config.replicate=1",)
+    # Four copies would fit with states on the CPU.
+    four = plan_of(folder("qwen3-8b"), "actor.fsdp_config.replicate=4", *RECOMPUTED)
+    for of, gib in ((plan, 40), (four, 52)):
+        found = " ".join(map(str, layouts(sized(of, gib * GIB), 8, gib * GIB)))
+        assert "replicate=2" in found and "offload" not in found
+
+
+def test_a_layout_frees_gathered_layers_before_states_rest_on_the_cpu(folder):
+    plan = plan_of(folder("qwen3-8b"), "actor.fsdp_config.reshard_after_forward=false", *RECOMPUTED)
+    for gib in (48, 36):
+        found = " ".join(map(str, layouts(sized(plan, gib * GIB), 8, gib * GIB)))
+        assert "actor.fsdp_config.reshard_after_forward=true" in found and "offload" not in found
+
+
+def test_megatron_splits_what_a_gpu_lacks_memory_for(folder):
+    """Experts before layers; a dense model has no experts to split."""
+    sizes, megatron = "actor.megatron", [*RECOMPUTED, "actor.strategy=megatron"]
+    dense = sized(plan_of(folder("qwen3-8b"), *megatron), 36 * GIB)
+    assert f"{sizes}.pipeline_model_parallel_size=4" in layouts(dense, 8, 36 * GIB)[0].settings
+    assert [fit.settings for fit in remedies(dense, 8, 36 * GIB, begun=False)] == [
+        (f"{sizes}.tensor_model_parallel_size=4",), (f"{sizes}.pipeline_model_parallel_size=4",)
+    ]  # fmt: skip
+    experts = sized(plan_of(folder("qwen3-30b-a3b"), *megatron), 80 * GIB)
+    assert f"{sizes}.expert_model_parallel_size=8" in layouts(experts, 16, 80 * GIB)[0].settings
 
 
 def test_engines_whose_weights_no_gpu_holds_get_several_of_one_half(folder):

@@ -351,7 +351,8 @@ def fields_of_run(tiny, folder, *more):
     supposed = [set(fields) for fields in seen]
     seen.clear()
     train(plan, silent)
-    return supposed, seen
+    # Once a loss is tried without them, to see whether it reads ratios.
+    return supposed, [fields for fields in seen if "old_log_probs" in fields]
 
 
 def overrides_of_parts(tiny, folder):
@@ -452,6 +453,24 @@ def test_a_loss_with_a_metric_that_does_not_add_up_is_refused_before_the_run(tin
     plan = make_plan(load(overrides=[*TINY, *own, f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]))
     with pytest.raises(ConfigError, match=r"policy_loss: the loss mine .* returns a Tensor as the metric 'h'"):
         check_run(plan)
+
+
+def test_a_check_ends_with_the_part_that_failed_on_a_made_up_batch(tiny, tmp_path, capsys):
+    """Its last line, too, and what weighs no token of a loss of rows is not shown as an option."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl_fn.steps import loss\ndef mine(scale=1.0):\n"
+        "    @loss(needs=['logprobs'], level='row')\n    def by_row(outputs, batch):\n"
+        "        return scale * batch.sum_rows(outputs.logprobs), {}\n    return by_row\n"
+    )
+    own = ["algorithm.name=grpo", "rollout.n=2", f"algorithm.policy_loss={file}:mine", "driver.device=cpu",
+           "algorithm.loss_agg_mode=seq-mean-token-sum", f"model.path={tiny}"]  # fmt: skip
+    for scale, but in (("2.0", ""), ("'a'", ", but algorithm.policy_loss failed on a made-up batch (see the note)")):
+        kwargs = f"algorithm.policy_loss_kwargs={{scale = {scale}}}"
+        plan = make_plan(load(overrides=[*TINY, *own, kwargs, f"trainer.dir={tmp_path}/run"]))
+        said = check_run(plan).text
+        assert said.splitlines()[-1] == f"the run can start{but}; memory is counted on GPUs only"
+        assert "loss_agg_mode" not in said and "loss_agg_mode has no effect" in capsys.readouterr().out
 
 
 def notes_of(plan, capsys):
@@ -605,6 +624,10 @@ def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp
     ]
     assert main(["list", f"{file}:clipped"]) == 0
     assert "  ppo_clip (" in capsys.readouterr().out
+    file.write_text(file.read_text() + "\ndef bounded(bound=2.0, name='x'):\n    return bound * ppo_clip()\n")
+    assert main(["list", f"{file}:bounded"]) == 0
+    options = ["  algorithm.policy_loss_kwargs.bound = 2.0", "  algorithm.policy_loss_kwargs.name = 'x'"]
+    assert capsys.readouterr().out.splitlines()[-2:] == options
     for name, kind in (("signs", r"a function of \(batch\)"), ("limit", "a int")):
         assert main(["list", f"{file}:{name}"]) == 2
         said = capsys.readouterr().err

@@ -212,7 +212,7 @@ def test_a_loss_of_ones_own_names_its_needs():
         (lambda x: (x, {}, 1), "returns a tuple of Tensor, dict, int;"),
         (lambda x: None, "returns None;"),
         (lambda x: (x, None), "returns None as its metrics"),
-        (lambda x: (x, {"n": 3.0}), "returns a float as the metric 'n'; it does not add up over micro-batches"),
+        (lambda x: (x, {"n": 3.0}), "returns a float as the metric 'n'; it does not add up over .*steps.token_mean"),
         (lambda x: (x, {"n": x.mean()}), "returns a Tensor as the metric 'n'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -25,7 +25,7 @@ from verl_fn.steps.losses.contract import check_shape
 
 from .algorithm import Algorithm
 from .experience import sample_report, timing_report
-from .policy import EstimatorError, estimator, policy_loss
+from .policy import EstimatorError, averages_rows, estimator, own_loss, policy_loss
 from .workers import AlgorithmError, Clock, Experience, Report, Workers
 
 ROW = "row_of_experience"
@@ -45,31 +45,31 @@ Pass: TypeAlias = tuple[list[int] | None, int]
 """The rows of a pass that weigh, None if they are not known, and how many of its advantages are not finite."""
 
 
-def check_fields(options: PolicyOptimization) -> list[str]:
+def check_fields(options: Any) -> dict[str, str]:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
     Numbers of a made-up batch are no reason to refuse one, and neither is an error that is raised in it.
 
     Returns:
-        A sentence about each that raises an error of its own, since a batch of the run may raise it too.
+        A sentence about each that raises an error of its own, since a batch of the run may raise it too, by its key.
 
     Raises:
         ConfigError: one of them reads a field that the run's batches lack, writes in place, or returns what no loss
             or no estimator returns; or the loss needs an output that no model gives.
     """
+    if not isinstance(options, PolicyOptimization):
+        return {}
     roles = options.outline.roles
     written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
     lacking = OF_BUILT_IN_PARTS | {name for name, found in written.items() if not found}
     batch = _small_batch(written)
     parts: dict[str, Callable[[], Any]] = {}
-    notes: list[str] = []
+    notes: dict[str, str] = {}
     if is_reference(options.policy_loss):
         loss = policy_loss(options)
         with raised_as(ConfigError, f"algorithm.policy_loss: the needs of {options.policy_loss}", ValueError):
             check_needs("lm", loss.needs)
-        made = {name: batch["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs}
-        outputs = TokenOutputs({name: values.clone() for name, values in made.items()})
-        parts["policy_loss"] = functools.partial(_try_loss, loss, outputs, batch)
+        parts["policy_loss"] = functools.partial(_try_loss, loss, batch)
     if isinstance(options, PPO | GRPO) and is_reference(options.adv_estimator):
         lacking |= OF_LATER_STEPS
         estimate = estimator(options)
@@ -89,7 +89,7 @@ def check_fields(options: PolicyOptimization) -> list[str]:
             continue
         except Exception as error:  # a function may not suit them
             what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
-            notes.append(
+            notes[f"algorithm.{name}"] = (
                 f"algorithm.{name}: {getattr(options, name)} fails on a made-up batch of two rows: {what}. The "
                 f"tokens of all rows lie end to end, here {batch.num_tokens}, and a field has one axis; if it only "
                 "needs more rows or other numbers than these, this says nothing"
@@ -97,8 +97,46 @@ def check_fields(options: PolicyOptimization) -> list[str]:
     return notes
 
 
-def _try_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
-    """Calls each function of a loss; raises LossError for what no loss returns."""
+def hints(options: Any, prompts: int, lag: int) -> Iterator[str]:
+    """Yields sentences about options that a loss of the user makes useless.
+
+    Args:
+        prompts: the prompts of a step.
+        lag: how many steps older the weights may be that have drawn its rows.
+    """
+    if not isinstance(options, PolicyOptimization) or not is_reference(name := options.policy_loss):
+        return
+    if options.loss_agg_mode != GRPO().loss_agg_mode and averages_rows(options):
+        has = "algorithm.loss_agg_mode has no effect"
+        yield f'{has} with algorithm.policy_loss = "{name}", which averages over responses'
+    if not lag and options.ppo_epochs * options.minibatches(prompts) == 1 and _reads_ratios(options):
+        yield (
+            f"a step has one update (algorithm.ppo_mini_batch_size = {options.ppo_mini_batch_size} of {prompts} "
+            f"prompts), in which all ratios are 1: if {name} clips them, its clip does nothing"
+        )
+
+
+def _reads_ratios(options: PolicyOptimization) -> bool:
+    """Returns whether the user's loss fails on a batch that lacks the log-probs before the update."""
+    batch = _small_batch({"ref_log_prob": True, "values": True})
+    try:
+        _try_loss(own_loss(options), batch, batch.without("old_log_probs"))
+    except MissingField as error:
+        return error.name == "old_log_probs"
+    except Exception:  # the loss may fail on any made-up batch
+        return False
+    return False
+
+
+def _try_loss(loss: Loss, made: Batch, batch: Batch | None = None) -> None:
+    """Calls each function of a loss with outputs from a made-up batch; raises LossError for what no loss returns.
+
+    Args:
+        batch: what the functions get; by default the made-up batch.
+    """
+    batch = batch or made
+    values_of = {name: made["score" if name in PER_ROW else "old_log_probs"] for name in loss.needs}
+    outputs = TokenOutputs({name: values.clone() for name, values in values_of.items()})
     for term in loss.terms:
         values, _ = term.values(outputs, batch)
         if "candidate_logprobs" not in term.needs:  # a vector for each token, which is not made up

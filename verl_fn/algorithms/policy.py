@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
-from verl_fn.errors import kind_of, signature_of, takes
+from verl_fn.errors import signature_of, takes, unknown_parameter
 from verl_fn.state import Batch, Key, Metrics, TokenOutputs, conversations, read_only
 from verl_fn.steps import (
     Loss,
@@ -66,29 +66,62 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     Raises:
         ConfigError: ``policy_loss`` refers to an object that is not a ``Loss``.
     """
-    if is_reference(options.policy_loss):
-        loss = load_object(options.policy_loss, "algorithm.policy_loss")
-        if options.policy_loss_kwargs or (not isinstance(loss, Loss) and takes(loss, (), {})):
-            loss = _made(loss, options.policy_loss, options.policy_loss_kwargs)
-        if not isinstance(loss, Loss):
-            raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
-                "decorate a function of outputs and batch with @verl_fn.steps.loss(needs=[...]), or set "
-                "algorithm.policy_loss_kwargs to the options of a function that makes a loss"
-            )
-        if loss.together is not None:
-            raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
-                "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
-            )
-        loss = _measured(loss)
-    else:
-        loss = _built_in_loss(options)
+    loss = _measured(own_loss(options)) if is_reference(options.policy_loss) else _built_in_loss(options)
     if options.use_kl_loss:
         loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
         loss = loss - options.entropy_coeff * entropy(options.entropy_cap)
     return loss
+
+
+def own_loss(options: PolicyOptimization) -> Loss:
+    """Returns the loss of the user that ``policy_loss`` refers to, as it is.
+
+    Raises:
+        ConfigError: it refers to an object that is not a ``Loss``, or one that minibatches do not suit.
+    """
+    options_are = "set algorithm.policy_loss_kwargs to the options of a function that makes a loss"
+    loss = loss_from(options.policy_loss, options.policy_loss_kwargs, "algorithm.policy_loss", options_are)
+    if loss.together is not None:
+        raise ConfigError(
+            f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
+            "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
+        )
+    return loss
+
+
+def loss_from(name: str, arguments: Mapping[str, Any], key: str, options_are: str) -> Loss:
+    """Returns the loss that a reference names, or that the function that it names makes of keyword arguments.
+
+    Args:
+        key: what has the reference, for errors.
+        options_are: how to give the function its arguments there.
+
+    Raises:
+        ConfigError: there is no such object, it takes other arguments, or it is no loss and makes none.
+    """
+    loss = load_object(name, key)
+    if isinstance(loss, Loss) and arguments:
+        raise ConfigError(f"{key}: {name} is a loss and takes no options, but {', '.join(arguments)} are given")
+    if not isinstance(loss, Loss) and callable(loss) and (arguments or takes(loss, (), {})):
+        if not takes(loss, (), arguments):
+            raise ConfigError(
+                f"{key}: {name} takes {signature_of(loss)}, and is called with ({', '.join(arguments)})"
+                f"{unknown_parameter(loss, arguments)}"
+            )
+        loss = loss(**arguments)
+    if not isinstance(loss, Loss):
+        raise ConfigError(
+            f"{key}: {name} is a {type(loss).__name__}, where a Loss is expected; decorate a function of outputs and "
+            f"batch with @verl_fn.steps.loss(needs=[...]), or {options_are}"
+        )
+    return loss
+
+
+def averages_rows(options: Any) -> bool:
+    """Returns whether the loss is one of the user that has no values of tokens, so that none are averaged."""
+    own = isinstance(options, PolicyOptimization) and is_reference(options.policy_loss)
+    return own and policy_loss(options).levels == {"row"}
 
 
 def _measured(loss: Loss) -> Loss:
@@ -109,18 +142,6 @@ def _measured(loss: Loss) -> Loss:
 
     terms[first] = attrs.evolve(terms[first], fn=measured)
     return Loss(tuple(terms))
-
-
-def _made(make: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns what a function of the user makes of keyword arguments."""
-    if isinstance(make, Loss) or not callable(make) or not takes(make, (), arguments):
-        called = callable(make) and not isinstance(make, Loss)
-        has = f"takes {signature_of(make)}" if called else f"is {kind_of(make)}"
-        raise ConfigError(
-            f"algorithm.policy_loss_kwargs: {name} {has}, and must be a function that takes {', '.join(arguments)}, "
-            "and returns a Loss"
-        )
-    return make(**arguments)
 
 
 def aggregation(options: Any) -> str | Callable[[Batch], Tensor]:
@@ -280,8 +301,9 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
         if not callable(function) or not takes(function, ["batch"], arguments):
             has = f"takes {signature_of(function)}" if callable(function) else f"is a {type(function).__name__}"
             given = ", ".join(["batch", *(f"{argument}=..." for argument in arguments)])
+            meant = unknown_parameter(function, arguments) if callable(function) else ""
             raise ConfigError(
-                f"algorithm.adv_estimator: {name} {has}, and is called with ({given}); the batch has "
+                f"algorithm.adv_estimator: {name} {has}, and is called with ({given}){meant}; the batch has "
                 f"token_level_rewards, response_mask, group and more; {RETURNS}"
             )
         needs = ("advantages", "returns") if isinstance(options, PPO) else ("advantages",)

@@ -28,7 +28,7 @@ from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
+from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of, takes
 
 
 def train(args: argparse.Namespace) -> int:
@@ -102,10 +102,32 @@ def _from_verl(words: Sequence[str]) -> int:
             f"{ours[0]} is an option of verl-fn train, and all words after --from-verl are verl's: write the TOML to "
             f"a file, then verl-fn train FILE {' '.join(ours)}"
         )
-    translation = translate(read_settings(words), count_rows)
+    settings = read_settings(words)
+    translation = translate(settings, count_rows)
     say(translation.toml())
     complain(translation.report())
+    if not settings.sft and (lacking := _without_rule(translation.table)):
+        complain(
+            f"without a rule here: the data sources {', '.join(lacking)}, so a run is refused; name a function that "
+            "scores their answers in reward.functions (custom_reward_function.path and name among verl's words)"
+        )
     return 0 if translation.complete else 1
+
+
+def _without_rule(table: Mapping[str, Any]) -> list[str]:
+    """Returns the data sources of a config's files that have no rule and need one, as far as files can be read."""
+    from verl_fn.data.rows import sources_in
+
+    data, reward = table.get("data", {}), table.get("reward", {})
+    if reward.get("functions") or reward.get("url"):
+        return []
+    named = [data.get(key, []) for key in ("train_files", "val_files")]
+    files = [file for one in named for file in ([one] if isinstance(one, str) else one)]
+    if not (sources := sources_in(files)):
+        return []
+    from verl_fn.rewards.reward import has_rule
+
+    return [source for source in sources if not has_rule(source)]
 
 
 def report(args: argparse.Namespace) -> int:
@@ -266,7 +288,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
 
 def _own_page(name: str) -> str:
-    """Describes a loss of the user; returns an empty string for an algorithm.
+    """Describes a loss of the user, or a function that makes one; returns an empty string for an algorithm.
 
     Raises:
         ConfigError: the object is neither.
@@ -274,6 +296,11 @@ def _own_page(name: str) -> str:
     from verl_fn.steps import Loss
 
     found = load_object(name, "verl-fn list")
+    options: Sequence[str] = ()
+    if inspect.isfunction(found) and takes(found, (), {}) and isinstance(made := found(), Loss):
+        parameters = inspect.signature(found).parameters.values()
+        options = [f"  algorithm.policy_loss_kwargs.{one.name} = {one.default!r}" for one in parameters]
+        found = made
     if not isinstance(found, Loss):
         kind = f"a function of {signature_of(found)}" if inspect.isfunction(found) else kind_of(found)
         options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
@@ -285,7 +312,7 @@ def _own_page(name: str) -> str:
         lines.append(
             f"    reads {', '.join(sorted(term.needs)) or 'no output'} and returns one value for each {term.level}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *options])
 
 
 def _algorithm_page(name: str) -> str:

@@ -10,8 +10,10 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from verl_fn import __version__, user_files
 from verl_fn.errors import OutputClosed, UsageError, UserError, complain, say
@@ -358,10 +360,21 @@ def run() -> int:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     _rest_early()
+    warnings.formatwarning = _as_note(warnings.formatwarning)
     try:
         return main()
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _as_note(usual: Callable[..., str]) -> Callable[..., str]:
+    """Returns how a warning is printed: one of this package as a note, without the line of code that gave it."""
+
+    def shown(message: Warning | str, category: type[Warning], filename: str, *more: Any) -> str:
+        ours = category is UserWarning and filename.startswith(f"{Path(__file__).parents[1]}{os.sep}")
+        return f"note: {message}\n" if ours else usual(message, category, filename, *more)
+
+    return shown
 
 
 def _rest_early() -> None:

@@ -17,7 +17,6 @@ import tomli_w
 
 from .algorithms import BUILT_IN, GRPO, PPO, AlgorithmTable, PolicyOptimization, Rejection, uses_critic
 from .load import elsewhere, flat, load, raw_table
-from .names import is_reference
 from .options import ConfigError
 from .plan import completed, role_names
 from .schema import Config, to_table
@@ -122,13 +121,6 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
             f"algorithm.critic_warmup = {options.critic_warmup} leaves no step to the actor: "
             f"trainer.total_training_steps is {steps}"
         )
-    if isinstance(options, PolicyOptimization) and is_reference(options.policy_loss) and not cfg.driver.max_lag:
-        prompts = cfg.data.train_batch_size
-        if options.ppo_epochs * options.minibatches(prompts) == 1:
-            yield (
-                f"a step has one update (algorithm.ppo_mini_batch_size = {options.ppo_mini_batch_size} of {prompts} "
-                f"prompts), in which all ratios are 1: if {options.policy_loss} clips them, its clip does nothing"
-            )
     if isinstance(options, PolicyOptimization) and options.reward_model:
         others = {"env.name": cfg.env.name, "reward.functions": cfg.reward.functions, "reward.url": cfg.reward.url}
         if judges := [key for key, value in others.items() if value]:

@@ -23,6 +23,8 @@ Row = dict[str, Any]
 OF_KINDS = ("messages", "completion", "chosen", "rejected", "reward_model")
 """Columns by which rows of one kind differ from others."""
 
+ANSWERED = {*OF_KINDS} - {"reward_model"}
+
 FEW, MANY = 64, 1024  # rows that are read together; few of a Parquet file that may have images
 
 
@@ -219,6 +221,24 @@ def count_rows(files: Sequence[str | Path]) -> int | None:
         except (OSError, pa.ArrowException):
             return None
     return count
+
+
+def sources_in(files: Sequence[str | Path]) -> list[str]:
+    """Returns the data sources of the rows of files that ask for an answer and hold none, in the order of names.
+
+    What cannot be read has none; ``read_rows`` reports what is wrong with it.
+    """
+    found: set[Any] = set()
+    for path in (Path(file).expanduser() for file in files):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+            if path.suffix == ".parquet":
+                if not ANSWERED.intersection(pq.read_schema(path).names):
+                    found |= {*pq.read_table(path, columns=["data_source"])["data_source"].unique().to_pylist()}
+                continue
+            with path.open("rb") as lines:
+                rows = (json.loads(line) for line in lines if line.strip())
+                found |= {row["data_source"] for row in rows if not row.keys() & ANSWERED}
+    return sorted(source for source in found if isinstance(source, str))
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Block]:

@@ -32,6 +32,7 @@ _SFT_MODULES = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray", "ver
 # verl's own files; all of them have the same keys and defaults but for the engine.
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer",
             "dapo_megatron_trainer")  # fmt: skip
+_FOLDERS = ("/.", "/config")
 _ENGINES = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 # Programs that only print; a script may compute settings with them.
 _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", "hostname", "nproc", "realpath",
@@ -276,7 +277,8 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         file = next((file for name in names if (file := Path(home(folder), f"{name}.yaml")).is_file()), None)
         if file is not None and (folder or config not in _CONFIGS):
             rest.insert(0, str(file))
-        elif (config and config not in _CONFIGS) or not f"/{folder}".rstrip("/").endswith(("/", "/.", "/config")):
+        # Without a folder, verl takes its own one.
+        elif (config and config not in _CONFIGS) or (folder and not f"/{folder}".rstrip("/").endswith(_FOLDERS)):
             own = "" if config in ("", *_CONFIGS) else f"--config-name={config} is none of verl's own configs, and "
             raise ConfigError(
                 f"--from-verl: {own}there is no {Path(folder, f'{config or names[0]}.yaml')}; give --config-path as "

@@ -18,6 +18,8 @@ import torch
 from verl_fn import build, user_files
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import with_model_score
+from verl_fn.algorithms.own import check_fields
+from verl_fn.algorithms.policy import averages_rows
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.tokenizer import has_tokenizer
 from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
@@ -28,9 +30,11 @@ from verl_fn.data.entries import entry_names
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import TaskPairs
+from verl_fn.data.rows import sources_in
 from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError, say
+from verl_fn.rewards.reward import rule_for
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.state.batch import TOP, MissingField
 from verl_fn.steps import Loss
@@ -142,14 +146,16 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         lines.append(f"on mocks    one step of {plan.algorithm} {rehearsed}")
     if gpus is None:
         check_disk(plan)
+    failing = check_fields(plan.options)
+    but = f", but {' and '.join(failing)} failed on a made-up batch (see the note)" if failing else ""
     if not on_gpus:
-        return Report("\n".join([*lines, "the run can start; memory is counted on GPUs only"]))
+        return Report("\n".join([*lines, f"the run can start{but}; memory is counted on GPUs only"]))
     lines += [*_memory_lines(plan, gpu), *host_lines(plan, gpu, gpus)]
     if gpu is None:
-        return Report("\n".join([*lines, "the run can start; --gpu-memory GIB says whether it fits"]))
+        return Report("\n".join([*lines, f"the run can start{but}; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
     lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu, begun=origin is not None)
-    return Report("\n".join(lines), fits(plan, gpu))
+    return Report("\n".join(lines) + but, fits(plan, gpu))
 
 
 def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
@@ -176,9 +182,14 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     """Checks what can be checked of a plan for another machine without the model's tokenizer."""
     check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
-    check_code(plan, here=False)
+    for sentence in check_code(plan, here=False):
+        say(f"note: {sentence}")
     check_ranks(plan, installed=False)
     if plan.learns_from == "samples":
+        if not (plan.reward.by_user or plan.env.name or plan.data.convert):
+            held_out = () if plan.data.val_size else plan.data.val_files
+            for source in sources_in([*(plan.data.train_files if plan.needs_reward else ()), *held_out]):
+                rule_for(source)
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
 
@@ -230,7 +241,8 @@ def _parts_lines(plan: Plan) -> Iterator[str]:
     options = plan.options
     default = {f.name: _default(f.default) for f in attrs.fields(type(options))}
     values = {f.name: getattr(options, f.name) for f in attrs.fields(type(options))}
-    unused = without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})
+    unused = {*without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})}
+    unused |= {"algorithm.loss_agg_mode"} if averages_rows(options) else set()
     parts = [
         f"{name} {value}"
         for name, value in values.items()
@@ -305,7 +317,8 @@ def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iter
         yield f"layouts     with the largest budget of tokens that fits {machine}:"
         yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
         return
-    yield f"layouts     none fits {machine} with the parameters and the moments of this config"
+    what = "with the parameters and the moments of this config; the last line says what helps"
+    yield f"layouts     none fits {machine} {what}"
     if (least := nearest(plan, gpus, gpu)) is not None:
         lacking = (least.phase.nbytes - gpu) / GIB
         what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"

@@ -19,7 +19,7 @@ import torch
 from verl_fn import build
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
-from verl_fn.algorithms.own import check_fields
+from verl_fn.algorithms.own import check_fields, hints
 from verl_fn.atomic import existing
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.exact import check as check_exact
@@ -36,7 +36,6 @@ from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.backends.megatron.shards import check_fully_sharded
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan, RolePlan
-from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.config.plan import check_address, check_room
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.examples import COMPLETION, Conversation
@@ -510,7 +509,7 @@ def check_code(plan: Plan, *, here: bool = True) -> list[str]:
         here: whether rewards and environment run on this machine, and so have to be here.
 
     Returns:
-        Sentences about a loss and an estimator of the user that fail on a made-up batch.
+        Sentences about a loss and an estimator of the user that fail on a made-up batch, and options without effect.
 
     Raises:
         ConfigError: a file or an object in it does not exist, or is none that the key takes.
@@ -522,7 +521,8 @@ def check_code(plan: Plan, *, here: bool = True) -> list[str]:
         if here and file.suffix == ".py" and not file.is_file() and not plan.ray.address:
             raise ConfigError(f"{key}: there is no file {file}")
     make(plan.algorithm, plan.options)
-    return check_fields(plan.options) if isinstance(plan.options, PolicyOptimization) else []
+    made_up, prompts = check_fields(plan.options), plan.data.train_batch_size
+    return [*made_up.values(), *hints(plan.options, prompts, plan.driver.max_lag)]
 
 
 def check_loggers(trainer: TrainerConfig) -> None:

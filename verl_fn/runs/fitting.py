@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, product
 from typing import TypeAlias
 
@@ -14,7 +15,7 @@ import attrs
 
 from verl_fn import build
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.config import ConfigError, Plan, make_plan
+from verl_fn.config import ConfigError, Plan, RolePlan, make_plan
 from verl_fn.config.load import flat, put, structure
 from verl_fn.config.plan import SHARE, SLOTS
 from verl_fn.driver import ranks
@@ -32,6 +33,7 @@ from .memory import (
     phases,
     role_memory,
     share,
+    sizes_of,
 )
 
 STEP = 1024  # budgets of tokens are multiples of it
@@ -44,6 +46,9 @@ MOST_SHARE, MOST_SLOTS = 0.9, 1024
 SHARES = [percent / 100 for percent in range(round(100 * MOST_SHARE), 0, -5)]
 # What vLLM takes beside weights and cache: activations of prompts, logits of its rows and recorded graphs.
 COMPUTATION = 4 * GIB
+# Sizes of Megatron's layouts beside tensor parallelism, the ones that cost least first.
+EXPERTS = "expert_model_parallel_size"
+SPLITS = (EXPERTS, "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @attrs.frozen
@@ -108,9 +113,11 @@ def largest_budget(plan: Plan, gpu: int) -> Settings | None:
 def layouts(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
     """Returns the layouts of a plan on a number of GPUs that fit, each with its largest budget of tokens.
 
-    They are one process, and shards over all GPUs; with Megatron, numbers of tensor-parallel ranks. Ranks share rows
-    and offload states only if a layout does not fit otherwise; each is tried with and without recomputed layers. If
-    nothing fits, engines get GPUs of their own, one half of all, each engine several if its weights need them.
+    They are one process, and shards over all GPUs; with Megatron, numbers of tensor-parallel ranks. Each is tried
+    with and without recomputed layers. If shards do not fit, more changes, in this order: fewer replicas, layers
+    freed after their forward pass, ranks that share rows, states on the CPU; with Megatron, more ranks that share
+    experts, rows or layers. If nothing fits, engines get GPUs of their own, one half of all, each engine several if
+    its weights need them.
     """
     found = [fit for ways in _ways(plan, gpus) for fit in _first_that_fit(plan, ways, gpus, gpu)]
     return found or _first_that_fit(plan, _apart(plan, gpus), gpus, gpu)
@@ -140,14 +147,18 @@ def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
         over += (f"rollout.engines={gpus}",)
     powers = [2**i for i in range(gpus.bit_length())]
     if plan.roles["actor"].strategy == "megatron":
-        yield from ([(*over, f"actor.megatron.tensor_model_parallel_size={power}")] for power in powers)
+        for power in powers:
+            kind = (*over, f"actor.megatron.tensor_model_parallel_size={power}")
+            more = ((*kind, setting) for size in SPLITS for n in powers if (setting := _larger(plan, size, n)))
+            yield [kind, *more]
         return
     local: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
     # fsdp with one rank can offload, and local cannot.
     yield [local] if gpus > 1 else [local, (*over, "actor.strategy=fsdp")]
     if gpus > 1:
         size = "actor.fsdp_config.ulysses_sequence_parallel_size"
-        yield [(*over, "actor.strategy=fsdp", f"{size}={power}") for power in powers]
+        kinds = product([f"{size}={power}" for power in powers], _sharded(plan))
+        yield [(*over, "actor.strategy=fsdp", shared, *sharded) for shared, sharded in kinds]
 
 
 def _apart(plan: Plan, gpus: int) -> list[Settings]:
@@ -157,12 +168,51 @@ def _apart(plan: Plan, gpus: int) -> list[Settings]:
         return []
     over = ("driver.kind=ray", f"ray.ranks={half}", "actor.strategy=fsdp", "rollout.placement=apart")
     sizes = [2**i for i in range(half.bit_length()) if half % 2**i == 0 and 2**i <= 64]
-    return [(*over, f"rollout.engines={half // n}", f"rollout.tensor_parallel_size={n}") for n in sizes]
+    engines = [(f"rollout.engines={half // n}", f"rollout.tensor_parallel_size={n}") for n in sizes]
+    return [(*over, *kind, *sharded) for kind, sharded in product(engines, _sharded(plan))]
+
+
+def _sharded(plan: Plan) -> list[Settings]:
+    """Returns settings with which ranks of FSDP keep ever fewer elements; the first ones are the plan's own."""
+    whole = _kept(plan)
+    return [(*copies, *freed) for freed in ((), whole)[: 1 + bool(whole)] for copies in ((), *_fewer_replicas(plan))]
+
+
+def _fewer_replicas(plan: Plan) -> list[Settings]:
+    """Returns settings with fewer whole copies of the parameters among the ranks, most copies first."""
+    copies = {table: role.fsdp_config.replicate for table, role in _sharding(plan)}
+    most = max(copies.values(), default=1)
+    fewer = [n for n in range(most - 1, 0, -1) if most % n == 0]
+    return [tuple(f"{t}.fsdp_config.replicate={n}" for t, now in copies.items() if now > n) for n in fewer]
+
+
+def _kept(plan: Plan) -> Settings:
+    """Returns the settings that free gathered layers which the plan keeps until the backward pass."""
+    kept = (table for table, role in _sharding(plan) if role.trained and not role.fsdp_config.reshard_after_forward)
+    return tuple(f"{table}.fsdp_config.reshard_after_forward=true" for table in dict.fromkeys(kept))
+
+
+def _sharding(plan: Plan) -> Iterator[tuple[str, RolePlan]]:
+    """Yields the table that each role's layout is in, and the role, unless it is of Megatron."""
+    for role in plan.roles.values():
+        if role.strategy != "megatron":
+            # A critic without a strategy of its own has the actor's layout.
+            yield "actor" if plan.table["critic"].get("strategy") is None else role.table, role
+
+
+def _larger(plan: Plan, size: str, value: int) -> str:
+    """Returns a larger size of the actor's layout, as a setting; empty if it is not larger, or splits nothing."""
+    actor = plan.roles["actor"]
+    table = "megatron" if hasattr(actor.megatron, size) else "fsdp_config"
+    useless = size == EXPERTS and not sizes_of(actor).experts
+    return "" if useless or value <= getattr(getattr(actor, table), size) else f"actor.{table}.{size}={value}"
 
 
 def _first_that_fit(plan: Plan, kinds: Sequence[Settings], gpus: int, gpu: int) -> list[Fit]:
     """Returns the first layout that fits, without and with recomputed layers as far as both fit."""
-    for kind, offload in product(kinds, ("false", "true")):
+    for offload, kind in product(("false", "true"), kinds):
+        if offload == "true" and not _offloading(kind, offload):
+            continue
         found = []
         for recompute in ("false", "true"):
             settings = (*kind, *_recomputing(plan, recompute), *_offloading(kind, offload))
@@ -214,7 +264,10 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
 def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     """Returns up to two ways to make a plan fit, the ones that cost least first.
 
-    A way is one change, or two or three changes if fewer do not suffice. The list is empty if no way is found.
+    A way is one change, or two or three changes if fewer do not suffice. Changes that cost transfers between GPUs or
+    to the CPU come first, then a smaller engine, smaller micro-batches, recomputed layers, rows or layers that more
+    ranks share, inputs of layers on the CPU, more ranks, states on the CPU, and moments in bf16. The list is empty if
+    no way is found.
 
     Args:
         begun: whether the run has checkpoints, since these fix the dtype of moments.
@@ -227,14 +280,18 @@ def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
     offload: Settings = ("actor.fsdp_config.offload_policy=true",)
     wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16" and not begun)
-    kept = dict.fromkeys(role.table for role in trained if shards and not role.fsdp_config.reshard_after_forward)
+    splits: Settings = ("tensor_model_parallel_size", *SPLITS)
+    if actor.strategy != "megatron":
+        splits = ("ulysses_sequence_parallel_size",) if shards else ()
     changes: list[Change | None] = [
+        _with_fewer_replicas if shards and _fewer_replicas(plan) else None,
+        (_kept(plan) or None) if shards else None,
         ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
         ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
         _smaller_engine,
-        tuple(f"{table}.fsdp_config.reshard_after_forward=true" for table in kept) or None,
         largest_budget,
         tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
+        *(partial(_smallest, size, gpus) for size in splits),
         tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
         over if more_ranks and actor.strategy != "megatron" else None,
         None if actor.offload or actor.strategy == "megatron" else offload if shards else (*over, *offload),
@@ -272,6 +329,19 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
         settings += more
     after = _possible(plan, settings, gpus, gpu)
     return Fit(settings, phases(after, gpu)) if after is not None and fits(after, gpu) else None
+
+
+def _with_fewer_replicas(plan: Plan, gpu: int) -> Settings | None:
+    """Returns the most copies of the parameters that fit, or one copy, beside which other changes may fit."""
+    fewer = _fewer_replicas(plan)
+    return next((one for one in fewer if fits(with_settings(plan, one, gpu), gpu)), fewer[-1])
+
+
+def _smallest(size: str, gpus: int, plan: Plan, gpu: int) -> Settings | None:
+    """Returns the smallest size of the actor's layout that fits, larger than the plan's; None if none does."""
+    larger = (_larger(plan, size, 2**i) for i in range(gpus.bit_length()))
+    tried = ((setting, _possible(plan, (setting,), gpus, gpu)) for setting in larger if setting)
+    return next(((setting,) for setting, after in tried if after is not None and fits(after, gpu)), None)
 
 
 def _smaller_engine(plan: Plan, gpu: int) -> Settings | None:
@@ -390,8 +460,8 @@ def _share(plan: Plan, gpu: int) -> float:
     rows = min(rows_of_engine(plan), MOST_SLOTS)
     needed = -(-100 * (engine_weights(plan) + rows * _row_bytes(plan) + COMPUTATION) // gpu)
     target = max(SHARE, -(-needed // 5) * 5 / 100)
-    fitting = (one for one in SHARES if _generates(_with_share(plan, one), gpu))
-    return min(target, next(fitting, SHARE))
+    fitting = (one for one in SHARES if one <= target and _generates(_with_share(plan, one), gpu))
+    return next(fitting, SHARE)
 
 
 def _generates(plan: Plan, gpu: int) -> bool:

@@ -203,7 +203,10 @@ def check_reward(
         usual += [Answer(problem, text) for text in texts]
         odd += odd_answers(problem, texts[0])
     functions = _started(reference, arguments)
-    results = _judged(functions, usual, "Signature", "a value that is no score, or a misspelled key")
+    cause = "a value that is no score, or a misspelled key"
+    if not all("extra_info" in case for case in cases):
+        cause += ", or a case without the extra_info that the function reads"
+    results = _judged(functions, usual, "Signature", cause)
     results += _judged(functions, odd, "Answers", "an answer that is taken for well-formed")
     _check_keys(usual + odd, results)
     for where, judging in (("again", functions), ("in another process", _started(reference, arguments))):
