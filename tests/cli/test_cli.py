@@ -11,6 +11,7 @@ import verl_fn
 from verl_fn import user_files
 from verl_fn.cli import commands, main
 from verl_fn.cli.commands import COMMANDS
+from verl_fn.cli.main import parse
 from verl_fn.errors import UserError
 
 
@@ -144,6 +145,82 @@ def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (
+            "train a.toml x.y=1 --quiet z.w=2 --debug",
+            {"config": "a.toml", "overrides": ["x.y=1", "z.w=2"], "quiet": True, "check": False, "debug": True},
+        ),
+        ("train a.toml", {"overrides": [], "quiet": False, "check": False, "gpus": None, "debug": False}),
+        ("train a.toml --check --gpus 8 --gpu-memory 80GB", {"check": True, "gpus": 8, "gpu_memory": 80.0}),
+        ("train a.toml --check --gpu-memory .5", {"gpus": None, "gpu_memory": 0.5}),
+        ("train a.toml --check --gpus 65535 --gpu-memory 999999", {"gpus": 65535, "gpu_memory": 999999.0}),
+        ("fork r --step 3 a.b=1 --check", {"run": "r", "step": 3, "overrides": ["a.b=1"], "check": True}),
+        ("replay r --step 3", {"step": 3, "recorded": False}),
+        ("replay r --step 3 --recorded", {"recorded": True}),
+        ("eval m a.b=1 n --out o c.d=2", {"models": ["m", "n"], "overrides": ["a.b=1", "c.d=2"], "out": "o"}),
+        ("eval m --config c.toml", {"config": "c.toml", "out": None}),
+        ("config", {"config": None, "from_verl": None, "overrides": []}),
+        ("config --from-verl a.yaml b=1 --check", {"from_verl": ["a.yaml", "b=1", "--check"]}),
+        ("report r s", {"runs": ["r", "s"], "out": "report.html"}),
+        (
+            "new-model m",
+            {"task": "reverse", "chars": None, "arch": "qwen3", "seed": 0, "chat_template": False, "overrides": []},
+        ),
+        ("new-model m hidden_size=64 --chat-template", {"overrides": ["hidden_size=64"], "chat_template": True}),
+        ("export m o", {"dtype": None, "adapter": False}),
+        ("export m o --adapter --dtype float16", {"dtype": "float16", "adapter": True}),
+        ("prepare gsm8k raw --out d", {"dataset": "gsm8k", "source": "raw", "out": "d"}),
+        ("list", {"algorithm": None}),
+        ("bench step --steps 3", {"what": "step", "rest": ["--steps", "3"]}),
+        (
+            "levels --model m",
+            {"levels": [], "tiny": False, "bridge": "", "bridge_tests": [], "skip_bridge_tests": "", "device": "cuda",
+             "gpus": 1, "features": [], "engine": None, "ray": "", "data": "", "reward_model": "", "steps": 20,
+             "margin": 0.05, "seed": 0, "out": "runs/levels"},
+        ),
+        ("levels 5 0 --model m --tiny --ray", {"levels": [5, 0], "tiny": True, "ray": "local"}),
+        ("levels --model m --ray a:1 --features moe qat", {"ray": "a:1", "features": ["moe", "qat"]}),
+    ],
+)  # fmt: skip
+def test_arguments_and_their_defaults(words, values):
+    given = words.split()
+    args = parse(given)
+    assert {name: getattr(args, name) for name in values} == values and args.argv == given
+
+
+def test_an_existing_file_with_an_equals_sign_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    args = parse(["eval", "lr=1", "data.task=count"])
+    assert (args.models, args.overrides) == (["lr=1"], ["data.task=count"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train a.toml --gpus 8", "--gpus and --gpu-memory go with --check"),
+        ("fork r --step 1 --gpu-memory 8", "--gpus and --gpu-memory go with --check"),
+        ("train a.toml --check --gpus 8", "so --gpu-memory must say how many GiB each of its GPUs has"),
+        ("train a.toml --check --gpus 0 --gpu-memory 8", "0 is no number of GPUs"),
+        ("train a.toml --check --gpus 65536 --gpu-memory 8", "65536 is no number of GPUs"),
+        ("train a.toml --check --gpu-memory 0", "0 is no size of a GPU's memory"),
+        ("train a.toml --check --gpu-memory 1000000", "1000000 is no size of a GPU's memory"),
+        ("train a.toml --fast", "train does not take --fast"),
+        ("train a.toml a.b=1 --quiet c", "train does not take c"),
+        ("doctor a.b=1", "doctor does not take a.b=1"),
+        ("eval a.b=1", "eval needs a model"),
+        ("fork r", "--step"),
+        ("levels 6 --model m", "6"),
+    ],
+)
+def test_arguments_that_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
