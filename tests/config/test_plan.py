@@ -196,7 +196,7 @@ def test_an_engine_gets_all_settings_of_its_table(tiny, made):
     table = attrs.evolve(
         table, verify="always", in_flight_weight_updates=True, routed_experts=True, tensor_parallel_size=3,
         lora=(2, 5.0, ("q_proj",)), gpu_memory_utilization=0.25, enforce_eager=not table.enforce_eager,
-        engine_kwargs={"a": 1},
+        engine_kwargs={"a": 1}, placement="apart",
     )  # fmt: skip
     kept = made("verl_fn.backends.sampler.Sampler", "verl_fn.backends.vllm.Vllm")
     both = {"device": "cpu", "dtype": "bfloat16", "slots": 7, "verify": table.verify, "in_flight": True}

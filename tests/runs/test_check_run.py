@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from judge_server import serving
@@ -29,7 +30,7 @@ from verl_fn.data.files import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
-from verl_fn.runs.check_run import check_run
+from verl_fn.runs.check_run import check_run, unplanned
 from verl_fn.runs.checks import TRIES, check_conversations
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -38,6 +39,7 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.steps import adamw
 
 SILENT = lambda line: None  # noqa: E731
+check_run_module = importlib.import_module("verl_fn.runs.check_run")
 
 
 def test_the_counts_are_those_of_the_states(tiny):
@@ -601,3 +603,93 @@ def test_a_run_refuses_a_folder_of_responses_that_cannot_be_written(tiny, tmp_pa
     plan = tiny_run(tiny, tmp_path / "run", "trainer.rollout_data_dir=/proc/self/responses")
     with pytest.raises(ConfigError, match=r"trainer.rollout_data_dir: /proc/\S+ cannot be written"):
         train(plan)
+
+
+def test_a_role_with_more_updates_than_planned_is_told(tiny, tmp_path):
+    """Only of a rate that falls, since the others have no end to reach early."""
+    plan = tiny_run(tiny, tmp_path, "actor.optim.lr_scheduler_type=linear", "trainer.total_training_steps=9")
+    role = plan.roles["actor"]
+    assert unplanned(role, plan, 6, 6, 3) == "" == unplanned(plan.roles["critic"], plan, 7, 6, 3)
+    said = unplanned(role, plan, 7, 6, 3)
+    assert said.startswith("the actor had 7 updates up to step 3, and the algorithm's outline counts 6: ")
+    assert f"falls over {role.total_updates} updates, and so reaches its end before step 9" in said
+    assert said.endswith("Outline(updates=lambda role, prompts, steps: 3 * steps)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], ["; local; float32; ", "micro-batches of at most 16,384 tokens"]),
+        (
+            ["actor.strategy=fsdp", "actor.fsdp_config.replicate=2",
+             "actor.fsdp_config.ulysses_sequence_parallel_size=2", "actor.fsdp_config.offload_policy=true"],
+            ["; fsdp over 4 of 8 ranks, sequence parallel 2; ", "at most 32,768 tokens; parameters and moments stay"],
+        ),
+        (["actor.strategy=fsdp"], ["; fsdp over 8 of 8 ranks; ", "at most 16,384 tokens"]),
+        (
+            ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2",
+             "actor.megatron.context_parallel_size=4"],
+            ["; megatron over 8 ranks: tensor 2, pipeline 1, context 4, expert 1; ", "at most 65,536 tokens"],
+        ),
+        (
+            ["actor.strategy=megatron", "actor.megatron.use_megatron_fsdp=true"],
+            ["; Megatron-FSDP over 8 ranks: tensor 1, ", "tokens"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_check_says_how_a_role_is_laid_out(settings, words, tiny, tmp_path):
+    plan = tiny_run(tiny, tmp_path, "algorithm.use_kl_loss=true", *settings)
+    size = 8 if settings else 1
+    first, second = check_run_module._role_lines(plan.roles["actor"], plan, size)
+    assert words[0] in first and words[1] in second
+    assert second.endswith("passes" if "offload_policy" in str(settings) else "tokens")
+    assert "updates in 3 steps, lr 0.001" in first
+    of_reference, parts = check_run_module._role_lines(plan.roles["reference"], plan, size)
+    assert of_reference.endswith("; not updated") and ", 0 trained; " in of_reference
+    assert "parameters" in parts and "moments 0" not in parts and "gradients" not in parts
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"), [("grpo", 24), ("sft", 8), ("dpo", 16), ("dpo algorithm.loss_type=kto", 16)]
+)
+def test_a_check_counts_the_rows_of_a_step(algorithm, rows, tiny, tmp_path):
+    plan = tiny_run(tiny, tmp_path, *f"algorithm.name={algorithm} rollout.n=3".split())
+    lines = list(check_run_module._run_lines(plan, 11))
+    assert f"a step      8 prompts, {rows} rows of at most 11 tokens" in lines
+    assert "driver      local, cpu, 1 training process" in lines
+
+
+def test_a_check_counts_the_steps_that_sampling_runs_ahead(tiny, tmp_path):
+    more = ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp", "rollout.placement=apart", "driver.max_lag=1"]
+    plan = tiny_run(tiny, tmp_path, *more)
+    text = "\n".join(check_run_module._run_lines(plan, 11))
+    assert "sampling runs up to 1 step ahead of learning" in text and "in the middle of responses" not in text
+    assert "driver      ray, cpu, 2 training processes" in text
+    flying = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, in_flight_weight_updates=True))
+    assert "in the middle of responses" in "\n".join(check_run_module._run_lines(flying, 11))
+    adapters = tiny_run(tiny, tmp_path, "algorithm.use_kl_loss=true", "actor.lora_rank=2")
+    assert list(check_run_module._run_lines(adapters, 11))[-1] == (
+        "reference   the frozen base of actor, no model of its own"
+    )
+
+
+def test_a_cache_is_told_if_it_holds_fewer_rows_than_an_engine_gets(tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path)
+    vllm = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, name="vllm"))
+    monkeypatch.setattr(check_run_module, "rows_of_engine", lambda plan: 8)
+    for cached, told in ((7, True), (8, False)):
+        monkeypatch.setattr(check_run_module, "cached_rows", lambda plan, gpu, cached=cached: cached)
+        lines = list(check_run_module._cached_rows(vllm, 1, 11))
+        assert bool(lines) is told and list(check_run_module._cached_rows(plan, 1, 11)) == []
+        assert not told or (
+            lines[0].startswith("cache       7 of the longest rows, of 11 tokens") and "gets 8 a" in lines[0]
+        )
+
+
+def test_what_helps_a_plan_is_told_from_the_smallest_change_on():
+    ways = check_run_module._help
+    assert ways(["a=1", "b=2"], ["two"], (4, "four"), "less") == "set a=1, or b=2"
+    assert ways([], ["two", "three"], (4, "four"), "less") == "take the layout two"
+    assert ways([], [], (4, "four"), "less") == "4 such GPUs are enough, with four; or adapters fit, with less"
+    assert ways([], [], None, "less") == "adapters fit, with less"
+    assert ways([], [], None, None).startswith("no layout that was tried fits; take larger GPUs")
