@@ -12,7 +12,7 @@ from verl_fn import user_files
 from verl_fn.cli import commands, main
 from verl_fn.cli.commands import COMMANDS
 from verl_fn.cli.main import parse
-from verl_fn.errors import UserError
+from verl_fn.errors import UsageError, UserError
 
 
 def run(python, *args):
@@ -270,3 +270,88 @@ def test_an_evaluation_of_a_folder_asks_for_its_problems(tiny, tmp_path, capsys)
     for words in (["eval", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert main(words) == 1
         assert "config.json; name a run, a checkpoint or a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "error: stopped at once; the same command continues from the last checkpoint"),
+        (OSError(2, "No such file", "/a/b"), 1, "error: /a/b: No such file\n"),
+        (UsageError("no such key"), 2, "error: no such key\n"),
+        (UserError("not so"), 1, "error: not so\n"),
+    ],
+)
+def test_how_a_command_ends(error, status, said, monkeypatch, capsys):
+    def fails(args):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "doctor", fails)
+    for debug in ([], ["--debug"]):
+        assert main(["doctor", *debug]) == status
+        err = capsys.readouterr().err
+        assert said in err and (err.startswith("Traceback") == bool(debug))
+
+
+def test_an_error_of_the_system_without_a_file_is_no_users_mistake(monkeypatch):
+    def fails(args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(user_files, "own_traceback", lambda error: [])
+    monkeypatch.setitem(COMMANDS, "doctor", fails)
+    with pytest.raises(OSError):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "given", "line"),
+    [
+        ("hub:a/b", "data.hub.prepare_hub", ("hub:a/b", "out"), "done"),
+        ("smollm2", "backends.hf.new_model.prepare_smollm2", ("out",), "wrote done"),
+        ("gsm8k raw", "data.prepare.prepare_gsm8k", ("raw", "out"), "wrote out: a.parquet with 3 rows, b.parquet"),
+        ("arithmetic", "data.prepare.prepare_arithmetic", ("out",), "wrote out: a.parquet with 3 rows"),
+        ("squares", "data.prepare.prepare_squares", ("out",), "wrote out: a.parquet with 3 rows"),
+    ],
+)
+def test_what_is_prepared_is_told(words, function, given, line, monkeypatch, capsys):
+    asked, rows = [], {"a": 3, "b": 4} if "with" in line else "done"
+    monkeypatch.setattr(f"verl_fn.{function}", lambda *names: asked.append(names) or rows)
+    assert main(["prepare", *words.split(), "--out", "out"]) == 0
+    assert asked == [given] and capsys.readouterr().out.startswith(line)
+
+
+@pytest.mark.parametrize("words", ["gsm8k", "arithmetic raw", "hub:a/b raw"])
+def test_raw_files_are_of_gsm8k_alone(words, capsys):
+    assert main(["prepare", *words.split(), "--out", "out"]) == 2
+    assert "prepare gsm8k needs the folder with its raw files" in capsys.readouterr().err
+
+
+def test_a_benchmark_gets_the_options_that_follow_its_name(monkeypatch):
+    from verl_fn.benchmarks import long_rows
+
+    asked = []
+    monkeypatch.setattr(long_rows, "main", lambda rest: asked.append(rest) or 5)
+    assert main(["bench", "long-rows", "--steps", "3"]) == 5 and asked == [["--steps", "3"]]
+
+
+def test_fields_of_a_model_are_json_or_words():
+    assert [commands._field(f"a={value}") for value in ("3", "[1, 2]", "true", "gelu", "1.5.2")] == [
+        ("a", 3), ("a", [1, 2]), ("a", True), ("a", "gelu"), ("a", "1.5.2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "512 held-out problems of reverse, greedy"),
+        (["data.val_size=3"], "3 held-out problems of reverse, greedy"),
+        (
+            ["rollout.val_kwargs.temperature=0.5", "rollout.val_kwargs.n=4"],
+            "512 held-out problems of reverse, 4 at temperature 0.5",
+        ),
+        (["data.val_files=['/a/b.jsonl', 'c.parquet']"], "all problems of b.jsonl, c.parquet, greedy"),
+        (["data.val_files=b.jsonl", "data.val_size=7"], "up to 7 problems of b.jsonl, greedy"),
+        (["data.task=reasoning_gym:leg_counting"], "held-out questions of reasoning_gym:leg_counting, greedy"),
+    ],
+)
+def test_an_evaluation_says_what_it_asks(settings, words):
+    assert commands._summary(commands._plan(None, ["model.path=m", "data.task=reverse", *settings])) == words

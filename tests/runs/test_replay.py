@@ -1,8 +1,10 @@
 """Fork and replay, and what a run tells of itself on the way."""
 
+import importlib
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from verl_fn.cli import commands, main
 from verl_fn.runs import RunError, journal, loop
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import restored_state, train
-from verl_fn.runs.replay import _origin, fork_plan, replay
+from verl_fn.runs.replay import Replayed, _origin, fork_plan, replay
 from verl_fn.state import pack
 
 SILENT = lambda line: None  # noqa: E731
@@ -319,3 +321,31 @@ def test_a_run_says_which_engines_were_restarted():
     assert loop._Loop._restarts(loop_) == {} and said == []
     assert loop._Loop._restarts(loop_) == {"perf/engine_restarts": 2}
     assert said == ["note: engine 1 was lost", "note: engine 2 was lost"]
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "lines"),
+    [
+        (
+            Replayed(3, None, {"metrics": 30, "state leaves": 5}), 0,
+            ["step 3 comes out bitwise the same: 30 metrics, 5 state leaves"],
+        ),
+        (
+            Replayed(3, None, {"metrics": 30}), 0,
+            ["step 3 comes out bitwise the same: 30 metrics", "the state itself was not compared: the run kept no"],
+        ),
+        (Replayed(2, "metric a", {"metrics": 30}), 1, ["step 2 differs; first in metric a"]),
+        (
+            Replayed(2, "metric a", {"metrics": 30}, ("one", "two")), 1,
+            ["step 2 differs; first in metric a", "likely because the replay has one, and two"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_replay_tells_its_result(found, status, lines, monkeypatch, capsys):
+    asked = []
+    module = importlib.import_module("verl_fn.runs.replay")
+    monkeypatch.setattr(module, "replay", lambda *given, **more: asked.append((*given, more)) or found)
+    assert main(["replay", "r", "--step", "3", *(["--recorded"] if status else [])]) == status
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(lines) and all(one.startswith(line) for one, line in zip(said, lines, strict=True))
+    assert [(Path(folder).name, step, more) for folder, step, more in asked] == [("r", 3, {"recorded": bool(status)})]
