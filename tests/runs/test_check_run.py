@@ -32,6 +32,7 @@ from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run, unplanned
 from verl_fn.runs.checks import TRIES, check_conversations
+from verl_fn.runs.continuing import _other_rates
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import model_sizes
@@ -39,7 +40,9 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.steps import adamw
 
 SILENT = lambda line: None  # noqa: E731
-check_run_module = importlib.import_module("verl_fn.runs.check_run")
+check_run_module, prepare_module = (
+    importlib.import_module(f"verl_fn.runs.{name}") for name in ("check_run", "prepare")
+)
 
 
 def test_the_counts_are_those_of_the_states(tiny):
@@ -693,3 +696,49 @@ def test_what_helps_a_plan_is_told_from_the_smallest_change_on():
     assert ways([], [], (4, "four"), "less") == "4 such GPUs are enough, with four; or adapters fit, with less"
     assert ways([], [], None, "less") == "adapters fit, with less"
     assert ways([], [], None, None).startswith("no layout that was tried fits; take larger GPUs")
+
+
+def test_settings_of_models_that_are_hardly_meant_are_told(tiny, tmp_path):
+    """A warm-up as long as the run, and bf16 on a CPU; of each role its own."""
+    total = tiny_run(tiny, tmp_path).roles["critic"].total_updates
+    for warmup, count in ((total, 1), (total - 1, 0)):
+        told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, f"critic.optim.lr_warmup_steps={warmup}")))
+        assert len(told) == count
+    told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, f"critic.optim.lr_warmup_steps={2 * total}")))
+    assert told[0].startswith(f"critic.optim.lr_warmup_steps is {2 * total} updates, and the run has {total}: its")
+    assert told[0].endswith(f"ends at {(total - 1) / (2 * total):.2g} times critic.optim.lr")
+    told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, "critic.dtype=bfloat16")))
+    assert told == ["critic.dtype is bfloat16 on a CPU: slower there than float32, and less exact"]
+
+
+def test_a_frozen_model_with_another_chat_template_is_told_once(tmp_path):
+    for name in ("actor", "teacher"):
+        new_model(tmp_path / name, chars="ab", chat_template=True)
+    settings = ["algorithm.name=distill", f"algorithm.teacher={tmp_path}/teacher"]
+    plan, tokenizer = tiny_run(tmp_path / "actor", tmp_path / "run", *settings), read_tokenizer(tmp_path / "actor")
+    asked = [Problem([{"role": role, "content": "ab"}], "b", id=i) for i, role in enumerate(("user", "system"))]
+    told = lambda *known: list(prepare_module._of_other_templates(known, plan, tokenizer))  # noqa: E731
+    template = tmp_path / "teacher/chat_template.jinja"
+    text = template.read_text()
+    assert told(asked, asked) == told() == told([Problem("ab", "b")]) == []
+    template.write_text(text.replace("{%", "b{%", 1))
+    (line,) = told(asked, asked)
+    assert line.startswith(f"algorithm.teacher: the chat template in {tmp_path}/teacher writes ")
+    assert told([Problem("ab", "b")]) == []
+    # One that refuses a role writes it otherwise, too; held-out prompts count as well.
+    refuses = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    template.write_text(refuses + text)
+    assert told(asked[:1], []) == [] and len(told(asked[:1], asked[1:])) == 1
+
+
+def test_another_number_of_steps_is_another_decay_of_each_rate_that_falls(tiny, tmp_path):
+    falling = "optim.lr_scheduler_type=linear"
+    for settings, named in (
+        ([], ""),
+        ([f"actor.{falling}"], "actor.optim are"),
+        ([f"actor.{falling}", f"critic.{falling}"], "actor.optim and critic.optim are"),
+        ([f"actor.{falling}", f"critic.{falling}", "actor.optim.lr_decay_steps=5"], "critic.optim are"),
+    ):
+        said = _other_rates(tiny_run(tiny, tmp_path, *settings))
+        assert len(said) == bool(named)
+        assert not named or said[0].startswith(f"the learning rates of {named} from now on those of a run of 3 steps")
