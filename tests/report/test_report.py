@@ -295,6 +295,8 @@ def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
     assert rows[:2] == [["ab>", name, f"{name}4✓ right reward 1"] for name in ("one", "two")]
     assert rows[2:] == [["ab>", name, f"{name}0✓ right reward 1"] for name in ("one", "two")]
     assert "At step 4." in text and "+0 right of 2" in text
+    once, _ = page(report([write(tmp_path / "once", brief(4), asked[2:])], tmp_path / "page.html"))
+    assert "At step 4." in once and "from step" not in once
     # Also if they expect the same answer.
     alike = [answer(4, response=f"of {number}") for number in (1, 2)]
     _, found = page(report([write(tmp_path / "b", brief(4), alike)], tmp_path / "page.html"))

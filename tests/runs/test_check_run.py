@@ -31,7 +31,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run, unplanned
-from verl_fn.runs.checks import TRIES, check_conversations
+from verl_fn.runs.checks import TRIES, RowLengths, check_cluster, check_conversations, check_lengths
 from verl_fn.runs.continuing import _other_rates
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -454,6 +454,10 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
     more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
     with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8; set ray.ranks=8"):
         check_run(tiny_run(tiny, tmp_path / "run", *more))
+    # A cluster that runs knows its GPUs.
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    check_cluster(tiny_run(tiny, tmp_path / "run", *more, "driver.device=cuda"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     # Ranks on the CPU need none, and another cluster may have more.
     for other in ("driver.device=cpu", "ray.address=10.0.0.1:6379"):
         assert (
@@ -742,3 +746,60 @@ def test_another_number_of_steps_is_another_decay_of_each_rate_that_falls(tiny, 
         said = _other_rates(tiny_run(tiny, tmp_path, *settings))
         assert len(said) == bool(named)
         assert not named or said[0].startswith(f"the learning rates of {named} from now on those of a run of 3 steps")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["reward.url=http://a:1/v1", "reward.model=judge"], "reward      judge at http://a:1/v1"),
+        (["reward.functions=['m.py:f', 'm.py:g']"], "reward      HERE/m.py:f, HERE/m.py:g"),
+        (["env.name=m.py:E"], "reward      the environment's"),
+        ([], "reward      the rule of each data source"),
+        (["algorithm.name=sft"], None),
+    ],
+)
+def test_a_check_says_who_rewards(settings, line, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = tiny_run(tiny, tmp_path, *settings)
+    lines = [one for one in check_run_module._parts_lines(plan) if one.startswith("reward ")]
+    assert lines == ([] if line is None else [line.replace("HERE", str(tmp_path))])
+    talks = attrs.evolve(plan, env=attrs.evolve(plan.env, name="m:E", max_turns=3, max_turn_length=5))
+    for limit, tokens in ((5, 5), (None, plan.data.max_response_length)):
+        changed = attrs.evolve(talks, env=attrs.evolve(talks.env, max_turn_length=limit))
+        assert f"environment m:E: up to 3 replies of at most {tokens} tokens each" in list(
+            check_run_module._parts_lines(changed)
+        )
+
+
+def test_a_budget_that_ranks_share_is_named_for_each_of_them(tiny, tmp_path):
+    rows = RowLengths(9, 9, 40, 9, "a pair: two rows")
+    for shared, words in ((1, ""), (2, " on 2 ranks together"), (4, " on 4 ranks together")):
+        settings = ["actor.strategy=fsdp", "actor.ppo_max_token_len_per_gpu=9"] if shared > 1 else []
+        settings += [f"actor.fsdp_config.ulysses_sequence_parallel_size={shared}"] if shared > 1 else []
+        settings += ["actor.ppo_max_token_len_per_gpu=9", "algorithm.name=grpo", "rollout.n=2"]
+        with pytest.raises(ConfigError) as refused:
+            check_lengths(tiny_run(tiny, tmp_path, *settings), rows)
+        said = "a pair may have 40 tokens (two rows), more than actor.ppo_max_token_len_per_gpu = 9"
+        assert str(refused.value) == f"{said}{words}; raise that budget"
+        fits = attrs.evolve(rows, together=9 * shared)
+        check_lengths(tiny_run(tiny, tmp_path, *settings), fits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["driver.device=cuda"], "torch finds no GPU here"),
+        (["reward.functions=no.py:f"], "there is no file"),
+        (["critic.path=no/model"], "there is no folder"),
+        (["data.train_files=no.jsonl"], r"no\.jsonl"),
+        (["ray.runtime_env=no.yaml"], r"no\.yaml"),
+    ],
+)
+def test_what_is_missing_is_known_before_processes_start(settings, said, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("verl_fn.driver.ray.ray_started", lambda plan: pytest.fail("they start"))
+    with pytest.raises(UserError, match=said):
+        prepare_module.started(tiny_run(tiny, tmp_path, "driver.kind=ray", *settings))
+    with prepare_module.started(tiny_run(tiny, tmp_path, *settings[:0])) as begun:
+        assert begun is None, "one process"
