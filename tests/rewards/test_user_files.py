@@ -129,3 +129,51 @@ def test_code_travels_over_ray_with_its_neighbours(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     shutil.rmtree(file.parent)
     assert pickle.loads(pickled)("abc").worth == 6.0
+
+
+def test_imports_of_a_file_are_followed_in_its_folder(tmp_path):
+    """Neighbours of neighbours and packages, each once, and no library."""
+    main = folder(tmp_path / "a", 1.0, "import json, other.deep\nfrom . import helper\nfrom pkg.inner import X\n")
+    (main.parent / "other.py").write_text("from .reward import Y\nfrom third import Z\n")
+    (main.parent / "third.py").write_text("import broken\n")
+    (main.parent / "broken.py").write_text("import = 3\n")
+    (main.parent / "unused.py").touch()
+    (main.parent / "pkg/inner").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/inner/more.py"):
+        (main.parent / name).touch()
+    names = [str(file.relative_to(main.parent)) for file in user_files.with_imports(main)]
+    assert names[0] == "reward.py" and sorted(names[1:]) == [
+        "broken.py", "helper.py", "other.py", "pkg/__init__.py", "pkg/inner/more.py", "third.py",
+    ]  # fmt: skip
+    assert list(user_files.code_files(str(main))) == user_files.with_imports(main)
+
+
+def test_code_of_a_module_is_found_in_the_working_directory_and_not_of_a_library(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    for name in ("mine.py", "helper.py", "whole/__init__.py", "whole/part.py", "site-packages/theirs.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import helper\n" if name == "mine.py" else "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages")])
+
+    def found(module):
+        return [str(file.relative_to(tmp_path)) for file in user_files.code_files(module)]
+
+    assert found("mine") == ["mine.py", "helper.py"]
+    assert found("whole.part") == ["whole/__init__.py", "whole/part.py"]
+    assert [found(module) for module in ("theirs", "no_such_module", "torch")] == [[], [], []]
+
+
+def test_the_place_of_an_error_is_the_users_last_line(tmp_path):
+    file = folder(tmp_path / "a", 1.0, "import json\n\ndef later(text):\n    return json.loads(text)\n")
+    with pytest.raises(ValueError) as raised:
+        user_files.load(file).later("{")
+    assert user_files.place_of(raised.value, __file__) == f" (at {file}:4)"
+    lines = user_files.own_traceback(raised.value, frames_only=True)
+    assert [line for line in lines if "File" in line][-1] == f'  File "{file}", line 4, in later'
+    assert not any("JSONDecodeError" in line or "json/" in line for line in lines)
+    assert user_files.own_traceback(raised.value)[-1].startswith("json.decoder.JSONDecodeError: ")
+    broken = folder(tmp_path / "b", 1.0, "x = 1\ny = = 2\n")
+    with pytest.raises(SyntaxError) as raised:
+        user_files.load(broken)
+    assert user_files.place_of(raised.value, __file__) == f" (at {broken}:2)"

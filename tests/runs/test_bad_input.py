@@ -15,10 +15,14 @@ from run_configs import TINY, tiny_run
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.cli import main
+from verl_fn.cli.commands import model_of
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.data.notices import traits_of
+from verl_fn.data.tasks import Problem
 from verl_fn.runs import RunError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.checks import _with_rules
 from verl_fn.runs.logs import loggers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import make_model_folder
@@ -485,3 +489,32 @@ def test_an_evaluation_asks_the_held_out_files_alone(tiny, tmp_path, capsys):
     rewards.write_text("def one(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert main(["eval", str(tiny), *args, f"reward.functions={rewards}:one"]) == 0
     assert "on all problems of held.jsonl, 1 at temperature 1" in capsys.readouterr().out
+
+
+def test_of_each_data_source_one_problem_shows_whether_its_rule_can_score():
+    """Of a generated task all, since its rule reads each prompt."""
+    given = [("mine", "x"), ("count", "1>"), ("mine", "y"), ("openai/gsm8k", "z"), ("count", "2>"), ("mine", "v")]
+    problems = [Problem(prompt, "1", id=i, data_source=source) for i, (source, prompt) in enumerate(given)]
+    assert _with_rules(traits_of(problems, char_tokenizer("abc"))) == [0, 1, 3, 4]
+
+
+def test_what_a_path_to_a_model_stands_for(tmp_path):
+    run, apart = tmp_path / "run", tmp_path / "checkpoints/step_1"
+    for checkpoint in (run / "checkpoints/step_2", run / "checkpoints/step_10", apart):
+        (checkpoint / "actor").mkdir(parents=True)
+        (checkpoint / "checkpoint.json").touch()
+        (checkpoint / "actor/config.json").touch()
+    for name in ("config.toml", "metrics.jsonl"):
+        (run / name).touch()
+    newest = run / "checkpoints/step_10/actor"
+    assert model_of(str(run)) == (newest, run), "without its link"
+    (run / "model").symlink_to("checkpoints/step_2/actor")
+    assert model_of(str(run)) == model_of(str(run / "model")) == (run / "checkpoints/step_2/actor", run)
+    assert model_of(str(newest.parent)) == model_of(str(newest)) == (newest, run)
+    assert model_of(str(apart)) == model_of(str(apart / "actor")) == (apart / "actor", None), "of no run"
+    shutil.rmtree(run / "checkpoints/step_2")
+    assert model_of(str(run)) == (newest, run), "the link points nowhere"
+    shutil.rmtree(run / "checkpoints")
+    for path, said in ((run, "has no checkpoint yet"), (tmp_path, "has no config.toml"), (newest, "is no folder")):
+        with pytest.raises(RunError, match=said):
+            model_of(str(path))

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from judge_server import serving
@@ -29,8 +30,9 @@ from verl_fn.data.files import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
-from verl_fn.runs.check_run import check_run
-from verl_fn.runs.checks import TRIES, check_conversations
+from verl_fn.runs.check_run import check_run, unplanned
+from verl_fn.runs.checks import TRIES, RowLengths, check_cluster, check_conversations, check_lengths
+from verl_fn.runs.continuing import _other_rates
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import model_sizes
@@ -38,6 +40,9 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.steps import adamw
 
 SILENT = lambda line: None  # noqa: E731
+check_run_module, prepare_module = (
+    importlib.import_module(f"verl_fn.runs.{name}") for name in ("check_run", "prepare")
+)
 
 
 def test_the_counts_are_those_of_the_states(tiny):
@@ -449,6 +454,10 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
     more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
     with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8; set ray.ranks=8"):
         check_run(tiny_run(tiny, tmp_path / "run", *more))
+    # A cluster that runs knows its GPUs.
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    check_cluster(tiny_run(tiny, tmp_path / "run", *more, "driver.device=cuda"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     # Ranks on the CPU need none, and another cluster may have more.
     for other in ("driver.device=cpu", "ray.address=10.0.0.1:6379"):
         assert (
@@ -601,3 +610,196 @@ def test_a_run_refuses_a_folder_of_responses_that_cannot_be_written(tiny, tmp_pa
     plan = tiny_run(tiny, tmp_path / "run", "trainer.rollout_data_dir=/proc/self/responses")
     with pytest.raises(ConfigError, match=r"trainer.rollout_data_dir: /proc/\S+ cannot be written"):
         train(plan)
+
+
+def test_a_role_with_more_updates_than_planned_is_told(tiny, tmp_path):
+    """Only of a rate that falls, since the others have no end to reach early."""
+    plan = tiny_run(tiny, tmp_path, "actor.optim.lr_scheduler_type=linear", "trainer.total_training_steps=9")
+    role = plan.roles["actor"]
+    assert unplanned(role, plan, 6, 6, 3) == "" == unplanned(plan.roles["critic"], plan, 7, 6, 3)
+    said = unplanned(role, plan, 7, 6, 3)
+    assert said.startswith("the actor had 7 updates up to step 3, and the algorithm's outline counts 6: ")
+    assert f"falls over {role.total_updates} updates, and so reaches its end before step 9" in said
+    assert said.endswith("Outline(updates=lambda role, prompts, steps: 3 * steps)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], ["; local; float32; ", "micro-batches of at most 16,384 tokens"]),
+        (
+            ["actor.strategy=fsdp", "actor.fsdp_config.replicate=2",
+             "actor.fsdp_config.ulysses_sequence_parallel_size=2", "actor.fsdp_config.offload_policy=true"],
+            ["; fsdp over 4 of 8 ranks, sequence parallel 2; ", "at most 32,768 tokens; parameters and moments stay"],
+        ),
+        (["actor.strategy=fsdp"], ["; fsdp over 8 of 8 ranks; ", "at most 16,384 tokens"]),
+        (
+            ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2",
+             "actor.megatron.context_parallel_size=4"],
+            ["; megatron over 8 ranks: tensor 2, pipeline 1, context 4, expert 1; ", "at most 65,536 tokens"],
+        ),
+        (
+            ["actor.strategy=megatron", "actor.megatron.use_megatron_fsdp=true"],
+            ["; Megatron-FSDP over 8 ranks: tensor 1, ", "tokens"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_check_says_how_a_role_is_laid_out(settings, words, tiny, tmp_path):
+    plan = tiny_run(tiny, tmp_path, "algorithm.use_kl_loss=true", *settings)
+    size = 8 if settings else 1
+    first, second = check_run_module._role_lines(plan.roles["actor"], plan, size)
+    assert words[0] in first and words[1] in second
+    assert second.endswith("passes" if "offload_policy" in str(settings) else "tokens")
+    assert "updates in 3 steps, lr 0.001" in first
+    of_reference, parts = check_run_module._role_lines(plan.roles["reference"], plan, size)
+    assert of_reference.endswith("; not updated") and ", 0 trained; " in of_reference
+    assert "parameters" in parts and "moments 0" not in parts and "gradients" not in parts
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"), [("grpo", 24), ("sft", 8), ("dpo", 16), ("dpo algorithm.loss_type=kto", 16)]
+)
+def test_a_check_counts_the_rows_of_a_step(algorithm, rows, tiny, tmp_path):
+    plan = tiny_run(tiny, tmp_path, *f"algorithm.name={algorithm} rollout.n=3".split())
+    lines = list(check_run_module._run_lines(plan, 11))
+    assert f"a step      8 prompts, {rows} rows of at most 11 tokens" in lines
+    assert "driver      local, cpu, 1 training process" in lines
+
+
+def test_a_check_counts_the_steps_that_sampling_runs_ahead(tiny, tmp_path):
+    more = ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp", "rollout.placement=apart", "driver.max_lag=1"]
+    plan = tiny_run(tiny, tmp_path, *more)
+    text = "\n".join(check_run_module._run_lines(plan, 11))
+    assert "sampling runs up to 1 step ahead of learning" in text and "in the middle of responses" not in text
+    assert "driver      ray, cpu, 2 training processes" in text
+    flying = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, in_flight_weight_updates=True))
+    assert "in the middle of responses" in "\n".join(check_run_module._run_lines(flying, 11))
+    adapters = tiny_run(tiny, tmp_path, "algorithm.use_kl_loss=true", "actor.lora_rank=2")
+    assert list(check_run_module._run_lines(adapters, 11))[-1] == (
+        "reference   the frozen base of actor, no model of its own"
+    )
+
+
+def test_a_cache_is_told_if_it_holds_fewer_rows_than_an_engine_gets(tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path)
+    vllm = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, name="vllm"))
+    monkeypatch.setattr(check_run_module, "rows_of_engine", lambda plan: 8)
+    for cached, told in ((7, True), (8, False)):
+        monkeypatch.setattr(check_run_module, "cached_rows", lambda plan, gpu, cached=cached: cached)
+        lines = list(check_run_module._cached_rows(vllm, 1, 11))
+        assert bool(lines) is told and list(check_run_module._cached_rows(plan, 1, 11)) == []
+        assert not told or (
+            lines[0].startswith("cache       7 of the longest rows, of 11 tokens") and "gets 8 a" in lines[0]
+        )
+
+
+def test_what_helps_a_plan_is_told_from_the_smallest_change_on():
+    ways = check_run_module._help
+    assert ways(["a=1", "b=2"], ["two"], (4, "four"), "less") == "set a=1, or b=2"
+    assert ways([], ["two", "three"], (4, "four"), "less") == "take the layout two"
+    assert ways([], [], (4, "four"), "less") == "4 such GPUs are enough, with four; or adapters fit, with less"
+    assert ways([], [], None, "less") == "adapters fit, with less"
+    assert ways([], [], None, None).startswith("no layout that was tried fits; take larger GPUs")
+
+
+def test_settings_of_models_that_are_hardly_meant_are_told(tiny, tmp_path):
+    """A warm-up as long as the run, and bf16 on a CPU; of each role its own."""
+    total = tiny_run(tiny, tmp_path).roles["critic"].total_updates
+    for warmup, count in ((total, 1), (total - 1, 0)):
+        told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, f"critic.optim.lr_warmup_steps={warmup}")))
+        assert len(told) == count
+    told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, f"critic.optim.lr_warmup_steps={2 * total}")))
+    assert told[0].startswith(f"critic.optim.lr_warmup_steps is {2 * total} updates, and the run has {total}: its")
+    assert told[0].endswith(f"ends at {(total - 1) / (2 * total):.2g} times critic.optim.lr")
+    told = list(prepare_module._of_models(tiny_run(tiny, tmp_path, "critic.dtype=bfloat16")))
+    assert told == ["critic.dtype is bfloat16 on a CPU: slower there than float32, and less exact"]
+
+
+def test_a_frozen_model_with_another_chat_template_is_told_once(tmp_path):
+    for name in ("actor", "teacher"):
+        new_model(tmp_path / name, chars="ab", chat_template=True)
+    settings = ["algorithm.name=distill", f"algorithm.teacher={tmp_path}/teacher"]
+    plan, tokenizer = tiny_run(tmp_path / "actor", tmp_path / "run", *settings), read_tokenizer(tmp_path / "actor")
+    asked = [Problem([{"role": role, "content": "ab"}], "b", id=i) for i, role in enumerate(("user", "system"))]
+    told = lambda *known: list(prepare_module._of_other_templates(known, plan, tokenizer))  # noqa: E731
+    template = tmp_path / "teacher/chat_template.jinja"
+    text = template.read_text()
+    assert told(asked, asked) == told() == told([Problem("ab", "b")]) == []
+    template.write_text(text.replace("{%", "b{%", 1))
+    (line,) = told(asked, asked)
+    assert line.startswith(f"algorithm.teacher: the chat template in {tmp_path}/teacher writes ")
+    assert told([Problem("ab", "b")]) == []
+    # One that refuses a role writes it otherwise, too; held-out prompts count as well.
+    refuses = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    template.write_text(refuses + text)
+    assert told(asked[:1], []) == [] and len(told(asked[:1], asked[1:])) == 1
+
+
+def test_another_number_of_steps_is_another_decay_of_each_rate_that_falls(tiny, tmp_path):
+    falling = "optim.lr_scheduler_type=linear"
+    for settings, named in (
+        ([], ""),
+        ([f"actor.{falling}"], "actor.optim are"),
+        ([f"actor.{falling}", f"critic.{falling}"], "actor.optim and critic.optim are"),
+        ([f"actor.{falling}", f"critic.{falling}", "actor.optim.lr_decay_steps=5"], "critic.optim are"),
+    ):
+        said = _other_rates(tiny_run(tiny, tmp_path, *settings))
+        assert len(said) == bool(named)
+        assert not named or said[0].startswith(f"the learning rates of {named} from now on those of a run of 3 steps")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["reward.url=http://a:1/v1", "reward.model=judge"], "reward      judge at http://a:1/v1"),
+        (["reward.functions=['m.py:f', 'm.py:g']"], "reward      HERE/m.py:f, HERE/m.py:g"),
+        (["env.name=m.py:E"], "reward      the environment's"),
+        ([], "reward      the rule of each data source"),
+        (["algorithm.name=sft"], None),
+    ],
+)
+def test_a_check_says_who_rewards(settings, line, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = tiny_run(tiny, tmp_path, *settings)
+    lines = [one for one in check_run_module._parts_lines(plan) if one.startswith("reward ")]
+    assert lines == ([] if line is None else [line.replace("HERE", str(tmp_path))])
+    talks = attrs.evolve(plan, env=attrs.evolve(plan.env, name="m:E", max_turns=3, max_turn_length=5))
+    for limit, tokens in ((5, 5), (None, plan.data.max_response_length)):
+        changed = attrs.evolve(talks, env=attrs.evolve(talks.env, max_turn_length=limit))
+        assert f"environment m:E: up to 3 replies of at most {tokens} tokens each" in list(
+            check_run_module._parts_lines(changed)
+        )
+
+
+def test_a_budget_that_ranks_share_is_named_for_each_of_them(tiny, tmp_path):
+    rows = RowLengths(9, 9, 40, 9, "a pair: two rows")
+    for shared, words in ((1, ""), (2, " on 2 ranks together"), (4, " on 4 ranks together")):
+        settings = ["actor.strategy=fsdp", "actor.ppo_max_token_len_per_gpu=9"] if shared > 1 else []
+        settings += [f"actor.fsdp_config.ulysses_sequence_parallel_size={shared}"] if shared > 1 else []
+        settings += ["actor.ppo_max_token_len_per_gpu=9", "algorithm.name=grpo", "rollout.n=2"]
+        with pytest.raises(ConfigError) as refused:
+            check_lengths(tiny_run(tiny, tmp_path, *settings), rows)
+        said = "a pair may have 40 tokens (two rows), more than actor.ppo_max_token_len_per_gpu = 9"
+        assert str(refused.value) == f"{said}{words}; raise that budget"
+        fits = attrs.evolve(rows, together=9 * shared)
+        check_lengths(tiny_run(tiny, tmp_path, *settings), fits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["driver.device=cuda"], "torch finds no GPU here"),
+        (["reward.functions=no.py:f"], "there is no file"),
+        (["critic.path=no/model"], "there is no folder"),
+        (["data.train_files=no.jsonl"], r"no\.jsonl"),
+        (["ray.runtime_env=no.yaml"], r"no\.yaml"),
+    ],
+)
+def test_what_is_missing_is_known_before_processes_start(settings, said, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("verl_fn.driver.ray.ray_started", lambda plan: pytest.fail("they start"))
+    with pytest.raises(UserError, match=said):
+        prepare_module.started(tiny_run(tiny, tmp_path, "driver.kind=ray", *settings))
+    with prepare_module.started(tiny_run(tiny, tmp_path, *settings[:0])) as begun:
+        assert begun is None, "one process"

@@ -9,6 +9,7 @@ import pytest
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs import fitting
 from verl_fn.runs.fitting import (
     FILLED,
     MOST_SHARE,
@@ -20,7 +21,7 @@ from verl_fn.runs.fitting import (
     sized,
     with_engine,
 )
-from verl_fn.runs.memory import GIB, engine_weights, phases, share
+from verl_fn.runs.memory import GIB, engine_weights, model_sizes, phases, share
 
 SHAPES = {
     "qwen3-8b": {
@@ -279,3 +280,104 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monke
     assert nearest[0].endswith("(peak 172.6 GiB, start, and 341 GiB of CPU memory): 92.6 GiB a GPU are missing")
     assert nearest[2].strip().startswith("8 such GPUs are enough: fsdp over ")
     assert "\ndoes not fit: the update of the actor needs " in said and "; 8 such GPUs are enough, with fsdp" in said
+
+
+def test_the_least_number_of_gpus_is_a_multiple_of_the_machines(monkeypatch):
+    for least, found in ((16, (16, "16")), (20, (32, "32")), (64, (64, "64")), (65, None)):
+        monkeypatch.setattr(
+            fitting, "layouts", lambda plan, gpus, gpu, least=least: [str(gpus), "other"] if gpus >= least else []
+        )
+        assert fitting.enough_gpus(None, 4, GIB) == found
+
+
+@pytest.mark.parametrize(("rows", "least", "of_rank"), [(64, 2, 96), (8, 2, 12), (1, 2, 2)])
+def test_the_largest_budget_that_fits_is_found(folder, rows, least, of_rank, monkeypatch):
+    """In steps of 1,024 tokens: at least a row's 1,536, and at most the rows that a rank has."""
+    plan = plan_of(folder("qwen3-8b"), f"data.train_batch_size={rows}")
+    asked = []
+
+    def fitting_until(limit):
+        def fits(plan, gpu, filled):
+            tokens = plan.roles["actor"].ppo_max_token_len_per_gpu
+            asked.append((tokens, gpu, filled))
+            return tokens <= limit * 1024
+
+        return fits
+
+    for limit in {least - 1, least, least + 1, 3, 7, of_rank - 1, of_rank, of_rank + 5}:
+        monkeypatch.setattr(fitting, "fits", fitting_until(limit))
+        budget = min(limit, of_rank)
+        expected = None if limit < least else (f"actor.ppo_max_token_len_per_gpu={1024 * budget}",)
+        assert fitting.largest_budget(plan, 5) == expected, limit
+    assert {one[1:] for one in asked} == {(5, FILLED)} and max(tokens for tokens, *_ in asked) <= of_rank * 1024
+
+
+def test_ranks_that_share_rows_need_a_part_of_a_row_each(folder, monkeypatch):
+    shared = ["actor.fsdp_config.ulysses_sequence_parallel_size=4", "data.max_response_length=7680"]
+    plan = plan_of(folder("qwen3-8b"), *shared)
+    monkeypatch.setattr(
+        fitting, "fits", lambda plan, gpu, filled: plan.roles["actor"].ppo_max_token_len_per_gpu <= 2048
+    )
+    assert fitting.largest_budget(plan, 5) == ("actor.ppo_max_token_len_per_gpu=2048",)
+
+
+def test_a_better_engine_is_told_if_it_is_much_better(folder, monkeypatch):
+    plan = plan_of(folder("qwen3-8b"), "rollout.gpu_memory_utilization=0.5", "rollout.slots=16")
+    for share_, cached, said in (
+        (0.6, 63, "rollout.gpu_memory_utilization=0.6 fits (0.5 now)"),
+        (0.55, 63, "rollout.slots=63 fits (16 now): an engine has 64 rows to draw in a step"),
+        (None, 63, "rollout.slots=63 fits (16 now)"),
+        (0.9, 64, "rollout.slots=64 fits (16 now)"),
+        (0.9, 999, "rollout.slots=64 fits (16 now)"),
+        (None, 16, None),
+    ):
+        monkeypatch.setattr(fitting, "largest_share", lambda plan, gpu, share_=share_: share_)
+        monkeypatch.setattr(fitting, "cached_rows", lambda plan, gpu, cached=cached: cached)
+        found = list(fitting.better_engine(plan, 5))
+        assert len(found) == (said is not None) and (said is None or found[0].startswith(said))
+    embedded = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, name="sampler"))
+    for slots, count in ((17, 1), (16, 0), (None, 0)):
+        monkeypatch.setattr(fitting, "largest_slots", lambda plan, gpu, slots=slots: slots)
+        assert len(list(fitting.better_engine(embedded, 5))) == count
+
+
+def test_rows_of_the_embedded_engine_shrink_by_quarters_until_they_fit(folder, monkeypatch):
+    plan = plan_of(folder("qwen3-8b"), "rollout.name=sampler", "data.train_batch_size=100", "rollout.n=10")
+    for limit, slots in ((10**6, 125), (124, 93), (69, 69), (1, 1), (0, None)):
+        monkeypatch.setattr(
+            fitting, "fits", lambda plan, gpu, filled, limit=limit: plan.rollout.slots <= limit and filled == FILLED
+        )
+        assert fitting.largest_slots(plan, 5) == slots
+    monkeypatch.setattr(fitting, "fits", lambda *given: True)
+    many = attrs.evolve(plan, data=attrs.evolve(plan.data, train_batch_size=10**6))
+    assert fitting.largest_slots(many, 5) == MOST_SLOTS
+
+
+def test_a_share_is_the_largest_in_twentieths_that_fits(folder, monkeypatch):
+    plan = plan_of(folder("qwen3-8b"))
+    for limit, share_ in ((1.0, 0.9), (0.89, 0.85), (0.05, 0.05), (0.04, None)):
+        monkeypatch.setattr(
+            fitting, "fits", lambda plan, gpu, filled, limit=limit: plan.rollout.gpu_memory_utilization <= limit
+        )
+        assert fitting.largest_share(plan, 5) == share_
+
+
+def test_settings_that_a_layout_changes_nothing_of_are_not_named(folder):
+    plan = plan_of(folder("qwen3-8b"))
+    kept = ("driver.kind=ray", "ray.ranks=8", "actor.strategy=fsdp")
+    after = fitting.with_settings(plan, [*kept, "rollout.n=4"], 80 * GIB)
+    fit = fitting._layout(plan, (*kept, "rollout.n=4"), after, 80 * GIB)
+    assert (fit.settings, fit.layout, fit.on_cpu) == (("rollout.n=4",), "fsdp over 8 ranks", 0)
+    offload = (*kept, "actor.fsdp_config.offload_policy=true")
+    fit = fitting._layout(plan, offload, fitting.with_settings(plan, offload, 80 * GIB), 80 * GIB)
+    elements = model_sizes(str(folder("qwen3-8b")), "lm").total
+    assert fit.on_cpu == pytest.approx(12 * elements, rel=1e-6) and "GiB of CPU memory" in str(fit)
+    apart = (
+        *kept[:1],
+        "ray.ranks=4",
+        "rollout.placement=apart",
+        "rollout.engines=2",
+        "rollout.tensor_parallel_size=2",
+    )
+    fit = fitting._layout(plan, apart, fitting.with_settings(plan, apart, 80 * GIB), 80 * GIB)
+    assert fit.layout == "fsdp over 4 ranks and engines on 4 GPUs"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from run_configs import TINY, tiny_run
@@ -76,3 +77,33 @@ def test_ctrl_c_after_the_last_step_ends_nothing_in_the_middle(tiny, tmp_path, m
     finally:
         signal.signal(signal.SIGINT, before)
         signal.signal(signal.SIGTERM, other)
+
+
+def test_a_second_signal_stops_at_once_and_what_handled_them_comes_back():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    said = []
+    try:
+        with loop.stop_requests(said.append, "stopping") as requests:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (requests, said) == ([signal.SIGTERM], ["stopping"])
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert {number: signal.getsignal(number) for number in before} == before and len(said) == 1
+        # A handler of somebody else's stays.
+        with loop.stop_requests(said.append):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_in_another_thread_goes_on_without_signals():
+    def handlers():
+        with loop.stop_requests(print) as requests:
+            return requests, signal.getsignal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handlers).result() == ([], before)

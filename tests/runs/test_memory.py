@@ -540,6 +540,20 @@ def test_a_model_of_megatron_by_hand(folder):
     assert awake["gen"]["actor bfloat16 copy"] == 2 * held
 
 
+def test_stages_of_megatron_each_have_one_of_two_untied_ends(folder, tmp_path):
+    model = shutil.copytree(folder("tiny"), tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    ends, n = 2 * config["vocab_size"] * config["hidden_size"] + config["hidden_size"], model_sizes(model, "lm").total
+    for settings, held in (
+        (["actor.megatron.pipeline_model_parallel_size=2"], (n - ends) // 2 + ends // 2),
+        (["actor.megatron.tensor_model_parallel_size=2"], (n - ends) // 2 + ends // 2),
+        ([], n),
+    ):
+        sizes = parts(plan_of(model, *MEGATRON, *settings, "ray.ranks=2"), 2, 140 * GIB)["update_actor"]
+        assert sizes["actor bfloat16 copy"] == 2 * held and sizes["actor parameters"] == 4 * (n // 2)
+
+
 def test_ranks_of_tensor_parallelism_each_have_a_whole_tower(tmp_path):
     model = new_model(tmp_path / "m", chars="ab", arch="qwen3_vl")
     tower = model_sizes(model, "lm").tower

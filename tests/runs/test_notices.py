@@ -11,7 +11,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import _end_if_skipping, train
-from verl_fn.runs.progress import without_signal
+from verl_fn.runs.progress import without_gradient, without_signal
 
 
 def test_rewards_that_teach_nothing():
@@ -23,6 +23,15 @@ def test_rewards_that_teach_nothing():
     assert without_signal(4, report(0.5, 0.5, 0.3)) == "all rewards of step 4 are 0.5"
     assert "the policy learns nothing from it" in without_signal(4, report(0.5, 0.5, 0.0))
     assert "their differences are rounded away" in without_signal(4, report(1e20, 2e20, 0.0))
+
+
+def test_a_gradient_of_0_is_told_unless_equal_rewards_are_the_reason():
+    none = {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    equal = none | {"critic/score/min": 1.0, "critic/score/max": 1.0}
+    for more, told in (({}, True), (none, True), (equal, False), (equal | {"critic/advantages/max": 0.5}, True)):
+        assert bool(without_gradient(3, {"actor/grad_norm": 0.0} | more)) is told
+        assert without_gradient(3, {"actor/grad_norm": 0.1} | more) == ""
+    assert without_gradient(3, {"train/grad_norm": 0.0}) and not without_gradient(3, {"critic/grad_norm": 0.0})
 
 
 def test_a_run_says_each_of_them_once(tiny, tmp_path, capsys):

@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 from run_configs import TINY
 
@@ -21,7 +22,7 @@ from verl_fn.config.names import load_object
 from verl_fn.pool.worker import LoadError, find
 from verl_fn.rewards import RewardError
 from verl_fn.runs import RunError
-from verl_fn.runs.check_run import check_run
+from verl_fn.runs.check_run import check_run, rehearse
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.checks import check_code
 from verl_fn.runs.logs import read_metrics
@@ -557,6 +558,19 @@ def test_a_package_that_only_another_machine_has_fails_no_step_on_mocks(tiny, tm
 def test_a_check_takes_no_step_of_a_built_in_algorithm(tiny, tmp_path):
     more = ["algorithm.name=grpo", "rollout.n=2", f"model.path={tiny}", f"trainer.dir={tmp_path}/run"]
     assert "on mocks" not in check_run(make_plan(load(overrides=[*TINY, *more]))).text
+
+
+def test_a_check_takes_no_step_of_what_mocks_lack(tiny, tmp_path):
+    """An environment, a frozen base below adapters, or log-probs that equal the engine's."""
+    plan = make_plan(load(overrides=overrides(tiny, tmp_path)))
+    for lacking in (
+        {"env": attrs.evolve(plan.env, name="mine.py:Env")},
+        {"copies": {"reference": "actor"}},
+        {"rollout": attrs.evolve(plan.rollout, exact="audit")},
+    ):
+        assert rehearse(attrs.evolve(plan, **lacking), None) == ("", "")
+    with pytest.raises(RunError, match="on mocks fails"):
+        rehearse(plan, None)
 
 
 def test_a_check_names_options_without_defaults(tiny, tmp_path):

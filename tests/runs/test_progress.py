@@ -1,5 +1,6 @@
 """What a run says while it goes on: a line a step, and what a long step is doing."""
 
+import contextlib
 import threading
 import time
 
@@ -11,7 +12,7 @@ from verl_fn.backends.memory import RUNNING
 from verl_fn.runs import progress
 from verl_fn.runs.folder import _share_written
 from verl_fn.runs.loop import train
-from verl_fn.runs.progress import LONG, Lines, Pulse, numbers, waiting
+from verl_fn.runs.progress import LONG, Lines, Live, Pulse, numbers, waiting
 
 
 def test_a_long_step_tells_its_phase_its_share_and_the_time_left():
@@ -46,6 +47,83 @@ def test_the_time_that_is_left_counts_the_steps_of_this_start_alone():
     lines._opened -= 8.2
     lines.show(4, {}, "")
     assert said == ["step 4/6  left 0m08s"]
+
+
+def test_a_line_comes_every_few_steps_at_the_last_one_and_with_an_evaluation():
+    said = []
+    lines = Lines(0, 7, 3, said.append)
+    for step in range(1, 8):
+        lines.show(step, {"train/loss": 1.0}, "held-out acc 0.5" if step == 5 else "")
+    assert [line.split("  ")[0] for line in said] == [f"step {step}/7" for step in (3, 5, 6, 7)]
+    assert [line.endswith("  held-out acc 0.5") for line in said] == [False, True, False, False]
+    assert all("  loss 1.000  left 0m00s" in line for line in said)
+    ten = []
+    Lines(0, 10, 1, ten.append).show(2, {}, "")
+    assert ten[0].startswith("step  2/10  left ")
+
+
+def test_a_terminal_has_one_live_line_with_evaluations_above_it(monkeypatch):
+    shown, printed = [], []
+    live = Live(2, 5, ["actor/ppo_kl"])
+    monkeypatch.setattr(live._bar, "print", lambda line, **more: printed.append(line))
+    (task,) = live._bar.tasks
+    assert (task.completed, task.total) == (2, 5)
+    live.show(3, {"train/loss": 1.0, "actor/ppo_kl": 0.5}, "")
+    shown.append((task.completed, task.fields["numbers"], task.fields["doing"]))
+    live._told -= 2.0
+    monkeypatch.setattr(progress, "RUNNING", ["gen"])
+    live.beat(time.perf_counter())
+    shown.append(task.fields["doing"])
+    live.show(4, {}, "held-out acc 0.500")
+    assert shown == [(3, "loss 1.000", ""), "gen for 0m00s, 0m00s into the step"]
+    assert (task.completed, task.fields["doing"], printed) == (4, "", ["step 4  held-out acc 0.500"])
+
+
+def test_a_step_after_the_last_one_and_one_without_metrics_tell_nothing_new():
+    lines = []
+    pulse = Pulse(0, 2, 10.0, lines.append)
+    pulse.done(1, {"timing_s/gen": 40.0, "timing_s/step": 70.0})
+    pulse.done(1, {})  # the step before is the measure
+    Clock(get_here).run("gen", lambda: [pulse.beat(pulse._began + at) for at in (0, 20.5)])
+    assert lines == ["step 2/2  gen 51%, about 0m49s left of the step"]
+    pulse.done(2, {})
+    Clock(get_here).run("testing", lambda: pulse.beat(time.perf_counter() + 100))
+    assert len(lines) == 1
+
+
+def test_odd_steps_are_told_from_their_limits_on():
+    """A limit itself is not odd."""
+    at = progress.GAP, progress.SETTLED, progress.MOST
+    above = [limit * 1.01 for limit in at]
+    for (gap, entropy, share), odd in ((at, False), (above, True)):
+        assert bool(progress.wide_gap(1, {"rollout_corr/k3_kl": gap})) is odd
+        assert bool(progress.cut_off(1, {"response_length/clip_ratio": share})) is odd
+        turns = {"env/ended/turn_limit": share - 0.25, "env/ended/length": 0.25, "response_length/clip_ratio": 1.0}
+        assert bool(progress.cut_off(1, turns)) is odd
+        rewards = {"critic/score/mean": 0.0, "critic/score/max": 1.0}
+        assert bool(progress.settled(1, rewards | {"actor/entropy": 2 * progress.SETTLED - entropy})) is odd
+    low = {"actor/entropy": 0.0}
+    for mean, most, odd in ((0.9, 1.0, False), (0.89, 1.0, True), (-1.0, -1.0, False), (-1.2, -1.0, True)):
+        found = progress.settled(1, low | {"critic/score/mean": mean, "critic/score/max": most})
+        assert bool(found) is odd, (mean, most)
+    # One of the two reasons of conversations is not both.
+    assert progress.cut_off(1, {"env/ended/turn_limit": 0.9, "response_length/clip_ratio": 0.1}) == ""
+
+
+def test_parts_of_one_name_add_up_and_say_when_they_are_long(monkeypatch):
+    told = []
+    monkeypatch.setattr(progress, "waiting", lambda say, what: told.append(what) or contextlib.nullcontext())
+    now = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 21.0, 30.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    start = progress.Start(print, began=-5.0)
+    for name in ("load", "load", "save"):
+        with start.part(name):
+            pass
+    assert start.report() == {
+        "timing_s/start/imports": 5.0, "timing_s/start/load": 6.0, "timing_s/start/save": 1.0,
+        "timing_s/start/total": 35.0,
+    }  # fmt: skip
+    assert told == ["models", "models"], "a save tells more of itself"
 
 
 def test_the_thread_of_a_pulse_ends_with_it_and_errors_leave_no_phase():

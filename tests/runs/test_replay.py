@@ -1,18 +1,21 @@
 """Fork and replay, and what a run tells of itself on the way."""
 
+import importlib
 import json
 import re
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_configs import tiny_run
 
 from verl_fn import atomic
 from verl_fn.cli import commands, main
-from verl_fn.runs import RunError, journal
+from verl_fn.runs import RunError, journal, loop
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import restored_state, train
-from verl_fn.runs.replay import fork_plan, replay
+from verl_fn.runs.replay import Replayed, _origin, fork_plan, replay
 from verl_fn.state import pack
 
 SILENT = lambda line: None  # noqa: E731
@@ -288,3 +291,61 @@ def test_a_step_that_was_cut_off_while_its_samples_were_written_leaves_nothing(t
     assert {file.name for file in samples.iterdir()} == {"step_1.safetensors"}
     train(tiny_run(tiny, tmp_path / "run", *more, "trainer.total_training_steps=3"), SILENT)
     assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", "step_3.safetensors"}
+
+
+def test_a_replay_begins_at_the_last_checkpoint_with_the_same_settings(tmp_path):
+    """A fork may begin at the checkpoint that it is a fork of."""
+    run, other = tmp_path / "run", tmp_path / "other/checkpoints/step_4"
+    for step in (5, 6, 8):
+        (run / f"checkpoints/step_{step}").mkdir(parents=True)
+    at = lambda step, since, fork=None: (found := _origin(run, fork, step, since)) and found.name  # noqa: E731
+    assert [at(step, None) for step in (5, 6, 7, 8, 9)] == [None, "step_5", "step_6", "step_6", "step_8"]
+    assert at(7, 6) == "step_6" and at(7, 5) == "step_6"
+    for step, since in ((6, 6), (5, 3)):
+        with pytest.raises(RunError, match=f"settings of step {step} apply since step {since}, and no check"):
+            at(step, since)
+    with pytest.raises(RunError, match="no checkpoint from there to before step 5 is left"):
+        at(5, None, str(other))
+    other.mkdir(parents=True)
+    assert at(5, None, str(other)) == at(5, 4, str(other)) == "step_4" and at(6, None, str(other)) == "step_5"
+    (other.parents[1] / "config.toml").touch()
+    with pytest.raises(RunError, match=r"step 4 is of the run that was forked: replay it in .*other"):
+        at(4, None, str(other))
+
+
+def test_a_run_says_which_engines_were_restarted():
+    said, reasons = [], iter([[], ["engine 1 was lost", "engine 2 was lost"]])
+    loop_ = SimpleNamespace(
+        w=SimpleNamespace(processes=SimpleNamespace(restarts=lambda: next(reasons))), say=said.append
+    )
+    assert loop._Loop._restarts(loop_) == {} and said == []
+    assert loop._Loop._restarts(loop_) == {"perf/engine_restarts": 2}
+    assert said == ["note: engine 1 was lost", "note: engine 2 was lost"]
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "lines"),
+    [
+        (
+            Replayed(3, None, {"metrics": 30, "state leaves": 5}), 0,
+            ["step 3 comes out bitwise the same: 30 metrics, 5 state leaves"],
+        ),
+        (
+            Replayed(3, None, {"metrics": 30}), 0,
+            ["step 3 comes out bitwise the same: 30 metrics", "the state itself was not compared: the run kept no"],
+        ),
+        (Replayed(2, "metric a", {"metrics": 30}), 1, ["step 2 differs; first in metric a"]),
+        (
+            Replayed(2, "metric a", {"metrics": 30}, ("one", "two")), 1,
+            ["step 2 differs; first in metric a", "likely because the replay has one, and two"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_replay_tells_its_result(found, status, lines, monkeypatch, capsys):
+    asked = []
+    module = importlib.import_module("verl_fn.runs.replay")
+    monkeypatch.setattr(module, "replay", lambda *given, **more: asked.append((*given, more)) or found)
+    assert main(["replay", "r", "--step", "3", *(["--recorded"] if status else [])]) == status
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(lines) and all(one.startswith(line) for one, line in zip(said, lines, strict=True))
+    assert [(Path(folder).name, step, more) for folder, step, more in asked] == [("r", 3, {"recorded": bool(status)})]

@@ -1,5 +1,6 @@
 """The start of a run: what it waits for, and what is refused before anything is paid for."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import make_model_folder, workers
 from verl_fn.runs.progress import PARTS, Start
 
+loop, prepare = (importlib.import_module(f"verl_fn.runs.{name}") for name in ("loop", "prepare"))
 Usage = namedtuple("Usage", "total used free")
 SAVED = ["algorithm.name=grpo", "rollout.n=2", "trainer.total_training_steps=2", "data.val_size=2"]
 
@@ -93,6 +95,46 @@ def test_the_first_line_comes_before_the_imports(warm, tmp_path, tiny):
     first = next(row for row in rows if row["step"] == 1)
     parts = sum(first[f"timing_s/start/{part}"] for part in PARTS)
     assert 0 < parts <= first["timing_s/start/total"]
+
+
+def test_what_a_run_says_of_itself(tiny, tmp_path, monkeypatch):
+    """Lines before its first step, at its goal, and what it leaves of an evaluation."""
+    monkeypatch.setattr(loop, "check_memory", lambda plan, gpu: "the update may need more")
+    monkeypatch.setattr(loop, "check_conversations", lambda plan, source: iter(["one conversation fails", "two"]))
+    monkeypatch.setattr(prepare, "check_code", lambda plan: ["the loss fails on a made-up batch"])
+    said, more = [], ["trainer.stop_at=0.0", "trainer.test_freq=1", "trainer.val_before_train=false"]
+    train(tiny_run(tiny, tmp_path / "run", *SAVED, *more), said.append)
+    notes = [line for line in said if line.startswith("note: ")]
+    assert notes[:4] == [
+        "note: the loss fails on a made-up batch", "note: one conversation fails", "note: two",
+        "note: the update may need more",
+    ]  # fmt: skip
+    assert f"grpo on reverse, local driver, cpu; folder {tmp_path}/run" in said
+    assert "trainer.stop_at = 0.0 is reached at step 1" in said and said[-1].startswith("done: 1 steps; the model is")
+    assert [path.name for path in (tmp_path / "run/answers").iterdir()] == ["step_1.parquet"]
+    said.clear()
+    train(tiny_run(tiny, tmp_path / "other", *SAVED, "trainer.total_training_steps=1", *more), said.append)
+    assert not any("is reached" in line for line in said), "the run had no further steps"
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "line"),
+    [
+        ([], "1", "ppo on reverse, local driver, cpu"),
+        ([], "3", "ppo on reverse, local driver, cpu, 3 processes"),
+        (["driver.kind=ray"], "1", "ppo on reverse, starting Ray actors with 1 training process"),
+        (
+            ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"], "1",
+            "ppo on reverse, starting Ray actors with 2 training processes",
+        ),
+        (["data.train_files=a.jsonl"], "1", "ppo on files, local driver, cpu"),
+    ],
+)  # fmt: skip
+def test_the_headline_of_a_run(settings, size, line, tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path, *settings)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert loop._headline(plan) == line
 
 
 def test_only_a_long_start_is_announced():

@@ -413,8 +413,8 @@ def rehearse(plan: Plan, source: Source, *, here: bool = True) -> tuple[str, str
     """Takes a step of an algorithm of the user on mocks.
 
     Args:
-        plan: the plan. Steps of built-in algorithms, with environments, or with adapters whose base is the reference,
-            are not taken.
+        plan: the plan. Steps of built-in algorithms, with environments, with adapters whose base is the reference, or
+            with exact log-probs, whose metrics mocks lack, are not taken.
         here: whether the run is planned for this machine, so that it lacks what is missing here.
 
     Returns:
