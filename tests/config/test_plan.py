@@ -209,6 +209,17 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
 
 
+def test_code_is_known_by_the_digest_of_its_file(tmp_path, monkeypatch):
+    (tmp_path / "module_of_ones_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    references = (f"{tmp_path}/module_of_ones_own.py:distill", "module_of_ones_own:distill")
+    nowhere = ("no_such_module:f", "sys:path", f"{tmp_path}/none.py:f")
+    found = build.code_identity((*references, *nowhere))
+    assert found[references[0]] == found[references[1]] != "" and {found[one] for one in nowhere} == {""}
+    (tmp_path / "module_of_ones_own.py").write_text(OWN + "# changed\n")
+    assert {build.code_identity(references)[one] for one in references}.isdisjoint(found.values())
+
+
 def test_an_option_of_ones_own_says_when_it_has_an_effect(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     settings = [f"algorithm.name={tmp_path}/own.py:distill", "algorithm.rounds=3"]
