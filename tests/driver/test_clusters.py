@@ -104,6 +104,26 @@ def test_engines_apart_have_places_of_their_own(device, gpus):
     }  # fmt: skip
 
 
+def test_an_engine_of_several_gpus_has_them_in_one_bundle():
+    settings = ["driver.kind=ray", "rollout.name=vllm", "rollout.tensor_parallel_size=2", "rollout.engines=2"]
+    plan = ray_plan(*settings, "ray.ranks=3", "rollout.placement=apart")
+    places, bundles = placements(plan, "cuda")
+    assert [bundle["GPU"] for bundle in bundles] == [1, 1, 1, 2, 2]
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(3, 2.0), (4, 2.0)]
+    places, bundles = placements(plan, "cpu")
+    assert not any("GPU" in bundle for bundle in bundles) and {one.gpus for one in places["rollout"]} == {0.0}
+
+
+def test_engines_of_a_rank_divide_its_share():
+    """A rank without an engine has a GPU of its own."""
+    places, _ = placements(ray_plan("ray.ranks=3", "rollout.engines=2"), "cuda")
+    assert [one.gpus for one in places["trainer"]] == [0.5, 0.5, 1.0]
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(0, 0.4), (1, 0.4)]
+    places, _ = placements(ray_plan("ray.ranks=2", "rollout.engines=3"), "cuda")
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(0, 0.2), (1, 0.4), (0, 0.2)]
+    assert {one.gpus for each in placements(ray_plan("ray.ranks=2"), "cpu")[0].values() for one in each} == {0.0}
+
+
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
     options = ["algorithm.use_kl_loss=true", "actor.strategy=fsdp", "actor.fsdp_config.replicate=2"]
     roles = make_plan(load(overrides=options)).roles
