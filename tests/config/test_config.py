@@ -220,6 +220,18 @@ def test_a_group_estimator_needs_groups():
     assert make_plan(load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"]))
 
 
+def test_defaults_are_the_ones_of_verl_and_of_the_papers():
+    ppo, grpo, dapo, dpo = (BUILT_IN[name]() for name in ("ppo", "grpo", "dapo", "dpo"))
+    assert (ppo.clip_ratio, ppo.clip_ratio_low, ppo.clip_ratio_high, ppo.cliprange_value) == (0.2, None, None, 0.5)
+    assert (ppo.gamma, ppo.lam, ppo.ppo_epochs, ppo.entropy_coeff, ppo.critic_warmup) == (1.0, 1.0, 1, 0.0, 0)
+    assert (grpo.kl_loss_coef, grpo.kl_loss_type, grpo.norm_adv_by_std_in_grpo) == (0.001, "low_var_kl", True)
+    assert (dapo.clip_ratio_low, dapo.clip_ratio_high, dapo.filter_groups.enable) == (0.2, 0.28, True)
+    assert (dpo.label_smoothing, dpo.desirable_weight, dpo.undesirable_weight) == (0.1, 1.0, 1.0)
+    for optim, lr in ((Config().actor.optim, 1e-6), (Config().critic.optim, 1e-5)):
+        assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (lr, (0.9, 0.999), 1e-8, 0.01)
+        assert (optim.clip_grad, optim.lr_warmup_steps, optim.min_lr_ratio) == (1.0, 0, 0.0)
+
+
 def test_a_part_of_a_table_keeps_the_other_defaults():
     cfg = load(overrides=["critic.optim.weight_decay=0.5"])
     assert (cfg.critic.optim.lr, cfg.critic.optim.weight_decay) == (1e-5, 0.5)

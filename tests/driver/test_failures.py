@@ -251,7 +251,7 @@ def test_the_rank_that_was_missing_in_a_collective_is_the_first_that_is_in_none(
 
 
 def test_ranks_with_the_same_stack_share_a_paragraph():
-    members = [SimpleNamespace(name=f"rank {i}") for i in range(5)]
+    members = [Member(f"rank {i}", None, None, 10 + i, "", (), Placement(i)) for i in range(5)]
     beats = [at(WAITING, 3), at("loss.py", 3), at(WAITING, 5), None, IDLE]
     told = described(dict(zip(members, beats, strict=True)))
     assert [line for line in told.splitlines() if line.startswith("rank")] == [
