@@ -415,6 +415,11 @@ def test_each_of_several_settings_gives_a_key_its_effect(overrides):
             'reward.pattern has no effect without reward.api = "c',
         ),
         (
+            [*JUDGED, "reward.api=pooling", "reward.prompt={response}"],
+            "reward.prompt has no effect without reward.api",
+        ),
+        ([*JUDGED, "reward.api=pooling", "reward.unreadable_score=1"], "reward.unreadable_score has no effect"),
+        (
             ["data.train_files=a.jsonl", "data.filter_overlong_prompts=true", "data.truncation=left"],
             "data.truncation has no effect with data.filter_overlong_prompts",
         ),

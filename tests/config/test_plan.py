@@ -50,6 +50,20 @@ def test_every_path_of_a_config_is_seen_from_the_same_folder(tmp_path):
         assert found[key] == wanted, key
 
 
+def test_a_changed_plan_is_the_plan_of_the_changed_config():
+    changed = plan().changed("trainer", seed=4, save_freq=7)
+    assert changed.trainer.seed == 4 and changed == plan("trainer.seed=4", "trainer.save_freq=7")
+
+
+@pytest.mark.parametrize("sharded", [[], ["ray.ranks=1"], ["actor.strategy=fsdp"], ["ray.ranks=2"]])
+def test_exact_log_probs_need_one_training_rank(sharded):
+    exact = ["algorithm.name=grpo", "rollout.n=2", "rollout.exact=strict", *sharded]
+    assert plan(*exact).rollout.exact == "strict"
+    for shares in ("ray.ranks=2", "actor.fsdp_config.ulysses_sequence_parallel_size=2"):
+        with pytest.raises(ConfigError, match="it is for one training rank"):
+            plan(*exact, "actor.strategy=fsdp", shares)
+
+
 def test_roles_follow_the_algorithm_and_its_kl_terms():
     assert list(plan().roles) == ["actor", "critic"]
     assert list(plan("algorithm.name=sft").roles) == ["actor"]
