@@ -15,6 +15,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.plan import check_address, check_room
 from verl_fn.driver.host import Host
+from verl_fn.driver.ranks import torchrun_rank, torchrun_size, training_ranks
 from verl_fn.driver.ray import placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
@@ -208,3 +209,49 @@ def test_a_heartbeat_shows_where_the_oldest_running_call_is():
         end.set()
         drawing.join()
     assert "draws_for_ever" in [frame.name for frame in heartbeat.stack]
+
+
+def test_a_heartbeat_begins_where_the_users_call_does(monkeypatch):
+    """And counts calls when they begin and when they end."""
+    monkeypatch.setattr("faulthandler.enable", lambda: None)
+    host, end, begun = Host(), threading.Event(), threading.Event()
+
+    def works():
+        begun.set()
+        end.wait()
+
+    def call():
+        with host._busy():
+            host.map(works, None)
+
+    idle = host.heartbeat()
+    calling = threading.Thread(target=call)
+    calling.start()
+    begun.wait()
+    busy = host.heartbeat()
+    end.set()
+    calling.join()
+    assert [(one.busy, one.calls, one.steps) for one in (idle, busy, host.heartbeat())] == [
+        (False, 0, None), (True, 1, None), (False, 2, None),
+    ]  # fmt: skip
+    assert busy.stack[0].name == "works" and not idle.stack
+
+
+@pytest.mark.parametrize(
+    ("variables", "size", "rank"),
+    [
+        ({}, 1, 0),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, 4, 2),
+        # A batch system may set one of them.
+        ({"WORLD_SIZE": "4"}, 1, 0),
+        ({"RANK": "2"}, 1, 0),
+    ],
+)
+def test_torchrun_is_known_by_both_of_its_variables(variables, size, rank, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (torchrun_size(), torchrun_rank()) == (size, rank)
+    assert training_ranks(ray_plan("ray.ranks=3")) == 3
+    assert training_ranks(make_plan(load(overrides=["ray.ranks=3"]))) == size

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ray_ranks import start_ranks
 
-from verl_fn.driver import cluster
+from verl_fn.driver import cluster, processes
 from verl_fn.driver.cluster import Watch, absent, ask, described, waits
 from verl_fn.driver.group import Member, Placement, of_others, tails_of, unwrapped_error
 from verl_fn.driver.host import Heartbeat, Host
@@ -205,6 +205,7 @@ WAITING = f"{cluster.TORCH}/distributed/distributed_c10d.py"
         ([at(WAITING, 3), at(WAITING, 3), at("loss.py", 4)], 2),
         ([at(WAITING, 1), at("loss.py", 4), at("loss.py", 3)], 2),
         ([at(WAITING, 1), None, at("loss.py", 2)], 1),
+        ([at("loss.py", 1), None, None], 1),
     ],
 )
 def test_the_rank_that_others_wait_for_is_suspected(progress, suspect, monkeypatch):
@@ -275,6 +276,45 @@ def test_a_thread_waits_in_the_collective_that_it_called_last(files, inside):
     assert waits(traceback.StackSummary.from_list([(file, 1, "fn", "") for file in files])) is inside
 
 
+def test_progress_is_that_of_each_rank_that_answers(monkeypatch):
+    members = [Member(f"rank {i}", None, None, i, "", (), Placement(i)) for i in range(3)]
+    monkeypatch.setattr(cluster, "ask", lambda member: member.pid)
+    monkeypatch.setattr(cluster.ray, "wait", lambda refs, num_returns, timeout: (refs[:num_returns][:2], refs[2:]))
+    monkeypatch.setattr(cluster.ray, "get", lambda ref: f"beat {ref}")
+    assert list(cluster.progress_of(members).items()) == list(zip(members, ["beat 0", "beat 1", None], strict=True))
+    assert cluster.progress_of([]) == {}
+
+    def dead(ref):
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(cluster.ray, "get", dead)
+    assert cluster.progress_of(members) is None
+
+
+def test_processes_that_stay_are_killed_after_their_time(monkeypatch):
+    """Also ones that others have started meanwhile; one that cannot be killed is left."""
+    clock, killed, asked = [50.0], [], []
+
+    def pids():
+        asked.append(clock[0])
+        return [1, 2, 3] if len(asked) == 1 else [1, 2, 3, 4]
+
+    def kill(pid, number):
+        killed.append((clock[0] - 50.0, pid))
+        if pid == 3:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(
+        processes, "runs", lambda pid: pid == 4 or (pid != 2 and pid not in {one for _, one in killed})
+    )
+    monkeypatch.setattr(processes.os, "kill", kill)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 1.0))
+    processes.end(pids, patience=3.0)
+    assert killed[:3] == [(3.0, 1), (3.0, 3), (3.0, 4)] and {one for _, one in killed[3:]} == {4}
+    assert asked[-1] - 50.0 == 3.0 + processes.END_SECONDS + 1.0
+
+
 def test_logs_end_with_their_last_lines(tmp_path):
     """Of both streams, without Ray's marks; a file that is gone has none."""
     (tmp_path / "out").write_text("".join(f"out {i}\n" for i in range(25)) + ":actor_name:Host\n")
@@ -292,6 +332,8 @@ def test_errors_of_workers_keep_their_class_and_name_the_rank():
     for cause in (UserError("no such file"), OSError(28, "No space left on device"), KeyError("only here")):
         error = unwrapped_error(of(cause), "trainer rank 1")
         assert isinstance(error, type(cause)) and error.__notes__ == ["raised in trainer rank 1"]
+        # Whoever reads of a mistake in code wants to see where.
+        assert ("the traceback" in str(error)) is isinstance(cause, KeyError)
     assert unwrapped_error(of(OSError(28, "No space"))).errno == 28
     assert not hasattr(unwrapped_error(of(UserError("no name"))), "__notes__")
     died = unwrapped_error(ray.exceptions.RayActorError(), "trainer rank 1")
