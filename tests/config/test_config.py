@@ -212,6 +212,18 @@ def test_a_group_estimator_needs_groups():
     assert make_plan(load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"]))
 
 
+def test_defaults_are_the_ones_of_verl_and_of_the_papers():
+    ppo, grpo, dapo, dpo = (BUILT_IN[name]() for name in ("ppo", "grpo", "dapo", "dpo"))
+    assert (ppo.clip_ratio, ppo.clip_ratio_low, ppo.clip_ratio_high, ppo.cliprange_value) == (0.2, None, None, 0.5)
+    assert (ppo.gamma, ppo.lam, ppo.ppo_epochs, ppo.entropy_coeff, ppo.critic_warmup) == (1.0, 1.0, 1, 0.0, 0)
+    assert (grpo.kl_loss_coef, grpo.kl_loss_type, grpo.norm_adv_by_std_in_grpo) == (0.001, "low_var_kl", True)
+    assert (dapo.clip_ratio_low, dapo.clip_ratio_high, dapo.filter_groups.enable) == (0.2, 0.28, True)
+    assert (dpo.label_smoothing, dpo.desirable_weight, dpo.undesirable_weight) == (0.1, 1.0, 1.0)
+    for optim, lr in ((Config().actor.optim, 1e-6), (Config().critic.optim, 1e-5)):
+        assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (lr, (0.9, 0.999), 1e-8, 0.01)
+        assert (optim.clip_grad, optim.lr_warmup_steps, optim.min_lr_ratio) == (1.0, 0, 0.0)
+
+
 def test_a_part_of_a_table_keeps_the_other_defaults():
     cfg = load(overrides=["critic.optim.weight_decay=0.5"])
     assert (cfg.critic.optim.lr, cfg.critic.optim.weight_decay) == (1e-5, 0.5)
@@ -223,6 +235,12 @@ def test_files_that_cannot_be_read(tmp_path):
         load(tmp_path / "model.path=runs")
     with pytest.raises(ConfigError, match=r"nothing\.toml cannot be read"):
         load(tmp_path / "nothing.toml")
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(ConfigError, match=r"nun\.toml cannot be read: .*; did you mean .*run\.toml\?"):
+        load(tmp_path / "nun.toml")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ConfigError, match=r"runs cannot be read: Is a directory$"):
+        load(tmp_path / "runs")
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
         load(tmp_path / "bad.toml")
@@ -332,6 +350,80 @@ def test_keys_with_an_effect_and_keys_at_their_default_are_not_noted(tmp_path):
         dumped = tmp_path / recipe.name
         dumped.write_text(tomli_w.dumps(to_table(load(recipe))))
         assert notes(dumped, []) == []
+
+
+JUDGED = ["reward.url=http://localhost:8000/v1", "reward.model=m"]
+SETS = "data.task=reasoning_gym:chain_sum,basic_arithmetic"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.name=a.py:E", "data.chat_template_kwargs.think=true"],
+        [SETS, "data.chat_template_kwargs.think=true"],
+        ["data.val_files=a.jsonl", "data.chat_template_kwargs.think=true"],
+        [SETS, "data.filter_overlong_prompts=true"],
+        ["data.val_files=a.jsonl", "data.filter_overlong_prompts=true"],
+        [SETS, "data.weights=[1.0, 2.0]", "data.task_options.chain_sum={min_terms=2}"],
+        ['data.train_files=["a.jsonl", "b.jsonl"]', "data.weights=[1.0, 2.0]"],
+        ["data.val_files=a.jsonl", "data.prompt_key=q", "data.convert=a.py:f", "data.truncation=left"],
+        ["data.task=verifiers:x", "env.name=verifiers:x", "data.truncation=left", "data.shuffle=false"],
+        [*JUDGED, "reward.timeout=3", "reward.unreadable_score=1", "reward.pattern=(x)"],
+        [*JUDGED, "reward.api=pooling", "reward.retries=1", "reward.concurrency=2", "reward.api_key_env=K"],
+        ["actor.strategy=fsdp", "ray.timeout=3"],
+        ["critic.strategy=fsdp", "ray.timeout=3"],
+        ["critic.strategy=megatron", "ray.timeout=3"],
+        ["driver.kind=ray", "ray.timeout=3"],
+        ["algorithm.policy_loss=geo_mean", "algorithm.use_kl_loss=true", "algorithm.loss_agg_mode=token-sum"],
+        ["algorithm.policy_loss=geo_mean", "algorithm.entropy_coeff=0.1", "algorithm.loss_agg_mode=token-sum"],
+        ["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
+        ["algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio=0.3"],
+        ["algorithm.clip_ratio_high=0.1", "algorithm.clip_ratio=0.3"],
+        ["algorithm.rollout_is=token", "algorithm.rollout_is_threshold=3", "algorithm.rollout_is_outside=mask"],
+        ["trainer.stop_at=0", "trainer.stop_metric=reward", "trainer.test_freq=1"],
+        ['trainer.logger=["tensorboard", "wandb"]', "trainer.project_name=p", "trainer.experiment_name=e"],
+        ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8", "algorithm.ppo_epochs=2"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=9"],
+        ["algorithm.name=dapo", "rollout.n=2", "algorithm.overlong_buffer={len=3, penalty_factor=2}"],
+        ["rollout.val_kwargs.temperature=0.5", "rollout.val_kwargs.top_p=0.9"],
+        ["algorithm.name=distill", "rollout.n=2", "rollout.top_p=0.9"],
+    ],
+)
+def test_each_of_several_settings_gives_a_key_its_effect(overrides):
+    assert notes(None, overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (
+            ["data.chat_template_kwargs.think=true"],
+            "chat_template_kwargs.think has no effect without data.train_files",
+        ),
+        (["ray.timeout=3"], 'ray.timeout has no effect with driver.kind = "local"'),
+        (["trainer.stop_metric=reward"], "stop_metric has no effect without trainer.stop_at"),
+        (
+            [*JUDGED, "reward.api=pooling", "reward.pattern=(x)"],
+            'reward.pattern has no effect without reward.api = "c',
+        ),
+        (
+            [*JUDGED, "reward.api=pooling", "reward.prompt={response}"],
+            "reward.prompt has no effect without reward.api",
+        ),
+        ([*JUDGED, "reward.api=pooling", "reward.unreadable_score=1"], "reward.unreadable_score has no effect"),
+        (
+            ["data.train_files=a.jsonl", "data.filter_overlong_prompts=true", "data.truncation=left"],
+            "data.truncation has no effect with data.filter_overlong_prompts",
+        ),
+        (["data.task=verifiers:x", "env.name=verifiers:x", "data.prompt_key=q"], "data.prompt_key has no effect"),
+        (["algorithm.policy_loss=geo_mean", "algorithm.loss_agg_mode=token-sum"], "averages over responses"),
+        (["algorithm.rollout_is=off", "algorithm.rollout_is_threshold=3"], 'with algorithm.rollout_is = "off"'),
+        (["algorithm.rollout_is_threshold=3"], "rollout_is_threshold has no effect without algorithm.rollout_is"),
+    ],
+)
+def test_without_any_of_them_the_key_is_noted(overrides, noted):
+    (note,) = notes(None, overrides)
+    assert noted in note
 
 
 def test_a_recipes_key_that_an_override_makes_useless_is_not_noted(tmp_path):

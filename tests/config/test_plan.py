@@ -58,6 +58,20 @@ def test_every_path_of_a_config_is_seen_from_the_same_folder(tmp_path):
         assert found[key] == wanted, key
 
 
+def test_a_changed_plan_is_the_plan_of_the_changed_config():
+    changed = plan().changed("trainer", seed=4, save_freq=7)
+    assert changed.trainer.seed == 4 and changed == plan("trainer.seed=4", "trainer.save_freq=7")
+
+
+@pytest.mark.parametrize("sharded", [[], ["ray.ranks=1"], ["actor.strategy=fsdp"], ["ray.ranks=2"]])
+def test_exact_log_probs_need_one_training_rank(sharded):
+    exact = ["algorithm.name=grpo", "rollout.n=2", "rollout.exact=strict", *sharded]
+    assert plan(*exact).rollout.exact == "strict"
+    for shares in ("ray.ranks=2", "actor.fsdp_config.ulysses_sequence_parallel_size=2"):
+        with pytest.raises(ConfigError, match="it is for one training rank"):
+            plan(*exact, "actor.strategy=fsdp", shares)
+
+
 def test_roles_follow_the_algorithm_and_its_kl_terms():
     assert list(plan().roles) == ["actor", "critic"]
     assert list(plan("algorithm.name=sft").roles) == ["actor"]
@@ -411,6 +425,17 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))
     with pytest.raises(ConfigError, match="returned a int, where an Algorithm is expected"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
+
+
+def test_code_is_known_by_the_digest_of_its_file(tmp_path, monkeypatch):
+    (tmp_path / "module_of_ones_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    references = (f"{tmp_path}/module_of_ones_own.py:distill", "module_of_ones_own:distill")
+    nowhere = ("no_such_module:f", "sys:path", f"{tmp_path}/none.py:f")
+    found = build.code_identity((*references, *nowhere))
+    assert found[references[0]] == found[references[1]] != "" and {found[one] for one in nowhere} == {""}
+    (tmp_path / "module_of_ones_own.py").write_text(OWN + "# changed\n")
+    assert {build.code_identity(references)[one] for one in references}.isdisjoint(found.values())
 
 
 def test_an_option_of_ones_own_says_when_it_has_an_effect(tmp_path):

@@ -136,6 +136,7 @@ def test_empty_answers_to_train_on():
         (Judged(chat("a"), "", chosen=("b",), rejected=(({"role": "assistant", "content": "<eos>c"},),)), False),
         (Conversation(chat("a"), "c", messages=(*chat("a"), {"role": "assistant", "content": "b<eos>a"})), True),
         (Problem("a", "b", tools=({"name": "<eos>"},)), False),
+        (Problem("a", "b", tools=({"name": "f", "enum": ["a", "<eos>"]},)), False),
     ],
 )
 def test_special_tokens_in_what_is_learned_or_shown_besides_the_prompt(problem, answers):

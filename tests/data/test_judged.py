@@ -171,8 +171,9 @@ def test_mismatched_rows_have_the_response_to_the_next_prompt():
     assert batch["mismatched"].tolist() == [0.0] * 4 + [1.0] * 4
 
 
-def test_the_longest_rows_are_known_before_training(tmp_path):
-    rows = [pair(), pair(prompt="abab>", chosen="b", rejected="a"), pair(chosen="bababa", rejected="b")]
+@pytest.mark.parametrize(("long", "short"), [("chosen", "rejected"), ("rejected", "chosen")])
+def test_the_longest_rows_are_known_before_training(long, short, tmp_path):
+    rows = [pair(), pair(prompt="abab>", chosen="b", rejected="a"), pair(**{long: "bababa", short: "b"})]
     table = DataConfig(train_files=(str(write(tmp_path, *rows)),))
     tokenizer = char_tokenizer("ab>")
     data = file_data(table, tokenizer, learns_from="pairs", end_tokens=2)

@@ -332,6 +332,8 @@ def test_a_field_that_the_template_reads_of_another_role_or_of_a_tool_is_named()
         every + "{{ message.get('name') }}{% endfor %}": "",
         every + "{{ message | tojson }}{% endfor %}": "",
         every + "{% for key, value in message.items() %}{{ value }}{% endfor %}{% endfor %}": "",
+        every + "{{ message.values() | join }}{% endfor %}": "",
+        every + "{% if 'name' in message %}b{% endif %}{% endfor %}": "",
         every + named + "{% if message.role != 'tool' and loop.last %}{{ message.name }}{% endif %}{% endfor %}": (
             "user.name (20 rows)"
         ),

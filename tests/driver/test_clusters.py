@@ -15,6 +15,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.plan import check_address, check_room
 from verl_fn.driver.host import Host
+from verl_fn.driver.ranks import torchrun_rank, torchrun_size, training_ranks
 from verl_fn.driver.ray import placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
@@ -104,6 +105,26 @@ def test_engines_apart_have_places_of_their_own(device, gpus):
     }  # fmt: skip
 
 
+def test_an_engine_of_several_gpus_has_them_in_one_bundle():
+    settings = ["driver.kind=ray", "rollout.name=vllm", "rollout.tensor_parallel_size=2", "rollout.engines=2"]
+    plan = ray_plan(*settings, "ray.ranks=3", "rollout.placement=apart")
+    places, bundles = placements(plan, "cuda")
+    assert [bundle["GPU"] for bundle in bundles] == [1, 1, 1, 2, 2]
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(3, 2.0), (4, 2.0)]
+    places, bundles = placements(plan, "cpu")
+    assert not any("GPU" in bundle for bundle in bundles) and {one.gpus for one in places["rollout"]} == {0.0}
+
+
+def test_engines_of_a_rank_divide_its_share():
+    """A rank without an engine has a GPU of its own."""
+    places, _ = placements(ray_plan("ray.ranks=3", "rollout.engines=2"), "cuda")
+    assert [one.gpus for one in places["trainer"]] == [0.5, 0.5, 1.0]
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(0, 0.4), (1, 0.4)]
+    places, _ = placements(ray_plan("ray.ranks=2", "rollout.engines=3"), "cuda")
+    assert [(one.bundle, one.gpus) for one in places["rollout"]] == [(0, 0.2), (1, 0.4), (0, 0.2)]
+    assert {one.gpus for each in placements(ray_plan("ray.ranks=2"), "cpu")[0].values() for one in each} == {0.0}
+
+
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
     options = ["algorithm.use_kl_loss=true", "actor.strategy=fsdp", "actor.fsdp_config.replicate=2"]
     roles = make_plan(load(overrides=options)).roles
@@ -188,3 +209,49 @@ def test_a_heartbeat_shows_where_the_oldest_running_call_is():
         end.set()
         drawing.join()
     assert "draws_for_ever" in [frame.name for frame in heartbeat.stack]
+
+
+def test_a_heartbeat_begins_where_the_users_call_does(monkeypatch):
+    """And counts calls when they begin and when they end."""
+    monkeypatch.setattr("faulthandler.enable", lambda: None)
+    host, end, begun = Host(), threading.Event(), threading.Event()
+
+    def works():
+        begun.set()
+        end.wait()
+
+    def call():
+        with host._busy():
+            host.map(works, None)
+
+    idle = host.heartbeat()
+    calling = threading.Thread(target=call)
+    calling.start()
+    begun.wait()
+    busy = host.heartbeat()
+    end.set()
+    calling.join()
+    assert [(one.busy, one.calls, one.steps) for one in (idle, busy, host.heartbeat())] == [
+        (False, 0, None), (True, 1, None), (False, 2, None),
+    ]  # fmt: skip
+    assert busy.stack[0].name == "works" and not idle.stack
+
+
+@pytest.mark.parametrize(
+    ("variables", "size", "rank"),
+    [
+        ({}, 1, 0),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, 4, 2),
+        # A batch system may set one of them.
+        ({"WORLD_SIZE": "4"}, 1, 0),
+        ({"RANK": "2"}, 1, 0),
+    ],
+)
+def test_torchrun_is_known_by_both_of_its_variables(variables, size, rank, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (torchrun_size(), torchrun_rank()) == (size, rank)
+    assert training_ranks(ray_plan("ray.ranks=3")) == 3
+    assert training_ranks(make_plan(load(overrides=["ray.ranks=3"]))) == size

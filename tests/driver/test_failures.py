@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 from ray_ranks import start_ranks
 
-from verl_fn.driver import cluster
-from verl_fn.driver.cluster import Watch, ask
-from verl_fn.driver.group import Member, Placement
+from verl_fn.driver import cluster, processes
+from verl_fn.driver.cluster import Watch, absent, ask, described, waits
+from verl_fn.driver.group import Member, Placement, of_others, tails_of, unwrapped_error
 from verl_fn.driver.host import Heartbeat, Host
 from verl_fn.driver.processes import runs
 from verl_fn.driver.ranks import ActorDied, ActorHangs
+from verl_fn.errors import UserError
 from verl_fn.state import Key
 from verl_fn.steps import cross_entropy, loss
 from verl_fn.testing import tiny_batch
@@ -116,6 +118,74 @@ def test_ranks_hang_only_in_a_call():
         assert still == [False, False, busy]
 
 
+def beat(line="a", *, busy=True, calls=3, collectives=3, steps=None):
+    stack = traceback.StackSummary.from_list([("loss.py", 7, line, line)])
+    return Heartbeat(busy, calls, collectives, stack, steps)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hangs"),
+    [
+        ({}, {}, True),
+        ({}, {"line": "b"}, False),
+        ({}, {"collectives": 4}, False),
+        ({}, {"calls": 4}, False),
+        ({"steps": 1}, {"steps": 1}, True),
+    ],
+)
+@pytest.mark.parametrize("moving", [0, 1])
+def test_ranks_hang_together_if_none_of_them_comes_further(first, second, hangs, moving):
+    """The time counts from the last progress of any rank; a rank that is idle waits for nobody."""
+    watch, members = Watch(5.0), ("rank 0", "rank 1")
+
+    def seen(now, **one):
+        watch._heartbeats = {member: beat() for member in members} | {members[moving]: beat(**one)}
+        watch._heartbeats[members[1 - moving]] = beat(busy=False)
+        return watch._stands_still(members, now, engine=False)
+
+    assert not seen(0.0, **first) and not seen(4.0, **second)
+    assert [seen(now, **second) for now in (5.0, 5.5, 9.5)] == [False, hangs, True]
+
+
+def test_a_rank_without_others_and_an_engine_without_requests_do_not_hang():
+    watch = Watch(5.0)
+    watch._heartbeats = {"rank 0": beat(steps=3)}
+    assert not any(watch._stands_still(("rank 0",), now, engine=False) for now in (0.0, 9.0, 99.0))
+    for steps, hangs in ((None, False), (3, True)):
+        # The line of an engine says nothing about its steps, and idle threads of it are busy.
+        for now, line in ((100.0, "a"), (106.0, "b")):
+            watch._heartbeats["rank 0"] = beat(line, steps=steps)
+            still = watch._stands_still(("rank 0",), now, engine=True)
+        assert still is hangs
+        watch._since.clear()
+
+
+def test_progress_is_asked_for_a_few_times_in_the_time_limit(monkeypatch):
+    """By each engine for itself, and by ranks together; who does not answer in time hangs."""
+    assert [Watch(timeout).interval for timeout in (8.0, 40.0, 600.0)] == [2.0, 10.0, 10.0]
+    clock, looked, asked, silent = [100.0], [], [], {"engine 1"}
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cluster, "ask", lambda member: asked.append(member) or member)
+    monkeypatch.setattr(cluster.ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref not in silent], []))
+    monkeypatch.setattr(cluster.ray, "get", lambda ref: beat(busy=False))
+    ranks = SimpleNamespace(name="trainer", members=("rank 0", "rank 1"), restart=None)
+    engines = SimpleNamespace(name="rollout", members=("engine 0", "engine 1"), restart=print)
+    watch = Watch(8.0)
+    monkeypatch.setattr(watch, "_hanging", lambda name, members: looked.append((name, members)))
+    for seconds in (0.0, 1.0, 2.0, 4.0, 8.0, 8.5):
+        clock[0] = 100.0 + seconds
+        watch.look([ranks, engines])
+    assert {name: asked.count(name) for name in asked} == {"rank 0": 4, "rank 1": 4, "engine 0": 4, "engine 1": 1}
+    assert looked == []
+    clock[0] = 110.0
+    watch.look([ranks, engines])
+    assert looked == [("rollout", ("engine 1",))]
+    silent.add("rank 1")
+    for clock[0] in (112.0, 121.0):
+        watch.look([ranks, engines])
+    assert looked[1:] == [("rollout", ("engine 1",)), ("trainer", ranks.members), ("rollout", ("engine 1",))]
+
+
 def at(filename, collectives):
     """A rank in a call of the driver that has started so many collectives and is in a line of a file."""
     stack = traceback.StackSummary.from_list([(filename, 7, "fn", "line")])
@@ -135,6 +205,7 @@ WAITING = f"{cluster.TORCH}/distributed/distributed_c10d.py"
         ([at(WAITING, 3), at(WAITING, 3), at("loss.py", 4)], 2),
         ([at(WAITING, 1), at("loss.py", 4), at("loss.py", 3)], 2),
         ([at(WAITING, 1), None, at("loss.py", 2)], 1),
+        ([at("loss.py", 1), None, None], 1),
     ],
 )
 def test_the_rank_that_others_wait_for_is_suspected(progress, suspect, monkeypatch):
@@ -142,6 +213,148 @@ def test_the_rank_that_others_wait_for_is_suspected(progress, suspect, monkeypat
     monkeypatch.setattr(cluster, "progress_of", lambda asked: dict(zip(asked, progress, strict=True)))
     error = Watch(5.0)._hanging("trainer", tuple(members))
     assert error.member is members[suspect] and str(error).startswith(f"rank {suspect} (pid {10 + suspect}) hangs")
+
+
+IDLE = Heartbeat(False, 4, 3, traceback.StackSummary())
+
+
+@pytest.mark.parametrize(
+    ("progress", "missing"),
+    [
+        ({1: at("loss.py", 3), 2: at(WAITING, 3)}, 1),
+        ({1: at(WAITING, 3), 2: at("loss.py", 3)}, 2),
+        ({1: at(WAITING, 3), 2: None}, 2),
+        ({1: at("loss.py", 3), 2: None}, 1),
+        ({1: at(WAITING, 3), 2: at(WAITING, 3)}, None),
+        # It has ended the call meanwhile.
+        ({1: IDLE, 2: at(WAITING, 3)}, None),
+        (None, None),
+    ],
+)
+def test_the_rank_that_was_missing_in_a_collective_is_the_first_that_is_in_none(progress, missing, monkeypatch):
+    """Only ranks are asked that still run a call; the first and the last of five have failed or ended it."""
+    members = tuple(Member(f"rank {i}", None, None, 10 + i, "", (), Placement(i)) for i in range(5))
+    group = SimpleNamespace(
+        members=members, calls=[SimpleNamespace(open={0: None, 1: None}), SimpleNamespace(open={2: 0})]
+    )
+
+    def told(asked):
+        assert list(asked) == [members[1], members[2]]
+        return progress and {members[i]: heartbeat for i, heartbeat in progress.items()}
+
+    monkeypatch.setattr(cluster, "progress_of", told)
+    error = absent(group, {members[0]: ValueError("reset"), members[4]: ValueError("closed")})
+    assert (error is None) == (missing is None)
+    if error is not None:
+        first, second = str(error).splitlines()[:2]
+        assert first == "rank 0 (pid 10) failed in a collective: reset"
+        assert second == f"rank {missing} (pid {10 + missing}) was not in it"
+
+
+def test_ranks_with_the_same_stack_share_a_paragraph():
+    members = [Member(f"rank {i}", None, None, 10 + i, "", (), Placement(i)) for i in range(5)]
+    beats = [at(WAITING, 3), at("loss.py", 3), at(WAITING, 5), None, IDLE]
+    told = described(dict(zip(members, beats, strict=True)))
+    assert [line for line in told.splitlines() if line.startswith("rank")] == [
+        "rank 0, rank 2 waits in a collective:", "rank 1 is here:", "rank 3 does not answer", "rank 4 runs no call",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "inside"),
+    [
+        ([], False),
+        ([WAITING], True),
+        (["loss.py", WAITING, f"{cluster.TORCH}/autograd/graph.py"], True),
+        ([WAITING, "loss.py"], False),
+        ([WAITING, "loss.py", f"{cluster.TORCH}/nn/module.py"], False),
+        (["loss.py", f"{cluster.TORCH}/nn/module.py"], False),
+        ([f"{cluster.TORCH}/nn/module.py"], False),
+    ],
+)
+def test_a_thread_waits_in_the_collective_that_it_called_last(files, inside):
+    assert waits(traceback.StackSummary.from_list([(file, 1, "fn", "") for file in files])) is inside
+
+
+def test_progress_is_that_of_each_rank_that_answers(monkeypatch):
+    members = [Member(f"rank {i}", None, None, i, "", (), Placement(i)) for i in range(3)]
+    monkeypatch.setattr(cluster, "ask", lambda member: member.pid)
+    monkeypatch.setattr(cluster.ray, "wait", lambda refs, num_returns, timeout: (refs[:num_returns][:2], refs[2:]))
+    monkeypatch.setattr(cluster.ray, "get", lambda ref: f"beat {ref}")
+    assert list(cluster.progress_of(members).items()) == list(zip(members, ["beat 0", "beat 1", None], strict=True))
+    assert cluster.progress_of([]) == {}
+
+    def dead(ref):
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(cluster.ray, "get", dead)
+    assert cluster.progress_of(members) is None
+
+
+def test_processes_that_stay_are_killed_after_their_time(monkeypatch):
+    """Also ones that others have started meanwhile; one that cannot be killed is left."""
+    clock, killed, asked = [50.0], [], []
+
+    def pids():
+        asked.append(clock[0])
+        return [1, 2, 3] if len(asked) == 1 else [1, 2, 3, 4]
+
+    def kill(pid, number):
+        killed.append((clock[0] - 50.0, pid))
+        if pid == 3:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(
+        processes, "runs", lambda pid: pid == 4 or (pid != 2 and pid not in {one for _, one in killed})
+    )
+    monkeypatch.setattr(processes.os, "kill", kill)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 1.0))
+    processes.end(pids, patience=3.0)
+    assert killed[:3] == [(3.0, 1), (3.0, 3), (3.0, 4)] and {one for _, one in killed[3:]} == {4}
+    assert asked[-1] - 50.0 == 3.0 + processes.END_SECONDS + 1.0
+
+
+def test_logs_end_with_their_last_lines(tmp_path):
+    """Of both streams, without Ray's marks; a file that is gone has none."""
+    (tmp_path / "out").write_text("".join(f"out {i}\n" for i in range(25)) + ":actor_name:Host\n")
+    (tmp_path / "err").write_bytes(b":job_id:01\nerr 0\n\xffend")
+    files = [str(tmp_path / name) for name in ("out", "none", "err")]
+    assert tails_of(files) == [*(f"out {i}" for i in range(5, 25)), "err 0", "\ufffdend"]
+    (tmp_path / "err").write_text(":job_id:01\n")
+    assert tails_of(files[1:]) == tails_of([]) == ["(empty)"]
+
+
+def test_errors_of_workers_keep_their_class_and_name_the_rank():
+    def of(cause):
+        return ray.exceptions.RayTaskError("run", "the traceback", cause)
+
+    for cause in (UserError("no such file"), OSError(28, "No space left on device"), KeyError("only here")):
+        error = unwrapped_error(of(cause), "trainer rank 1")
+        assert isinstance(error, type(cause)) and error.__notes__ == ["raised in trainer rank 1"]
+        # Whoever reads of a mistake in code wants to see where.
+        assert ("the traceback" in str(error)) is isinstance(cause, KeyError)
+    assert unwrapped_error(of(OSError(28, "No space"))).errno == 28
+    assert not hasattr(unwrapped_error(of(UserError("no name"))), "__notes__")
+    died = unwrapped_error(ray.exceptions.RayActorError(), "trainer rank 1")
+    assert isinstance(died, ActorDied) and str(died).startswith("trainer rank 1: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (ray.exceptions.RayActorError(), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("[Gloo/transport] Connection closed"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("shapes differ"), False),
+        (KeyError("only here"), False),
+    ],
+)
+def test_an_error_of_a_collective_is_that_of_another_rank(error, others):
+    assert of_others(error) is others
+    if not isinstance(error, ray.exceptions.RayError):
+        assert of_others(ray.exceptions.RayTaskError("run", "", error)) is others
 
 
 class NoRoute(Host):

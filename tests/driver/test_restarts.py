@@ -276,6 +276,20 @@ def test_a_call_that_runs_has_to_run_again_or_failed_has_not_succeeded(where):
     members = getattr(call, where)
     members.update({1: None} if where == "open" else {1})
     assert not call.succeeded and [call.succeeded_on(number) for number in (0, 1)] == [True, False]
+    members.update({0: None} if where == "open" else {0})
+    (members.pop if where == "open" else members.remove)(1)
+    assert not call.succeeded and [call.succeeded_on(number) for number in (0, 1)] == [False, True]
+
+
+def test_requests_are_shared_whole_and_in_order():
+    engines = object.__new__(RemoteRollout)
+    requests = requests_for([[1] * size for size in (9, 1, 2, 3, 1, 4)], Sampling(8, n=2), Key.from_seed(0))
+    for count in (1, 2, 3, 6, 8):
+        engines._group = SimpleNamespace(members=[None] * count)
+        shares = engines._shares(requests)
+        assert len(shares) == min(count, 6)
+        assert sorted(request.id for share in shares for request in share) == [r.id for r in requests]
+        assert all([r.id for r in share] == sorted(r.id for r in share) for share in shares)
 
 
 def test_engines_that_dropped_their_weights_have_no_version():

@@ -377,6 +377,9 @@ def test_a_row_keeps_near_ties_experts_and_uncut_log_probs_of_all_its_replies():
         0.0,
     ]
     assert row.near_ties == 3 and row.routes().flatten().tolist() == [10, 11, 22, 23, 23]
+    (uncut,) = requests_for([[4]], Sampling(8), Key.from_seed(0))
+    plain = Conversation(0, attrs.evolve(uncut, problem={}), 0, 0, rows=[row], reason="done").samples(0)[0]
+    assert plain.full_log_probs is None
 
 
 def test_requests_without_a_problem_obey_the_laws_of_engines():
@@ -494,6 +497,22 @@ def test_special_tokens_of_an_environment_are_noted_once():
 def test_first_messages_that_cannot_be_used_are_errors(messages, message):
     with pytest.raises(EnvError, match=message):
         play(script(ab=messages), {})
+
+
+def test_tools_are_looked_for_in_conversations_that_begin_in_another_way():
+    """The template shows them below a system message."""
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'x' if tools and m.role == 'system' }}{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}{{ '\n' }}{% endfor %}"
+    )
+    renderer, arguments = Renderer(tokenizer, [END]), TemplateArguments(({"name": "add"},))
+    told, asked = {"role": "system", "content": "b"}, {"role": "user", "content": "a"}
+    for _ in range(2):
+        assert tokenizer.decode(renderer.opening([told, asked], arguments)) == "xb\na\n"
+        assert tokenizer.decode(renderer.opening([asked, asked])) == "a\na\n"
+        with pytest.raises(EnvError, match="does not show them to the model, such as 'add'"):
+            renderer.opening([asked, asked], arguments)
 
 
 def test_a_template_gets_the_arguments_of_the_problem_in_every_turn():

@@ -60,7 +60,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
         def blames(some: Iterable[str], said: str = str(error)) -> bool:
             return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", said) for key in some)
 
-        if blames(given) or not blames(flat(read_table(path)).keys() - given):
+        if blames(given) or not blames(flat(read_table(path)).keys()):
             raise
         raise ConfigError(f"{path}: {error}") from error
 

@@ -295,7 +295,7 @@ class Replies:
         """
         with self._lock:
             self._by_question[question] = reply
-            if self.file is None or self.offline:
+            if self.file is None:
                 return
             line = json.dumps({"question": question, "reply": reply}) + "\n"
             try:
