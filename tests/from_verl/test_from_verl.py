@@ -289,6 +289,18 @@ def test_what_adapters_have_has_no_effect_without_a_rank():
     assert translated(f"{GRPO_LORA} {model}lora.rank=0 {model}lora.alpha=99").table == translated(GRPO_LORA).table
 
 
+def test_megatrons_names_of_layers_with_adapters():
+    model = "actor_rollout_ref.model."
+    words = f"{GRPO_LORA} actor_rollout_ref.actor.strategy=megatron {model}lora.rank=16 {model}lora.target_modules="
+    some = translated(f"{words}[linear_proj,linear_fc1]")
+    assert some.table["actor"]["target_modules"] == ["o_proj", "gate_proj", "up_proj"]
+    assert f"{model}lora.target_modules" not in some.without_effect
+    every = translated(f"{words}[linear_fc2,linear_fc1,linear_qkv,linear_proj]")
+    assert "target_modules" not in every.table["actor"]
+    (problem,) = [line for line in translated(f"{words}[linear_q]").not_possible if "target_modules" in line]
+    assert "there is no layer 'linear_q'" in problem
+
+
 @pytest.mark.parametrize(
     "settings",
     [

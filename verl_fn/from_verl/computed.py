@@ -36,6 +36,13 @@ VISION = re.compile(
 )
 # Models with images that are trained here, by the same names; the ones with experts are not.
 SEEING = re.compile(r"(?i)^(?!.*-a\d+b)(.*[-_.])?((qwen2[._]5|qwen3)[-_]?vl|smolvlm2?|idefics3|gemma-3)([-_.]|$)")
+# Layers as Megatron names them, and as models here do.
+LAYERS: Mapping[str, Sequence[str]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 SHARED = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
@@ -328,9 +335,16 @@ def budgets(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
             remark += f" on {sharers} ranks" * (sharers > 1)
         yield Move(keys, f"{role}.ppo_max_token_len_per_gpu", budget, remark)
     for role, verl in (("actor", MODEL), ("critic", "critic.model.")):
-        key = f"{verl}lora.target_modules"
-        if values.get(key) and values.get(verl + "lora_rank"):
-            yield Move((key,), f"{role}.target_modules", "all-linear", "Megatron's names of linear layers")
+        named = values.get(key := f"{verl}lora_target_modules")
+        if not named or not values.get(f"{verl}lora_rank"):
+            continue
+        if others := [name for name in named if name not in LAYERS]:
+            problem = f"there is no layer {others[0]!r}; there are {', '.join(LAYERS)}"
+            yield Move((key,), problem=f"{problem}; or name a model's own layers in {verl}target_modules")
+        else:
+            layers = "all-linear" if set(named) == set(LAYERS) else [one for name in named for one in LAYERS[name]]
+            yield Move((key,), f"{role}.target_modules", layers, "Megatron's names of linear layers")
+
 
 
 def _sharers(values: Values, settings: Settings, verl: str) -> int:
