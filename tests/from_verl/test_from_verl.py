@@ -401,15 +401,17 @@ def test_data_sources_without_a_rule_are_in_the_report(tmp_path, capsys):
     table, lines, chats = tmp_path / "train.parquet", tmp_path / "val.jsonl", tmp_path / "chats.parquet"
     prompt = [{"role": "user", "content": "q"}]
     row = {"prompt": prompt, "reward_model": {"ground_truth": "5"}}
-    pq.write_table(pa.Table.from_pylist([row | {"data_source": name} for name in ("math_dapo", "numina_x")]), table)
-    lines.write_text("".join(json.dumps(row | {"data_source": name}) + "\n" for name in ("aime25", "taco")))
+    known, unknown = (row | {"data_source": name} for name in ("openai/gsm8k", "math_dapo"))
+    pq.write_table(pa.Table.from_pylist([known, unknown]), table)
+    rows = [row, [row], *(row | {"data_source": name} for name in ("reverse", "taco"))]
+    lines.write_text("".join(json.dumps(one) + "\n" for one in rows))
     pq.write_table(pa.Table.from_pylist([{"messages": prompt, "data_source": "chats"}]), chats)
     files = f"data.train_files=['{table}','{chats}'] data.val_files={lines}"
     words = [*files.split(), "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
              "trainer.total_training_steps=2", f"actor_rollout_ref.model.path={tmp_path}/m"]  # fmt: skip
     assert main(["config", "--from-verl", *words]) == 0
     shown = capsys.readouterr()
-    refused = "without a rule here: the data sources numina_x, taco, so a run is refused; name a function"
+    refused = "without a rule here: the data sources math_dapo, taco, so a run is refused; name a function"
     assert refused in " ".join(shown.err.split())
     assert main(["config", "--from-verl", *words, "custom_reward_function.path=r.py"]) == 0
     assert "without a rule" not in capsys.readouterr().err
@@ -419,7 +421,7 @@ def test_data_sources_without_a_rule_are_in_the_report(tmp_path, capsys):
     check = ["train", f"{tmp_path}/run.toml", "--check", "--gpus=8", "--gpu-memory=80", "data.train_batch_size=8",
              f"trainer.dir={tmp_path}/run", "data.max_prompt_length=8", "data.max_response_length=8"]  # fmt: skip
     assert main([*check, "algorithm.ppo_mini_batch_size=8"]) == 1
-    assert "'numina_x' has no rule of its own" in capsys.readouterr().err
+    assert "'math_dapo' has no rule of its own" in capsys.readouterr().err
     known = ["reward.functions=['verl_fn.scores:exact']", "algorithm.ppo_mini_batch_size=8"]
     assert main([*check, *known]) == 0
 

@@ -294,7 +294,7 @@ def test_the_evaluation_before_training_compares_no_runs(tmp_path):
         for name, last in (("a", 4), ("b", 3))
     ]
     text, found = page(report(runs, tmp_path / "page.html"))
-    assert "At each run's last evaluation, as they share no later step" in unescape(text)
+    assert "At each run's last evaluation, as they share no later one" in unescape(text)
     at = found.cells.index("ab>")
     assert found.cells[at : at + 4] == ["ab>", "ba", "a4✓ right reward 1", "b3✓ right reward 1"]
     # Of runs that were evaluated before training only, it is all there is.

@@ -282,12 +282,25 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monke
     assert "\ndoes not fit: the update of the actor needs " in said and "; 8 such GPUs are enough, with fsdp" in said
 
 
-def test_the_least_number_of_gpus_is_a_multiple_of_the_machines(monkeypatch):
-    for least, found in ((16, (16, "16")), (20, (32, "32")), (64, (64, "64")), (65, None)):
-        monkeypatch.setattr(
-            fitting, "layouts", lambda plan, gpus, gpu, least=least: [str(gpus), "other"] if gpus >= least else []
-        )
-        assert fitting.enough_gpus(None, 4, GIB) == found
+def test_the_least_number_of_gpus_is_a_multiple_of_the_machines(folder, monkeypatch):
+    """Ranks share all that they can there, as the settings of the layout say."""
+    fsdp = "actor.fsdp_config"
+    plan = plan_of(folder("qwen3-8b"), f"{fsdp}.replicate=4", f"{fsdp}.reshard_after_forward=false")
+    fits = {n: fitting.Fit((f"ray.ranks={n}",), ()) for n in (8, 16, 32, 64)}
+    for least, enough in ((16, 16), (20, 32), (64, 64), (65, None)):
+        tried = []
+
+        def layouts(plan, gpus, gpu, least=least, tried=tried):
+            tried.append(plan.roles["actor"].fsdp_config)
+            return [fits[gpus], None] if gpus >= least else []
+
+        monkeypatch.setattr(fitting, "layouts", layouts)
+        found = fitting.enough_gpus(plan, 4, GIB)
+        assert (found and found[0]) == enough
+        assert {(one.replicate, one.reshard_after_forward) for one in tried} == {(1, True)}
+        if found is not None:
+            shared = (f"{fsdp}.replicate=1", f"{fsdp}.reshard_after_forward=true")
+            assert found[1].settings == (*shared, f"ray.ranks={enough}")
 
 
 @pytest.mark.parametrize(("rows", "least", "of_rank"), [(64, 2, 96), (8, 2, 12), (1, 2, 2)])

@@ -28,7 +28,7 @@ from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of, takes
+from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
 
 
 def train(args: argparse.Namespace) -> int:
@@ -119,9 +119,11 @@ def _without_rule(table: Mapping[str, Any]) -> list[str]:
     from verl_fn.data.rows import sources_in
 
     data, reward = table.get("data", {}), table.get("reward", {})
-    if reward.get("functions") or reward.get("url"):
+    if reward.get("functions") or reward.get("url") or data.get("convert") or "env" in table:
         return []
-    named = [data.get(key, []) for key in ("train_files", "val_files")]
+    learned = () if table.get("algorithm", {}).get("reward_model") else ("train_files",)
+    held_out = () if data.get("val_size") else ("val_files",)
+    named = [data.get(key, []) for key in (*learned, *held_out)]
     files = [file for one in named for file in ([one] if isinstance(one, str) else one)]
     if not (sources := sources_in(files)):
         return []
@@ -288,22 +290,24 @@ def show_choices(args: argparse.Namespace) -> int:
 
 
 def _own_page(name: str) -> str:
-    """Describes a loss of the user, or a function that makes one; returns an empty string for an algorithm.
+    """Describes a loss of the user, or a function of options; returns an empty string for an algorithm.
 
     Raises:
-        ConfigError: the object is neither.
+        ConfigError: the object is none of them.
     """
     from verl_fn.steps import Loss
 
     found = load_object(name, "verl-fn list")
-    options: Sequence[str] = ()
-    if inspect.isfunction(found) and takes(found, (), {}) and isinstance(made := found(), Loss):
-        parameters = inspect.signature(found).parameters.values()
-        options = [f"  algorithm.policy_loss_kwargs.{one.name} = {one.default!r}" for one in parameters]
-        found = made
     if not isinstance(found, Loss):
         kind = f"a function of {signature_of(found)}" if inspect.isfunction(found) else kind_of(found)
-        options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
+        try:
+            options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
+        except ConfigError:
+            # Nothing of the user is called here, so what the function makes is not known.
+            if not (options := _options(found)):
+                raise
+            title = f"{name}: {kind}, for algorithm.policy_loss if it makes a loss; its options:"
+            return "\n".join([title, *options])
         return ""
     lines = [f"{name}: a loss, for algorithm.policy_loss"]
     for term in found.terms:
@@ -312,7 +316,15 @@ def _own_page(name: str) -> str:
         lines.append(
             f"    reads {', '.join(sorted(term.needs)) or 'no output'} and returns one value for each {term.level}"
         )
-    return "\n".join([*lines, *options])
+    return "\n".join(lines)
+
+
+def _options(fn: object) -> list[str]:
+    """Returns a line for each parameter of a function whose parameters all have names and defaults."""
+    parameters = inspect.signature(fn).parameters.values() if inspect.isfunction(fn) else ()
+    if any(one.default is one.empty for one in parameters):
+        return []
+    return [f"  algorithm.policy_loss_kwargs.{one.name} = {one.default!r}" for one in parameters]
 
 
 def _algorithm_page(name: str) -> str:

@@ -230,14 +230,15 @@ def sources_in(files: Sequence[str | Path]) -> list[str]:
     """
     found: set[Any] = set()
     for path in (Path(file).expanduser() for file in files):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        with contextlib.suppress(OSError, ValueError, TypeError, pa.ArrowException):
             if path.suffix == ".parquet":
                 if not ANSWERED.intersection(pq.read_schema(path).names):
                     found |= {*pq.read_table(path, columns=["data_source"])["data_source"].unique().to_pylist()}
                 continue
             with path.open("rb") as lines:
-                rows = (json.loads(line) for line in lines if line.strip())
-                found |= {row["data_source"] for row in rows if not row.keys() & ANSWERED}
+                for row in (json.loads(line) for line in lines if line.strip()):
+                    if isinstance(row, dict) and not row.keys() & ANSWERED:
+                        found.add(row.get("data_source"))
     return sorted(source for source in found if isinstance(source, str))
 
 

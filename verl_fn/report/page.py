@@ -402,7 +402,7 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
         known = next(answer for answer in answers if answer)
         cells = "".join(map(_answer, answers))
         rows.append(f"<td>{_prompt(known)}</td><td>{_block(known['answer'])}</td>{cells}")
-    when = f"At step {max(common):,}" if common else "At each run's last evaluation, as they share no later step"
+    when = f"At step {max(common):,}" if common else "At each run's last evaluation, as they share no later one"
     if common and any(max(run.answers) > max(common) for run in logged):
         when += ", the last evaluation that all of them have"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""

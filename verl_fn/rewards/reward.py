@@ -31,7 +31,6 @@ Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 GEOMETRY3K = "hiyouga/geometry3k"
-DAPO = "math_dapo"
 TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
 
@@ -324,7 +323,7 @@ def rule_for(data_source: str) -> Rule:
             f"the data source {data_source!r} has no rule of its own, only {', '.join(RULES)} do; set "
             "reward.functions or reward.url"
         )
-    return RULES.get(data_source, dapo if data_source.startswith("aime") else gsm8k)
+    return RULES.get(data_source, gsm8k)
 
 
 def has_rule(data_source: str) -> bool:
@@ -334,7 +333,7 @@ def has_rule(data_source: str) -> bool:
         >>> has_rule("reverse"), has_rule("mine")
         (True, False)
     """
-    return data_source in RULES or data_source.endswith("gsm8k") or data_source.startswith("aime")
+    return data_source in RULES or data_source.endswith("gsm8k")
 
 
 def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -400,26 +399,6 @@ def mathematics(problem: Problem, response: str, finished: bool) -> dict[str, An
     return verdict(pred is not None and equal(pred, problem.answer), pred or "")
 
 
-def dapo(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
-    r"""Scores 1 if the last line ``Answer: ...`` of a response has the ground truth, written in some way, else -1.
-
-    Example:
-        >>> dapo(Problem("How many?", "34"), r"17 + 17. Answer: $\boxed{34}$", True)
-        {'score': 1.0, 'acc': 1.0, 'pred': '34'}
-        >>> dapo(Problem("How many?", "34"), "It is 34.", True)["score"]
-        -1.0
-
-    Source:
-        verl's ``math_dapo.compute_score``. It removes words, such as ``degrees``, where ``equal`` removes what is in
-        ``\text``. The ground truths of DAPO's data are whole numbers.
-    """
-    lines = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response[-TAIL:])
-    line = lines[-1] if lines else ""
-    pred = boxed(line) or line.rpartition("=")[2].strip(" $")
-    found = verdict(bool(lines) and equal(pred, problem.answer), pred)
-    return found | {"score": 2 * found["acc"] - 1}
-
-
 def geometry(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
     r"""Scores 0.9 for the right box, as ``mathematics`` does, and 0.1 for thoughts in their tags before a box.
 
@@ -450,7 +429,6 @@ RULES: Mapping[str, Rule] = {
     SQUARES: one_word,
     **dict.fromkeys(MATH, mathematics),
     GEOMETRY3K: geometry,
-    DAPO: dapo,
 }
 
 
@@ -461,7 +439,6 @@ FORMS: Mapping[Rule, str] = {
     one_word: "{}",
     mathematics: r"\boxed{{{}}}",
     geometry: r"\boxed{{{}}}",
-    dapo: "Answer: {}",
 }
 
 

@@ -154,8 +154,9 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     if gpu is None:
         return Report("\n".join([*lines, f"the run can start{but}; --gpu-memory GIB says whether it fits"]))
     lines += _cached_rows(plan, gpu, longest)
+    lines += [f"on mocks    {' and '.join(failing)} failed on a made-up batch (see the note)"] if failing else []
     lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu, begun=origin is not None)
-    return Report("\n".join(lines) + but, fits(plan, gpu))
+    return Report("\n".join(lines), fits(plan, gpu))
 
 
 def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:

@@ -137,7 +137,13 @@ def nearest(plan: Plan, gpus: int, gpu: int) -> Fit | None:
 
 def enough_gpus(plan: Plan, gpus: int, gpu: int) -> tuple[int, Fit] | None:
     """Returns the least number of GPUs, a multiple of ``gpus``, on which a layout fits, and the layout; or None."""
-    return next(((gpus * n, found[0]) for n in MORE_MACHINES if (found := layouts(plan, gpus * n, gpu))), None)
+    # More GPUs only help ranks that share all that they can, and every other layout would be tried for each number.
+    shared = _sharded(plan)[-1]
+    least = with_settings(plan, shared, gpu)
+    for count in (gpus * n for n in MORE_MACHINES):
+        if found := layouts(least, count, gpu):
+            return count, attrs.evolve(found[0], settings=(*shared, *found[0].settings))
+    return None
 
 
 def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
@@ -149,7 +155,7 @@ def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
     if plan.roles["actor"].strategy == "megatron":
         for power in powers:
             kind = (*over, f"actor.megatron.tensor_model_parallel_size={power}")
-            more = ((*kind, setting) for size in SPLITS for n in powers if (setting := _larger(plan, size, n)))
+            more = ((*kind, setting) for size in SPLITS for n in powers[:4] if (setting := _larger(plan, size, n)))
             yield [kind, *more]
         return
     local: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
@@ -264,10 +270,8 @@ def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | Non
 def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     """Returns up to two ways to make a plan fit, the ones that cost least first.
 
-    A way is one change, or two or three changes if fewer do not suffice. Changes that cost transfers between GPUs or
-    to the CPU come first, then a smaller engine, smaller micro-batches, recomputed layers, rows or layers that more
-    ranks share, inputs of layers on the CPU, more ranks, states on the CPU, and moments in bf16. The list is empty if
-    no way is found.
+    A way is one change, or two or three changes if fewer do not suffice. Changes are tried in the order of this
+    function's list, which docs/gpus.md names. The list is empty if no way is found.
 
     Args:
         begun: whether the run has checkpoints, since these fix the dtype of moments.
@@ -332,7 +336,7 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
 
 
 def _with_fewer_replicas(plan: Plan, gpu: int) -> Settings | None:
-    """Returns the most copies of the parameters that fit, or one copy, beside which other changes may fit."""
+    """Returns the most copies of the parameters that fit; if not even one copy does, one, for further changes."""
     fewer = _fewer_replicas(plan)
     return next((one for one in fewer if fits(with_settings(plan, one, gpu), gpu)), fewer[-1])
 
