@@ -211,6 +211,7 @@ def test_an_existing_file_with_an_equals_sign_is_a_model(tmp_path, monkeypatch):
         ("train a.toml --check --gpu-memory 0", "0 is no size of a GPU's memory"),
         ("train a.toml --check --gpu-memory 1000000", "1000000 is no size of a GPU's memory"),
         ("train a.toml --fast", "train does not take --fast"),
+        ("train a.toml --lr=3", "train does not take --lr=3"),
         ("train a.toml a.b=1 --quiet c", "train does not take c"),
         ("doctor a.b=1", "doctor does not take a.b=1"),
         ("eval a.b=1", "eval needs a model"),

@@ -265,6 +265,8 @@ def test_engines_whose_weights_no_gpu_holds_get_several_of_one_half(folder):
     (found, _) = layouts(plan_of(folder("qwen3-30b-a3b")), 16, 48 * GIB)
     assert found.layout == "fsdp over 8 ranks and engines on 8 GPUs"
     assert {"rollout.engines=4", "rollout.tensor_parallel_size=2"} < set(found.settings)
+    engines = [settings[-2:] for settings in fitting._apart(plan_of(folder("qwen3-30b-a3b")), 256)]
+    assert engines == [(f"rollout.engines={128 >> i}", f"rollout.tensor_parallel_size={1 << i}") for i in range(7)]
 
 
 def test_a_model_that_fits_nowhere_is_told_what_it_lacks(folder, tmp_path, monkeypatch, capsys):

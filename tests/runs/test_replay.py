@@ -308,6 +308,8 @@ def test_a_replay_begins_at_the_last_checkpoint_with_the_same_settings(tmp_path)
         at(5, None, str(other))
     other.mkdir(parents=True)
     assert at(5, None, str(other)) == at(5, 4, str(other)) == "step_4" and at(6, None, str(other)) == "step_5"
+    (kept := tmp_path / "kept").mkdir()
+    assert at(1, None, str(kept)) == "kept", "its name says no step"
     (other.parents[1] / "config.toml").touch()
     with pytest.raises(RunError, match=r"step 4 is of the run that was forked: replay it in .*other"):
         at(4, None, str(other))
