@@ -346,7 +346,6 @@ def budgets(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
             yield Move((key,), f"{role}.target_modules", layers, "Megatron's names of linear layers")
 
 
-
 def _sharers(values: Values, settings: Settings, verl: str) -> int:
     """Returns how many ranks share each row of a role, and so its budget."""
     if (values.get(verl + "strategy") or settings.engine) == "megatron":
