@@ -292,19 +292,19 @@ def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> Fus
 
 
 class Look(NamedTuple):
-    """Which slots are alive once the GPU gets there, while the host goes on."""
+    """Which slots are alive after the steps that the GPU has been given; the host need not wait for them."""
 
     alive: Tensor
     done: torch.cuda.Event | None
 
     @classmethod
     def of(cls, alive: Tensor) -> Look:
-        """Asks for it."""
+        """Has the GPU copy ``alive`` after these steps."""
         copy = alive.to("cpu", non_blocking=True, copy=True)
         return cls(copy, torch.cuda.current_stream(alive.device).record_event() if alive.is_cuda else None)
 
     def read(self) -> list[bool]:
-        """Waits for it."""
+        """Waits for the copy, and returns it."""
         if self.done is not None:
             self.done.synchronize()
         return self.alive.tolist()
@@ -344,7 +344,8 @@ class GraphRun(Run):
                 self._begin(lanes, count)
             lanes.version.fill_(self.version)
             slots, left = list(self.rows), max(self.last.values()) - self.step
-            # The GPU has a step left while the host looks, but for the last look: then all rows have ended.
+            # The GPU computes the last step while the host looks. The last look comes after all steps, since they end
+            # all rows.
             late = int(left > STEPS)
             steps = min(STEPS, left)
             self.decoder.decode(slots, steps - late, self.draws)

@@ -110,7 +110,10 @@ def lanes_for(rows: int) -> int:
 def begin(
     lanes: Lanes, slots: Int[Tensor, " n"]
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Float64[Tensor, " n"]]:
-    """Returns of each slot the last token, its place, or -1 if its row has ended, and the number of the next draw."""
+    """Returns each slot's last token, the token's place, and the number that draws the next token.
+
+    A row that has ended has place -1.
+    """
     n = len(slots)
     tokens, places, u = torch.empty_like(slots), torch.empty_like(slots), lanes.uniforms.new_empty(n)
     _begin[(triton.cdiv(n, 128),)](

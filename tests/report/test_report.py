@@ -16,7 +16,6 @@ import tomli_w
 from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report import plots
 from verl_fn.report.page import MISSING, OF_EACH, SHOWN, ReportError, colors, headline, names, report
 from verl_fn.report.plots import (
     BUILT_IN,
@@ -103,19 +102,6 @@ def mine(options: Options):
 def brief(steps):
     """Metrics of one chart, for tests of the tables: drawing takes longest."""
     return [{"step": step, "critic/score/mean": step / steps} for step in range(1, steps + 1)]
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Keeps the figures that are drawn."""
-    kept, figure_of = [], plots.figure_of
-
-    def keep(*size):
-        kept.append(figure_of(*size))
-        return kept[-1]
-
-    monkeypatch.setattr(plots, "figure_of", keep)
-    return kept
 
 
 def answer(step, prompt="ab>", response="ba", acc=1.0, **more):

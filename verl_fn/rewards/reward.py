@@ -31,7 +31,7 @@ Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 GEOMETRY3K = "hiyouga/geometry3k"
-TAIL = 300  # characters at the end of a response in which verl looks for the answer
+GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
 
 class RewardError(UserError, RuntimeError):
@@ -360,7 +360,7 @@ def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
 
     The score is 1.0 if the last ``#### number``, without its commas, is the same string as the ground truth.
     """
-    numbers = re.findall(r"#### (\-?[0-9\.\,]+)", response[-TAIL:])
+    numbers = re.findall(r"#### (\-?[0-9\.\,]+)", response[-GSM8K_TAIL:])
     pred = numbers[-1].replace(",", "") if numbers else ""
     return verdict(bool(numbers) and pred == problem.answer, pred)
 

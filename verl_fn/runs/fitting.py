@@ -137,7 +137,7 @@ def nearest(plan: Plan, gpus: int, gpu: int) -> Fit | None:
 
 def enough_gpus(plan: Plan, gpus: int, gpu: int) -> tuple[int, Fit] | None:
     """Returns the least number of GPUs, a multiple of ``gpus``, on which a layout fits, and the layout; or None."""
-    # More GPUs only help ranks that share all that they can, and every other layout would be tried for each number.
+    # Ranks that share all that they can fit if any do. To try all layouts for each number would take minutes.
     shared = _sharded(plan)[-1]
     least = with_settings(plan, shared, gpu)
     for count in (gpus * n for n in MORE_MACHINES):
