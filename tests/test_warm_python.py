@@ -10,6 +10,8 @@ from warm_python import GROUP, warm_python
 
 from verl_fn.driver.processes import end, runs
 
+pytestmark = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="no warm Python where there is a GPU")
+
 
 def ran(python, *arguments, **options):
     ended = subprocess.run([python, *arguments], capture_output=True, text=True, **options)

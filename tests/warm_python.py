@@ -56,8 +56,12 @@ def warm_python(also=None, python=None, other=None, environment=os.environ):
     ``also`` is a script that the server runs when it is first asked for a process, and ``python`` starts the server:
     another warm Python, or if it is None this process's own. ``other`` is another interpreter, which has only the
     imports of ``also`` if it has no torch. Processes have this environment, and so has the server of ``other``; in
-    another server ``also`` sets it.
+    another server ``also`` sets it. Where there is a GPU, imports look for it, and CUDA's threads cannot be forked:
+    the executable is an ordinary Python there.
     """
+    if Path("/dev/nvidiactl").exists():
+        yield str(other or sys.executable)
+        return
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
         client = Path(__file__).with_name("warm_client.py")

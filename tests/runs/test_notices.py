@@ -11,7 +11,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import _end_if_skipping, train
-from verl_fn.runs.progress import without_gradient, without_signal
+from verl_fn.runs.progress import equal_rewards, without_advantages, without_gradient
 
 
 def test_rewards_that_teach_nothing():
@@ -19,10 +19,12 @@ def test_rewards_that_teach_nothing():
         names = ("critic/score/min", "critic/score/max", "critic/advantages/min", "critic/advantages/max")
         return dict(zip(names, (low, high, -advantages, advantages), strict=True))
 
-    assert without_signal(1, report(0.0, 1.0, 1.0)) == "" and without_signal(1, {"train/loss": 1.0}) == ""
-    assert without_signal(4, report(0.5, 0.5, 0.3)) == "all rewards of step 4 are 0.5"
-    assert "the policy learns nothing from it" in without_signal(4, report(0.5, 0.5, 0.0))
-    assert "their differences are rounded away" in without_signal(4, report(1e20, 2e20, 0.0))
+    for described in (equal_rewards, without_advantages):
+        assert described(1, report(0.0, 1.0, 1.0)) == "" and described(1, {"train/loss": 1.0}) == ""
+    assert equal_rewards(4, report(0.5, 0.5, 0.3)) == "all rewards of step 4 are 0.5"
+    assert without_advantages(4, report(0.5, 0.5, 0.3)) == equal_rewards(4, report(0.5, 0.5, 0.0)) == ""
+    assert "the policy learns nothing from it" in without_advantages(4, report(0.5, 0.5, 0.0))
+    assert "their differences are rounded away" in without_advantages(4, report(1e20, 2e20, 0.0))
 
 
 def test_a_gradient_of_0_is_told_unless_equal_rewards_are_the_reason():

@@ -142,7 +142,7 @@ def _bridge_tests(args: argparse.Namespace, out: Path, env: Mapping[str, str], b
         return Deliverable(CHECKS, Verdict.PASS, f"{words}: {last}")
     missing = re.findall(r"^E\s+ModuleNotFoundError: (No module named .*)$", content, re.MULTILINE)
     if missing and not re.search(r"\d+ failed", last):
-        return Deliverable(CHECKS, Verdict.BLOCKED, f"{trap_in(missing[0])} ({missing[0]}); see {log}")
+        return Deliverable(CHECKS, Verdict.BLOCKED, f"{trap_in(missing[0]) or words} ({missing[0]}); see {log}")
     return Deliverable(CHECKS, Verdict.FAIL, f"{words}: {last}; see {log}")
 
 

@@ -191,7 +191,7 @@ TRAPS = (
     ),
     Trap(
         "a package is missing: {0}",
-        r"No module named '?((?!megatron|verl_fn)[\w]+)",
+        r"No module named '?(megatron\.energon|(?!megatron|verl_fn)\w+)",
         "install {0} in the environment of all processes, or use an image that has it",
     ),
     GPUS,

@@ -37,7 +37,7 @@ from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.history import run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
-from verl_fn.runs.progress import cut_off, duration, idle, settled, without_gradient, without_signal
+from verl_fn.runs.progress import cut_off, duration, settled, without_advantages, without_gradient
 
 SHOWN = 32  # prompts in the table of held-out answers
 # Keys in which runs with several seeds differ.
@@ -315,7 +315,7 @@ def remarks(run: RunRecord) -> list[str]:
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
     for what, describe in (
-        ("gave no signal", _without_advantages),
+        ("gave no signal", without_advantages),
         ("had a gradient of 0", without_gradient),
         ("cut most answers off", cut_off),
         ("hardly tried other answers", settled),
@@ -324,10 +324,6 @@ def remarks(run: RunRecord) -> list[str]:
         if sentences and 10 * len(sentences) >= len(steps):
             said.append(f"{len(sentences):,} of {len(steps):,} steps {what}; {sentences[-1]}")
     return said
-
-
-def _without_advantages(step: int, row: dict[str, float]) -> str:
-    return without_signal(step, row) if idle(row) else ""
 
 
 def _at_step(pair: tuple[float, int] | None, metric: str) -> str:

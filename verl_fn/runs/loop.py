@@ -42,10 +42,11 @@ from .progress import (
     Start,
     always_zero,
     cut_off,
+    equal_rewards,
     settled,
     wide_gap,
+    without_advantages,
     without_gradient,
-    without_signal,
 )
 from .recorder import Drawn
 from .state import (
@@ -257,7 +258,7 @@ class _Loop:
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
-                for notice in (without_signal, without_gradient, wide_gap, cut_off, settled):
+                for notice in (equal_rewards, without_advantages, without_gradient, wide_gap, cut_off, settled):
                     self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):

@@ -6,6 +6,7 @@ Before the first step, a line tells of each part that takes long.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,35 +223,55 @@ class Live(Pulse):
         self._bar.stop()
 
 
-def without_signal(step: int, report: Report) -> str:
-    """Returns a sentence about a step whose rewards are all equal, or whose advantages are all 0; or nothing.
+def equal_rewards(step: int, report: Report) -> str:
+    """Returns a sentence about a step whose rewards are all equal, and not all of its advantages 0; or nothing.
+
+    Example:
+        >>> scores = {"critic/score/min": 0.5, "critic/score/max": 0.5}
+        >>> equal_rewards(3, scores | {"critic/advantages/min": -1.0, "critic/advantages/max": 1.0})
+        'all rewards of step 3 are 0.5'
+        >>> equal_rewards(3, scores | {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0})
+        ''
+    """
+    lowest, highest = _scores(report)
+    return f"all rewards of step {step} are {lowest:g}" if lowest == highest and not _idle(report) else ""
+
+
+def without_advantages(step: int, report: Report) -> str:
+    """Returns a sentence about a step whose advantages are all 0; or nothing.
 
     Example:
         >>> names = ("critic/score/min", "critic/score/max", "critic/advantages/min", "critic/advantages/max")
-        >>> without_signal(3, dict.fromkeys(names, 0.0))
+        >>> without_advantages(3, dict.fromkeys(names, 0.0))
         'all rewards of step 3 are 0, and all advantages are 0: the policy learns nothing from it'
-        >>> without_signal(3, dict(zip(names, (0.0, 1.0, -1.0, 1.0))))
+        >>> without_advantages(3, dict(zip(names, (0.0, 1.0, -1.0, 1.0))))
         ''
     """
-    names = ("critic/score/min", "critic/score/max", "critic/advantages/min", "critic/advantages/max")
-    if any(name not in report for name in names):
+    lowest, highest = _scores(report)
+    if not _idle(report) or math.isnan(lowest):
         return ""
-    lowest, highest = (report[name] for name in names[:2])
     if lowest == highest:
-        also = ", and all advantages are 0: the policy learns nothing from it" if idle(report) else ""
-        return f"all rewards of step {step} are {lowest:g}{also}"
-    if idle(report):
         return (
-            f"all advantages of step {step} are 0, although rewards go from {lowest:g} to {highest:g}: they differ "
-            "between prompts only, or are so large that their differences are rounded away"
+            f"all rewards of step {step} are {lowest:g}, and all advantages are 0: the policy learns nothing from it"
         )
-    return ""
+    return (
+        f"all advantages of step {step} are 0, although rewards go from {lowest:g} to {highest:g}: they differ "
+        "between prompts only, or are so large that their differences are rounded away"
+    )
+
+
+def _idle(report: Report) -> bool:
+    return report.get("critic/advantages/min") == 0.0 and report.get("critic/advantages/max") == 0.0
+
+
+def _scores(report: Report) -> tuple[float, float]:
+    return report.get("critic/score/min", math.nan), report.get("critic/score/max", math.nan)
 
 
 def without_gradient(step: int, report: Report) -> str:
     """Returns a sentence about a step whose gradient is 0; or nothing.
 
-    It is none about a step of which ``without_signal`` tells that all advantages are 0.
+    It is none about a step of which ``without_advantages`` tells.
 
     Example:
         >>> without_gradient(3, {"actor/grad_norm": 0.0, "rollout/rows_dropped/learn": 256})
@@ -259,21 +280,11 @@ def without_gradient(step: int, report: Report) -> str:
         ('the gradient of step 3 is 0, so the model learns nothing from it', '')
     """
     norms = (report.get(f"{family}/grad_norm") for family in ("actor", "train"))
-    if 0.0 not in norms or (idle(report) and without_signal(step, report)):
+    if 0.0 not in norms or without_advantages(step, report):
         return ""
     dropped = report.get("rollout/rows_dropped/learn", 0)
     why = f": learn left out {dropped:.0f} rows of samples" if dropped else ""
     return f"the gradient of step {step} is 0, so the model learns nothing from it{why}"
-
-
-def idle(report: Report) -> bool:
-    """Returns whether all advantages of a step are 0.
-
-    Example:
-        >>> idle({"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}), idle({})
-        (True, False)
-    """
-    return report.get("critic/advantages/min") == 0.0 and report.get("critic/advantages/max") == 0.0
 
 
 # KL(engine || trainer) per token, in nats. For the same weights in bf16 it is about 0.002 (SmolLM2 on an H200).

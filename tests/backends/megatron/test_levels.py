@@ -464,6 +464,14 @@ def test_a_full_gpu_is_a_trap(error):
     assert trap_in(error).startswith("the memory of a GPU is full; end what else runs")
 
 
+@pytest.mark.parametrize(("module", "package"), [
+    ("modelopt.torch", "modelopt"), ("megatron.energon", "megatron.energon"), ("megatron.bridge.models.new", None),
+])  # fmt: skip
+def test_a_missing_package_is_a_trap_and_a_missing_module_of_bridge_is_not(module, package):
+    trap = trap_in(f"ModuleNotFoundError: No module named '{module}'")
+    assert trap.startswith(f"a package is missing: {package}; install {package} in") if package else trap == ""
+
+
 def test_a_model_that_fills_a_gpu_by_itself_is_no_trap():
     assert not trap_in("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total "
                        "capacity of 79.10 GiB of which 78.50 GiB is free.")  # fmt: skip
