@@ -20,6 +20,7 @@ from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward
+from verl_fn.runs.progress import few_groups
 from verl_fn.state import Batch, Key, Sampling, TokenOutputs, tree
 from verl_fn.steps import adamw, penalize_overlong
 from verl_fn.steps import grpo as grpo_advantages
@@ -107,12 +108,13 @@ def test_groups_without_signal_are_replaced_by_new_problems():
     assert experience.batch["group"].tolist() == [i for i in (1, 2, 4, 5) for _ in range(3)]
     assert experience.dropped["equal_rewards"]["group"].unique().tolist() == [0, 3]
     assert experience.problems == 4 and report["train/num_gen_batches"] == 2.0
-    assert report["train/groups_kept"] == pytest.approx(4 / 6)
+    assert report["train/groups_kept"] == pytest.approx(4 / 6) and report["train/groups_missing"] == 0.0
 
 
 def test_a_step_goes_on_with_what_there_is_when_the_limit_is_reached():
     w = workers()
-    experience, state, _ = step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=1))), w)
+    experience, state, report = step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=1))), w)
+    assert "2 groups fewer than data.train_batch_size: only 0.5 of the groups of 1 calls" in few_groups(1, report)
     assert experience.problems == 2 and len(experience.batch) == 6 and len(w.rollout.calls) == 1
     assert state.step == 1
     equal = workers(judge=lambda answers: [{"score": 1.0, "pred": a.text} for a in answers])

@@ -187,6 +187,17 @@ def test_a_setting_that_needs_a_program_is_not_made_of_nothing(script, lines, va
     assert read_settings([script(text), "a.b=2"]).values == {"a.b": 2, "c.d": 1}
 
 
+def test_settings_behind_a_script_count_whether_it_hands_them_on_or_not(script):
+    start = "python3 -m verl.trainer.main_ppo a.b=1 c.d=$1"
+    words = ["7", "a.b=2", "+e.f=x y", "~g.h"]
+    for handed_on in ('"${@:2}"', ""):
+        assert read_settings([script(f"{start} g.h=3 {handed_on}\n"), *words]).values == {
+            "a.b": 2, "c.d": 7, "e.f": "x y"
+        }  # fmt: skip
+    asked = script(f"{start} e.f=$(nvidia-smi -L | wc -l)\n")
+    assert read_settings([asked, "7", "e.f=8"]).values == {"a.b": 1, "c.d": 7, "e.f": 8}
+
+
 @pytest.mark.parametrize("behind", ["# b.c=2 \\\n", "\n", "", "\nb.d=1\n"])
 def test_settings_that_a_trainer_does_not_get_are_named(script, behind):
     text = f"python3 -m verl.trainer.main_ppo a.b=1 \\\n{behind}trainer.x=3 \\\n+data.y=4 2>&1 | tee log\n"

@@ -278,7 +278,10 @@ def sample_with_signal(
             "then, raise rollout.n or algorithm.filter_groups.max_num_gen_batches, or give partial credit in the "
             "reward"
         )
-    report = {"train/num_gen_batches": float(calls), "train/groups_kept": groups / asked}
+    missing = float(len(problems) - groups)
+    report = {
+        "train/num_gen_batches": float(calls), "train/groups_kept": groups / asked, "train/groups_missing": missing
+    }  # fmt: skip
     return Experience(joined(*kept), groups, clock.seconds, report, {"equal_rewards": joined(*dropped)})
 
 

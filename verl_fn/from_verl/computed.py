@@ -145,7 +145,8 @@ def _dynamic_sampling(values: Values) -> Iterator[Move]:
         yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)
     most = values.get(key := start + "max_num_gen_batches") or 0
     limited = most > 0
-    remark = "" if limited else f"{most} in verl, without a limit"
+    remark = "after these calls verl ends with an error, and here a step has fewer groups"
+    remark = remark if limited else f"{most} in verl, without a limit"
     keys: tuple[str, ...] = (key,)
     batch, drawn = values.get("data.train_batch_size"), values.get("data.gen_batch_size")
     # A call asks for the prompts that a batch lacks, so it takes more calls to ask for as many.

@@ -110,6 +110,7 @@ exec() { [ $# = 0 ] || { "$@"; exit; }; }
 """
 _NOT_RUN = re.compile("\2([^\3]*)\3")
 _SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
+_OVERRIDE = re.compile(r"~\w|\+*\w+(\.[\w@-]+)*=")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 MOST_RAN, TRIED_SECONDS = 20, 5  # programs whose exit status is tried, and for how long each
@@ -147,7 +148,7 @@ def read_settings(words: Sequence[str]) -> Settings:
     """Reads a script of verl with its arguments, the words of a command line of verl, or YAML files and overrides.
 
     Words of a launcher (``python3 -m verl.trainer.main_ppo``, ``torchrun --nproc_per_node=8``) may stay. Later
-    settings replace earlier ones.
+    settings replace earlier ones, also if a script does not hand on its arguments.
 
     Args:
         words: as a shell hands them over: variables are replaced and quotes removed.
@@ -165,7 +166,10 @@ def read_settings(words: Sequence[str]) -> Settings:
     not_run: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     if words and words[0].endswith((".sh", ".bash")):
-        words, not_run, lost = launch_of(words[0], words[1:])
+        script, *arguments = words
+        words, not_run, lost = launch_of(script, arguments)
+        # What a script without "$@" does not hand on to its trainer is meant for that all the same.
+        words += [word for word in arguments if _OVERRIDE.match(word) and word not in words]
     launcher, module, words = _command(_known(words))
     if any(map(str.isspace, words)):
         raise ConfigError(
@@ -228,7 +232,7 @@ def _known(words: Sequence[str]) -> list[str]:
         if asked := _NOT_RUN.search(word):
             raise ConfigError(
                 f"--from-verl: the script computes {_NOT_RUN.sub('...', key)} with {_asked(asked[0])!r:.80}, which "
-                "is not run here; write the value, behind the script's name if the script hands on its arguments"
+                "is not run here; write the value behind the script's name"
             )
     return [word for word in words if not _NOT_RUN.search(word)]
 

@@ -37,7 +37,7 @@ from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
 from verl_fn.runs.history import run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
-from verl_fn.runs.progress import cut_off, duration, settled, without_advantages, without_gradient
+from verl_fn.runs.progress import cut_off, duration, few_groups, settled, without_advantages, without_gradient
 
 SHOWN = 32  # prompts in the table of held-out answers
 # Keys in which runs with several seeds differ.
@@ -316,6 +316,7 @@ def remarks(run: RunRecord) -> list[str]:
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
     for what, describe in (
         ("gave no signal", without_advantages),
+        ("had too few groups", few_groups),
         ("had a gradient of 0", without_gradient),
         ("cut most answers off", cut_off),
         ("hardly tried other answers", settled),

@@ -36,17 +36,12 @@ from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, 
 from .memory import check_memory, explained
 from .prepare import prepare, started, workers
 from .progress import (
+    NOTICES,
     Lines,
     Live,
     Say,
     Start,
     always_zero,
-    cut_off,
-    equal_rewards,
-    settled,
-    wide_gap,
-    without_advantages,
-    without_gradient,
 )
 from .recorder import Drawn
 from .state import (
@@ -258,7 +253,7 @@ class _Loop:
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
-                for notice in (equal_rewards, without_advantages, without_gradient, wide_gap, cut_off, settled):
+                for notice in NOTICES:
                     self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):

@@ -268,6 +268,28 @@ def _scores(report: Report) -> tuple[float, float]:
     return report.get("critic/score/min", math.nan), report.get("critic/score/max", math.nan)
 
 
+def few_groups(step: int, report: Report) -> str:
+    """Returns a sentence about a step with too few groups of different rewards for a whole batch; or nothing.
+
+    Example:
+        >>> names = ("train/groups_missing", "train/groups_kept", "train/num_gen_batches")
+        >>> few_groups(3, dict(zip(names, (14.0, 0.0125, 10.0))))[:56]
+        'in step 3 the batch has 14 groups fewer than data.train_'
+        >>> few_groups(3, dict(zip(names, (0.0, 0.5, 2.0))))
+        ''
+    """
+    missing = report.get("train/groups_missing", 0.0)
+    if not missing:
+        return ""
+    kept, calls = report["train/groups_kept"], report["train/num_gen_batches"]
+    return (
+        f"in step {step} the batch has {missing:.0f} groups fewer than data.train_batch_size: only {kept:.2g} of the "
+        f"groups of {calls:.0f} calls for samples (algorithm.filter_groups.max_num_gen_batches) have different "
+        "rewards. Rewards and tok/s are those of the groups kept; take problems that the model gets right now and "
+        "then, or raise rollout.n"
+    )
+
+
 def without_gradient(step: int, report: Report) -> str:
     """Returns a sentence about a step whose gradient is 0; or nothing.
 
@@ -415,3 +437,7 @@ class Start:
         if total >= LONG_PART:
             named = ", ".join(f"{PARTS[name]} {seconds:.1f}" for name, seconds in self.seconds.items())
             self._say(f"started in {total:.1f} s: {named}")
+
+
+# Each is said once in a run.
+NOTICES = (equal_rewards, few_groups, without_advantages, without_gradient, wide_gap, cut_off, settled)
