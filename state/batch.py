@@ -20,8 +20,8 @@ CORE = ("tokens", "positions", "cu_seqlens")
 WRITTEN_BY = {
     "ref_log_prob": "algorithm.use_kl_loss or use_kl_in_reward writes it, and with_reference in a step of your own",
     "values": "a critic writes it: algorithm.name=ppo",
-    "advantages": "an advantage estimator writes it, and gets a batch without it",
-    "returns": "an advantage estimator writes it, and gets a batch without it",
+    "advantages": "an advantage estimator, such as steps.grpo, writes it, and gets a batch without it",
+    "returns": "an advantage estimator, such as steps.grpo, writes it, and gets a batch without it",
     "old_log_probs": "annotate writes it in built-in algorithms; a sampled batch has the engine's rollout_log_probs",
     "token_level_rewards": "the reward writes it, with score",
     "loss_weight": "steps.aggregate writes it into a whole update batch",

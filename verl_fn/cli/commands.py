@@ -290,7 +290,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
 
 def _own_page(name: str) -> str:
-    """Describes a loss of the user, or a function of options; returns an empty string for an algorithm.
+    """Describes a loss or a function of the user; returns an empty string for an algorithm.
 
     Raises:
         ConfigError: the object is none of them.
@@ -301,13 +301,11 @@ def _own_page(name: str) -> str:
     if not isinstance(found, Loss):
         kind = f"a function of {signature_of(found)}" if inspect.isfunction(found) else kind_of(found)
         try:
-            options_class(found, f"{name} is {kind}, and list describes an algorithm or a loss")
+            options_class(found, f"{name} is {kind}, and list describes algorithms, losses and estimators")
         except ConfigError:
-            # Nothing of the user is called here, so what the function makes is not known.
-            if not (options := _options(found)):
+            if not (described := _described(found)):
                 raise
-            title = f"{name}: {kind}, for algorithm.policy_loss if it makes a loss; its options:"
-            return "\n".join([title, *options])
+            return f"{name}: {kind}, {described}"
         return ""
     lines = [f"{name}: a loss, for algorithm.policy_loss"]
     for term in found.terms:
@@ -319,12 +317,21 @@ def _own_page(name: str) -> str:
     return "\n".join(lines)
 
 
-def _options(fn: object) -> list[str]:
-    """Returns a line for each parameter of a function whose parameters all have names and defaults."""
-    parameters = inspect.signature(fn).parameters.values() if inspect.isfunction(fn) else ()
-    if any(one.default is one.empty for one in parameters):
-        return []
-    return [f"  algorithm.policy_loss_kwargs.{one.name} = {one.default!r}" for one in parameters]
+def _described(fn: object) -> str:
+    """Says what a function can be by its parameters, with the options; nothing if it can be nothing.
+
+    Nothing of the user is called here, so what the function returns is not known.
+    """
+    parameters = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
+    options = [one for one in parameters if one.default is not one.empty]
+    given = parameters[: len(parameters) - len(options)]
+    if len(given) > 1 or not parameters:
+        return ""
+    key, makes = ("adv_estimator", "returns a batch") if given else ("policy_loss", "makes a loss")
+    lines = [f"  algorithm.{key}_kwargs.{one.name} = {one.default!r}" for one in options]
+    return "\n".join(
+        [f"for algorithm.{key} if it {makes}; {'its options:' if options else 'it has no options'}", *lines]
+    )
 
 
 def _algorithm_page(name: str) -> str:

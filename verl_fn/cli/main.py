@@ -79,7 +79,9 @@ def _add_overrides(to: argparse.ArgumentParser) -> None:
 def _add_training(to: argparse.ArgumentParser) -> None:
     _add_overrides(to)
     to.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    to.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
+    to.add_argument(
+        "--check", action="store_true", help="print what the run would do and need, and stop; a random model is made"
+    )
     to.add_argument(
         "--gpu-memory",
         type=gib,

@@ -51,8 +51,8 @@ def check_advantage(
 
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
-        batch: by default one with every field that an estimator finds in a run, in some algorithm; add what yours
-            writes itself with ``tiny_batch().with_tokens(...)``.
+        batch: by default one with every field that an estimator finds in a run, in some algorithm. If yours reads a
+            reward of your own, give ``tiny_batch().with_rows(**{"reward/mine": [...]})``, one number for each row.
         equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read.
         zero_rewards: whether rewards and values of 0 must, by default as ``equal_rewards``. Turn it off for penalties
             of length and for baselines that are not made of rewards; equal rewards are then not tried either.
@@ -179,7 +179,8 @@ def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
             top == 0.0,
             "Zero",
             f"if all rewards of a group are {reward:g}, an advantage is {top:.3g}",
-            "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64",
+            "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64 "
+            "(if advantages are meant to be made of more than rewards, pass equal_rewards=False)",
         )
 
 
