@@ -3,11 +3,14 @@
 import datetime
 import fcntl
 import json
+import multiprocessing
 import os
 import pickle
+import select
 import signal
 import subprocess
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.notices import notices, traits_of
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import UserError
 from verl_fn.state import Key
 
 LETTERS = "abcdefgh"
@@ -397,6 +401,7 @@ def test_weights_number_the_problems_of_all_files(tmp_path, few):
 
 def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     monkeypatch.setattr(reading.os, "sched_getaffinity", lambda process: range(3))
+    threads = threading.active_count()
 
     def slow(number):
         time.sleep(0.05 * (number % 3 == 0))
@@ -411,7 +416,7 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     seen = []
     with pytest.raises(DataError, match="eleven"):
         seen.extend(number for number, _ in reading.in_order(slow, iter(range(12))))
-    with pytest.raises(reading.ProcessEnded, match="exit status -9"):
+    with pytest.raises(UserError, match="a process that reads data has ended"):
         list(reading.in_order(slow, [1, 13, 2]))
 
     def items():
@@ -420,6 +425,26 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
 
     with pytest.raises(KeyError, match="lost"):
         list(reading.in_order(slow, items()))
+    some = reading.in_order(slow, range(11))
+    next(some)
+    some.close()
+    assert threading.active_count() == threads and not multiprocessing.active_children()
+
+
+def test_processes_end_with_the_one_that_started_them(warm):
+    code = """
+        import os, time
+        from verl_fn.data import reading
+        reading.os.sched_getaffinity = lambda process: range(3)
+        for _ in reading.in_order(lambda number: number, range(30)):
+            print("started", flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen([warm, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        process.kill()
+        # The processes hold the other end of the pipe.
+        assert select.select([process.stdout], [], [], 30)[0] and process.stdout.read() == ""
 
 
 def test_tokens_that_depend_on_the_clock_are_encoded_at_each_start(tmp_path, few):
