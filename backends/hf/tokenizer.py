@@ -5,7 +5,6 @@ A chat template is a program of the model's folder; it may fail.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import re
@@ -248,34 +247,6 @@ def check_template(tokenizer: Any) -> None:
             f"the chat template draws random text with {drawn[1] or drawn[2]!r}, so that the same prompt has other "
             "tokens in each rendering; write the text into the template, or take it from data.chat_template_kwargs"
         )
-
-
-def prints_date(tokenizer: Any) -> bool:
-    """Returns whether a chat template asks for the date in a conversation with or without tools.
-
-    Example:
-        >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> tokenizer = char_tokenizer("ab")
-        >>> tokenizer.chat_template = "{{ strftime_now('%Y') if not date_string is defined }}"
-        >>> prints_date(tokenizer), prints_date(with_chat_arguments(tokenizer, {"date_string": "2026"}, None))
-        (True, False)
-    """
-    if "strftime_now" not in template_text(tokenizer):
-        return False
-    asked: list[str] = []
-
-    def clock(format: str) -> str:
-        asked.append(format)
-        return Clock("2026-01-01")(format)
-
-    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    for tools in ((), ({"type": "function", "function": function},)):
-        for roles in (("user",), ("system", "user")):
-            # A template may know neither tools nor system messages.
-            with contextlib.suppress(ModelError):
-                messages = [{"role": role, "content": "1"} for role in roles]
-                chat_texts(tokenizer, [(messages, True)], tools, {"strftime_now": clock})
-    return bool(asked)
 
 
 def chat_tokens(
