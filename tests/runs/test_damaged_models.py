@@ -168,7 +168,7 @@ def damages(model, rng):
     # The numbers that decide how large a model is.
     table = json.loads(whole["config.json"])
     for key in sorted(key for key in table if key.endswith(("size", "heads", "layers", "dim", "embeddings"))):
-        for value in (-1, 0, 10**6, 10**10):
+        for value in (-1, 0):
             yield "config.json", edited(table, (key,), put(value)), f"{key} = {value}"
     # Where transformers looks for a language model inside the model.
     for key, value in (("text_config", {}), ("text_config", []), ("decoder", {"a": 1}), ("generator", 3)):
