@@ -31,7 +31,10 @@ from torch import Tensor
 from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of, output_width, tree
 from verl_fn.steps import Optimizer
 
+from .hf.config import ModelError
+from .hf.skeleton import Hollow
 from .hf.ulysses import LayoutError
+from .hf.weights import FolderWeights
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
 S = TypeVar("S")
@@ -143,6 +146,26 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
         "model (config.json)": _hash(config.read_bytes() if config.is_file() else b"none"),
         "optimizer": re.sub(" at 0x[0-9a-f]+", "", repr(optimizer)),
     }
+
+
+def readable_weights(folder: str | Path, model: Hollow) -> FolderWeights | None:
+    """Returns the weights of a folder, or None if transformers has to convert them; all ranks call it together.
+
+    Raises:
+        ModelError: some ranks can read them, and others cannot.
+        LayoutError: ranks read different weights.
+    """
+    weights = FolderWeights.of(folder, model)
+    lacking = gathered(str(folder) if weights is None else "")
+    if any(lacking) and not all(lacking):
+        rank = [bool(one) for one in lacking].index(True)
+        raise ModelError(
+            f"rank {rank} cannot read the weights in {lacking[rank]}, and other ranks can; copy the folder again to "
+            "the machine of this rank"
+        )
+    if weights is not None:
+        require_same({"weights": weights.digest.encode()})
+    return weights
 
 
 def of_batch(batch: Batch) -> bytes:
