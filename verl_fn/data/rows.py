@@ -84,17 +84,13 @@ class Columns:
         for column in self.required:
             if column not in names:
                 match = closest(column, [name for name in names if name not in self.required])
-                other = next((name for name in OF_KINDS if name in names and name not in self.required), "")
+                others = [name for name in OF_KINDS if name in names and name not in self.required and not match]
                 raise DataError(
                     f"{place}: there is no column {column!r}"
                     + (f" (did you mean {match!r}?)" if match else "")
                     + f"; its columns are {', '.join(names)}"
                     + (f"; {self.hint}" if self.hint else "")
-                    + (
-                        f"; rows with {other} are of another kind, for a file of their own"
-                        if other and not match
-                        else ""
-                    )
+                    + (f"; rows with {others[0]} are of another kind, for a file of their own" if others else "")
                 )
 
 
