@@ -151,16 +151,19 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
         DataError: a file or a row cannot be used.
     """
     opened = [open_set(str(one)) if not isinstance(one, Table) and is_set(str(one)) else one for one in files]
-    head, rows = list[Asked | Exception](), 0
+    head, rows = list[Asked](), 0
     for asked in _asked(opened, encoder):
         head.append(asked)
-        rows += len(asked.block.numbers) if isinstance(asked, Asked) else 0
+        rows += len(asked.block.numbers)
         if rows >= FEWEST:
             break
     else:
         return assembled(map(encoder, head))
     del head
-    parts = functools.partial(_parts, opened, attrs.evolve(encoder, pack=packed))
+
+    def parts() -> Iterator[Part]:
+        return in_order(attrs.evolve(encoder, pack=packed), _asked(opened, encoder))
+
     try:
         name = name_of(opened, encoder, references)
         found = in_memory(parts()) if name is None else stored(name.digest, parts, name.holds)
@@ -172,29 +175,13 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     return attrs.evolve(found, problems=attrs.evolve(found.problems, files=tuple(zip(ends, names, strict=False))))
 
 
-def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked | Exception]:
-    """Yields the rows of all files, some at a time, and at last the error that ends them, if there is one."""
+def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked]:
+    """Yields the rows of all files, some at a time."""
     first = 0
-    try:
-        for number, file in enumerate(files):
-            for block in encoder.kinds[number].blocks(file, encoder.convert):
-                yield Asked(block, number, first, encode=True)
-                first += len(block.numbers)
-    # Rows before it are checked first.
-    except Exception as error:
-        yield error
-
-
-def _parts(files: Sequence[Entry], encoder: Encoder) -> Iterator[Part]:
-    failed = False
-
-    def asked() -> Iterator[Asked | Exception]:
-        for one in _asked(files, encoder):
-            yield attrs.evolve(one, encode=not failed) if isinstance(one, Asked) else one
-
-    for part in in_order(encoder, asked()):
-        failed = failed or part.error is not None
-        yield part
+    for number, file in enumerate(files):
+        for block in encoder.kinds[number].blocks(file, encoder.convert):
+            yield Asked(block, number, first)
+            first += len(block.numbers)
 
 
 def encoded_problems(problems: Sequence[Problem], tokenizer: Any) -> Encoded:
@@ -386,12 +373,8 @@ class Stored(Sequence[Problem]):
         return unpacked(self.read(start, int(self.ends[number]) - start), number, file)
 
 
-def write_stored(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:
-    """Writes the problems of parts, one after the other, then their columns, and a checksum.
-
-    Returns:
-        The first error of a part; what was written is then incomplete.
-    """
+def write_stored(out: BinaryIO, parts: Iterable[Part]) -> None:
+    """Writes the problems of parts, one after the other, then their columns, and a checksum."""
     hashed, kept, ends, end = _DIGEST(), list[Part](), list[np.ndarray](), 0
 
     def put(data: bytes) -> None:
@@ -422,7 +405,6 @@ def write_stored(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:
     put(about + len(about).to_bytes(8, "little"))
     out.write(hashed.digest())
     out.flush()
-    return whole.error
 
 
 def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
@@ -469,12 +451,12 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
             if (found := _found(file)) is not None:
                 return found
             out.truncate(0)
-            error = write_stored(out, parts())
+            write_stored(out, parts())
             made = _of_file(os.dup(out.fileno()))
-            if error is None and unchanged():
+            if unchanged():
                 aside.replace(file)
                 _remove_unused(file)
-            return attrs.evolve(made, error=error)
+            return made
     except OSError:
         return in_memory(parts())
 
@@ -482,10 +464,9 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
 def in_memory(parts: Iterable[Part]) -> Encoded:
     """Returns packed parts as one, in memory; as bytes they take far less room than as problems."""
     memory = io.BytesIO()
-    error = write_stored(memory, parts)
+    write_stored(memory, parts)
     data = memory.getbuffer()
-    made = load_stored(lambda start, count: bytes(data[start : start + count]), len(data))
-    return attrs.evolve(made, error=error)
+    return load_stored(lambda start, count: bytes(data[start : start + count]), len(data))
 
 
 def cache_folder() -> Path:
