@@ -11,13 +11,12 @@ batch while GPUs are busy, and outputs are gathered as one tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import ipaddress
 import os
 import pickle
+import re
 import socket
-import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -32,7 +31,10 @@ from torch import Tensor
 from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of, output_width, tree
 from verl_fn.steps import Optimizer
 
+from .hf.config import ModelError
+from .hf.skeleton import Hollow
 from .hf.ulysses import LayoutError
+from .hf.weights import FolderWeights
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
 S = TypeVar("S")
@@ -136,14 +138,34 @@ def _all_equal(digest: bytes) -> bool:
 def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a backend for a comparison: its options, its optimizer and a hash of its config.
 
-    A dtype equals its name.
+    A dtype equals its name. A function in the optimizer is compared by its name.
     """
     config = folder / "config.json"
     return {
         **{name: str(value).removeprefix("torch.") for name, value in options.items()},
         "model (config.json)": _hash(config.read_bytes() if config.is_file() else b"none"),
-        "optimizer": described(optimizer),
+        "optimizer": re.sub(" at 0x[0-9a-f]+", "", repr(optimizer)),
     }
+
+
+def readable_weights(folder: str | Path, model: Hollow) -> FolderWeights | None:
+    """Returns the weights of a folder, or None if transformers has to convert them; all ranks call it together.
+
+    Raises:
+        ModelError: some ranks can read them, and others cannot.
+        LayoutError: ranks read different weights.
+    """
+    weights = FolderWeights.of(folder, model)
+    lacking = gathered(str(folder) if weights is None else "")
+    if any(lacking) and not all(lacking):
+        rank = [bool(one) for one in lacking].index(True)
+        raise ModelError(
+            f"rank {rank} cannot read the weights in {lacking[rank]}, and other ranks can; copy the folder again to "
+            "the machine of this rank"
+        )
+    if weights is not None:
+        require_same({"weights": weights.digest.encode()})
+    return weights
 
 
 def of_batch(batch: Batch) -> bytes:
@@ -161,39 +183,6 @@ def of_batch(batch: Batch) -> bytes:
 
 def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
-
-
-def described(value: Any) -> str:
-    """Describes a setting such that equal settings have equal descriptions in every process.
-
-    Frozen classes are described by their fields, functions by their name, code, defaults and the values they enclose.
-
-    Example:
-        >>> from verl_fn.steps import constant
-        >>> described(constant(0.1))
-        'Constant(lr=0.1, warmup_steps=0)'
-        >>> described(lambda count: 0.1) == described(lambda count: 0.2)
-        False
-    """
-    if attrs.has(type(value)) and not isinstance(value, type):
-        fields = ", ".join(f"{f.name}={described(getattr(value, f.name))}" for f in attrs.fields(type(value)))
-        return f"{type(value).__qualname__}({fields})"
-    if isinstance(value, functools.partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
-    if isinstance(value, types.FunctionType):
-        enclosed = [cell.cell_contents for cell in value.__closure__ or ()]
-        inside = described((value.__code__, value.__defaults__, value.__kwdefaults__, enclosed))
-        return f"{value.__module__}.{value.__qualname__} [{_hash(inside.encode()).hex()}]"
-    if isinstance(value, types.CodeType):
-        return f"{value.co_code.hex()} {value.co_names} {described(value.co_consts)}"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(described, value))})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name!r}: {described(item)}' for name, item in sorted(value.items()))}}}"
-    if isinstance(value, Tensor):
-        return tree.digest(value)
-    has_repr = any("__repr__" in vars(kind) for kind in type(value).__mro__ if kind is not object)
-    return repr(value) if has_repr else f"{type(value).__qualname__} object"
 
 
 def open_store(address: str, size: int, timeout: timedelta) -> dist.TCPStore:

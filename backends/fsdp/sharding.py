@@ -7,7 +7,6 @@ whole model and sends it block by block, so the others never hold more than a bl
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends.agreement import agreed, readable_weights
 from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.skeleton import Hollow
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.hf.weights import THREADS, FolderWeights
+from verl_fn.backends.hf.weights import THREADS
 from verl_fn.backends.protocol import TensorSpec
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Cut
@@ -38,7 +37,6 @@ T = TypeVar("T")
 Model: TypeAlias = Callable[[], tuple[Any, dict[str, Tensor]]]
 """Makes a whole model as ``hf.folder.build`` does, without adapters: its skeleton and its parameters."""
 BLOCK = 64 * 2**20  # bytes that are sent at once
-_SAMPLE = 2**16  # bytes that are hashed at either end of a file
 
 
 @attrs.frozen(eq=False)
@@ -307,21 +305,13 @@ def read_shards(
         ModelError: the folder does not hold the weights of this model.
         LayoutError: ranks read different weights.
     """
-    weights = FolderWeights.of(folder, model)
-    readable = gathered(weights is not None)
-    if any(readable) and not all(readable):
-        with agreed():
-            if weights is None:
-                # This raises an error that names what is wrong with this rank's folder.
-                make()
-    require_same({"weights": _stamp(Path(folder)) if weights is None else weights.digest.encode()})
+    weights = readable_weights(folder, model)
     if weights is None:
         return sent_by_first(make, model, layout, device)
-    readable_weights = weights
 
     def rows(name: str, into: Tensor) -> None:
-        start, end = layout.bounds(readable_weights.shapes[name][0])
-        readable_weights.read(name, start, end, into)
+        start, end = layout.bounds(weights.shapes[name][0])
+        weights.read(name, start, end, into)
 
     with agreed():
         return _filled(model, layout, device, rows, THREADS)
@@ -377,16 +367,3 @@ def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
     each = max(1, BLOCK // max(1, 4 * shape[1:].numel()))
     for first in range(0, shape[0], each):
         yield first, min(first + each, shape[0])
-
-
-def _stamp(folder: Path) -> bytes:
-    """Returns a hash of the sizes and both ends of all files that may hold weights."""
-    stamp = hashlib.blake2b(digest_size=8)
-    for file in sorted(p for pattern in ("*.safetensors", "*.bin") for p in folder.glob(pattern)):
-        size = file.stat().st_size
-        stamp.update(f"{file.name} {size}".encode())
-        with file.open("rb") as opened:
-            stamp.update(opened.read(_SAMPLE))
-            opened.seek(max(0, size - _SAMPLE))
-            stamp.update(opened.read(_SAMPLE))
-    return stamp.digest()

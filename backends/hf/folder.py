@@ -32,7 +32,6 @@ from verl_fn.backends.hf.config import (
     ModelError,
     check_same_config,
     dropout_of,
-    fingerprint,
     longest_row,
     quiet,
     read_config,
@@ -40,7 +39,7 @@ from verl_fn.backends.hf.config import (
     reason,
     refused,
 )
-from verl_fn.backends.hf.lora import ABOUT, Lora, canonical, chain_of, load_base
+from verl_fn.backends.hf.lora import ABOUT, Lora, canonical, load_base
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Hollow, Skeleton
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.hf.vision import attentions, class_of
@@ -62,7 +61,6 @@ KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "m
 
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
-_counts: dict[str, int] = {}  # of parameters, by class, head and config
 CONFIG = "config.json"
 OFFLOAD = "offload"
 # Whether layers are recomputed in the backward pass, and where their inputs are until then.
@@ -289,12 +287,6 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     # A classifier makes its body in the dtype of the config, and its head in the one that it is asked for.
     config.dtype = config.get_text_config().dtype = torch.float32
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    # A damaged config may describe a model that no memory can hold.
-    made = fingerprint(config, auto.__name__, head)
-    if made not in _counts:
-        model = _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
-        _counts[made] = sum(p.numel() for p in model.parameters())
-    _check_count(_counts[made], folder)
     fit = fit_of(auto, config, head, folder, row_layout)
     return auto, config, options | {"attn_implementation": attentions(config, fit.attention)}, fit
 
@@ -303,19 +295,6 @@ def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: st
     """Returns transformers' model with its parameters on the meta device."""
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
         return auto.from_config(copy.deepcopy(config), **options)
-
-
-def _check_count(described: int, folder: str | Path) -> None:
-    """Raises ModelError if a config describes more parameters than the folder's weights, if it has any, may hold."""
-    holder = chain_of(folder)[-1]
-    files = [path for pattern in ("*.safetensors", "*.bin") for path in holder.glob(pattern)]
-    held = sum(path.stat().st_size for path in files)
-    # Quantized weights take more than a bit each, too.
-    if files and described > 8 * held:
-        raise ModelError(
-            f"{folder}/config.json describes a model of {described:,} parameters, and the folder's weights have only "
-            f"{held:,} bytes; copy the folder again"
-        )
 
 
 @contextlib.contextmanager

@@ -1,19 +1,16 @@
 """The tokenizer of a model's folder, the tokens that end an answer, and its chat template.
 
-A chat template is a program of the model's folder; it may fail or never end.
+A chat template is a program of the model's folder; it may fail.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import datetime
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import jinja2
@@ -23,9 +20,6 @@ from .config import LOCAL, ModelError, read_config, read_json, reason, refused
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 GENERATION = "generation_config.json"
 END = "eos_token_id"
-# A template takes milliseconds; one that takes so long has a loop without an end.
-LONGEST = 30.0
-
 
 # The attribute of a tokenizer that has the arguments of its template.
 ARGUMENTS = "chat_arguments"
@@ -255,38 +249,6 @@ def check_template(tokenizer: Any) -> None:
         )
 
 
-def prints_date(tokenizer: Any) -> bool:
-    """Returns whether a chat template asks for the date in a conversation with or without tools.
-
-    Example:
-        >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> tokenizer = char_tokenizer("ab")
-        >>> tokenizer.chat_template = "{{ strftime_now('%Y') if not date_string is defined }}"
-        >>> prints_date(tokenizer), prints_date(with_chat_arguments(tokenizer, {"date_string": "2026"}, None))
-        (True, False)
-    """
-    if "strftime_now" not in template_text(tokenizer):
-        return False
-    asked: list[str] = []
-
-    def clock(format: str) -> str:
-        asked.append(format)
-        return Clock("2026-01-01")(format)
-
-    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    for tools in ((), ({"type": "function", "function": function},)):
-        for roles in (("user",), ("system", "user")):
-            # A template may know neither tools nor system messages.
-            with contextlib.suppress(ModelError):
-                messages = [{"role": role, "content": "1"} for role in roles]
-                chat_texts(tokenizer, [(messages, True)], tools, {"strftime_now": clock})
-    return bool(asked)
-
-
-class _TakesTooLong(BaseException):
-    """Ends the thread of a template that does not end by itself."""
-
-
 def chat_tokens(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -303,7 +265,7 @@ def chat_tokens(
         chat_template_kwargs: arguments of the template; they replace arguments of ``with_chat_arguments``.
 
     Raises:
-        ModelError: the template fails on these messages, or does not end.
+        ModelError: the template fails on these messages.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
@@ -351,10 +313,9 @@ def _applied(
     tokenize: bool,
 ) -> list[Any]:
     arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
-
-    def render(messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> Any:
-        try:
-            text = tokenizer.apply_chat_template(
+    try:
+        return [
+            tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
@@ -362,58 +323,9 @@ def _applied(
                 return_dict=False,
                 **arguments,
             )
-        # A template can raise an error of any class.
-        except Exception as error:
-            why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
-            raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
-        _THREAD.rendered[0] += 1
-        return text
-
-    return watched(lambda: [render(messages, generation_prompt) for messages, generation_prompt in conversations])
-
-
-_THREAD = threading.local()
-T = TypeVar("T")
-
-
-def watched(function: Callable[[], T]) -> T:
-    """Returns the result of a function that renders templates, unless one of them does not end.
-
-    It runs in a thread, because a template runs in Python and only another thread can end it, also off the main one.
-    A function that renders many should run in one thread as a whole, since starting one takes longer than a template.
-
-    Raises:
-        ModelError: a template did not end.
-
-    Example:
-        >>> watched(lambda: 2 + 3)
-        5
-    """
-    if hasattr(_THREAD, "rendered"):
-        return function()
-    rendered, results, errors = [0], list[T](), list[BaseException]()
-
-    def run() -> None:
-        _THREAD.rendered = rendered
-        try:
-            results.append(function())
-        except _TakesTooLong:
-            pass
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    before = 0
-    while True:
-        thread.join(LONGEST)
-        if not thread.is_alive():
-            break
-        if rendered[0] == before:
-            number = ctypes.c_ulong(thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(_TakesTooLong))
-            raise ModelError(f"the tokenizer's chat template did not end within {LONGEST:g} s; fix the template")
-        before = rendered[0]
-    if errors:
-        raise errors[0]
-    return results[0]
+            for messages, generation_prompt in conversations
+        ]
+    # A template can raise an error of any class.
+    except Exception as error:
+        why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
+        raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error

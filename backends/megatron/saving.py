@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends import checkpoint
-from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends.agreement import agreed, gathered, readable_weights, require_same
 from verl_fn.backends.hf.config import check_same_config
 from verl_fn.backends.hf.folder import Hollow
 from verl_fn.backends.hf.lora import ADAPTERS, FrozenBase, Reference, in_peft
-from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Span
 from verl_fn.state import Key, Named, Params, TrainState
@@ -152,13 +151,12 @@ def readable(folder: str | Path, model: Hollow) -> Rows | None:
     All ranks call it together.
 
     Raises:
+        ModelError: some ranks can read them, and others cannot.
         LayoutError: ranks read different weights.
     """
-    weights = FolderWeights.of(folder, model)
-    if not all(gathered(weights is not None)):
+    weights = readable_weights(folder, model)
+    if weights is None:
         return None
-    assert weights is not None
-    require_same({"weights": weights.digest.encode()})
 
     def rows(name: str, start: int, end: int) -> Tensor:
         if name in model.adapters:

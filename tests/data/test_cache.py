@@ -3,11 +3,14 @@
 import datetime
 import fcntl
 import json
+import multiprocessing
 import os
 import pickle
+import select
 import signal
 import subprocess
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.notices import notices, traits_of
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import UserError
 from verl_fn.state import Key
 
 LETTERS = "abcdefgh"
@@ -308,27 +312,19 @@ def test_errors_name_file_and_row_of_the_first_mistake(tmp_path, few, name):
     place, bad = ("line 41", "line 31") if name == "a.jsonl" else ("row 40", "row 30")
     with pytest.raises(DataError, match=rf"{name}, {place}: reward_model has no ground_truth"):
         read(file)
-    # What cannot be encoded is reported after rows that cannot be read, wherever they are.
+    # A row that cannot be encoded is as wrong as one that cannot be read.
     made[40], made[50] = rows(60)[40], rows(60)[50]
     made[30]["prompt"][0]["content"] = "a!"
     for _ in range(2):
         with pytest.raises(DataError, match=rf"{name}, {bad}: the tokenizer does not know .* it lacks '!'"):
             read(write(tmp_path / name, made))
     made[59] |= {"reward_model": {}} if name == "a.jsonl" else {"reward_model": {"ground_truth": None}}
-    with pytest.raises(DataError, match="reward_model has no ground_truth"):
+    with pytest.raises(DataError, match=rf"{name}, {bad}: the tokenizer does not know"):
         read(write(tmp_path / name, made))
     assert not list(reading.cache_folder().iterdir())
     for _ in range(2):
         with pytest.raises(DataError, match=r"b\.jsonl, line 8: the prompt has 10 tokens, more than 9"):
             read(write(tmp_path / "b.jsonl", rows(30)), max_prompt_length=9)
-
-
-def test_text_that_is_no_json_behind_a_bad_row_is_reported_second(tmp_path, few):
-    lines = [json.dumps(row) for row in rows(30)]
-    lines[25] = json.dumps(rows(1)[0] | {"prompt": ""})
-    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" * 30_000 + b"\xff")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 26: prompt is empty"):
-        read(str(tmp_path / "a.jsonl"))
 
 
 BUILD = """
@@ -397,6 +393,7 @@ def test_weights_number_the_problems_of_all_files(tmp_path, few):
 
 def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     monkeypatch.setattr(reading.os, "sched_getaffinity", lambda process: range(3))
+    threads, children = set(threading.enumerate()), set(multiprocessing.active_children())
 
     def slow(number):
         time.sleep(0.05 * (number % 3 == 0))
@@ -411,7 +408,7 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     seen = []
     with pytest.raises(DataError, match="eleven"):
         seen.extend(number for number, _ in reading.in_order(slow, iter(range(12))))
-    with pytest.raises(reading.ProcessEnded, match="exit status -9"):
+    with pytest.raises(UserError, match="a process that reads data has ended"):
         list(reading.in_order(slow, [1, 13, 2]))
 
     def items():
@@ -420,6 +417,26 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
 
     with pytest.raises(KeyError, match="lost"):
         list(reading.in_order(slow, items()))
+    some = reading.in_order(slow, range(11))
+    next(some)
+    some.close()
+    assert set(threading.enumerate()) <= threads and set(multiprocessing.active_children()) <= children
+
+
+def test_processes_end_with_the_one_that_started_them(warm):
+    code = """
+        import os, time
+        from verl_fn.data import reading
+        reading.os.sched_getaffinity = lambda process: range(3)
+        for _ in reading.in_order(lambda number: number, range(30)):
+            print("started", flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen([warm, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        process.kill()
+        # The processes hold the other end of the pipe.
+        assert select.select([process.stdout], [], [], 30)[0] and process.stdout.read() == ""
 
 
 def test_tokens_that_depend_on_the_clock_are_encoded_at_each_start(tmp_path, few):

@@ -18,7 +18,6 @@ from verl_fn.data.judged import Judged
 from verl_fn.data.notices import Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import UserError
 
 
 @attrs.frozen(eq=False)
@@ -29,13 +28,11 @@ class Asked:
         block: some rows.
         file: the number of their file.
         first: the number of the first row, counted over all files.
-        encode: whether their lengths are needed; otherwise they are only checked.
     """
 
     block: Block
     file: int
     first: int
-    encode: bool
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +42,7 @@ class Part:
     Attributes:
         file: the number of the file.
         problems: the problems, or each as bytes.
-        prompts, rows, traits, unused, error: as in ``Encoded``.
+        prompts, rows, traits, unused: as in ``Encoded``.
     """
 
     file: int
@@ -54,7 +51,6 @@ class Part:
     rows: np.ndarray
     traits: Traits
     unused: Counter[str]
-    error: Exception | None = None
 
 
 @attrs.frozen(eq=False)
@@ -68,7 +64,6 @@ class Encoded:
         traits: of the problems.
         sizes: the number of problems of each file.
         unused: for each column that is not used, the number of rows with a value in it.
-        error: the first error of encoding; it is raised when the lengths are needed.
     """
 
     problems: Sequence[Problem]
@@ -77,14 +72,13 @@ class Encoded:
     traits: Traits
     sizes: tuple[int, ...] = ()
     unused: Counter[str] = attrs.field(factory=Counter)
-    error: Exception | None = None
 
     def __getitem__(self, chosen: Any) -> Encoded:
         """Returns some of the problems, by a slice or a mask."""
         numbers = np.arange(len(self.problems))[chosen]
         traits = self.traits[chosen]
         problems = Chosen(self.problems, numbers, traits)
-        return Encoded(problems, self.prompts[chosen], self.rows[chosen], traits, error=self.error)
+        return Encoded(problems, self.prompts[chosen], self.rows[chosen], traits)
 
 
 @attrs.frozen(eq=False)
@@ -136,42 +130,30 @@ class Encoder:
     limit: int | None = None
     pack: Callable[[Problem], bytes] | None = None
 
-    def __call__(self, asked: Asked | Exception) -> Part:
+    def __call__(self, asked: Asked) -> Part:
         """Returns the part of a block.
 
         Raises:
-            DataError: a row cannot be used.
-            Exception: the one in place of a block, if the next block cannot be read.
+            UserError: a row cannot be used, or cannot be encoded.
         """
-        if isinstance(asked, Exception):
-            raise asked
         unused: Counter[str] = Counter()
         kind = self.kinds[asked.file]
         problems = list(kind.problems(asked.block, asked.first, self.convert, unused))
-        return self.part(problems, asked.file, unused, encode=asked.encode)
+        return self.part(problems, asked.file, unused)
 
-    def part(
-        self,
-        problems: Sequence[Problem],
-        file: int = 0,
-        unused: Counter[str] | None = None,
-        *,
-        encode: bool = True,
-    ) -> Part:
-        """Returns problems with their lengths; a problem that is not encoded has 0."""
-        prompts, rows = np.zeros(len(problems), np.int32), np.zeros((len(problems), 4), np.int32)
-        error: Exception | None = None
-        try:
-            if encode:
-                prompts[:] = prompt_lengths(problems, self.tokenizer)
-            if encode and self.end_tokens is not None:
-                self._encode_rows(problems, prompts, rows)
-        # Rows that cannot be used are reported first, in later blocks too.
-        except UserError as failure:
-            error = failure
+    def part(self, problems: Sequence[Problem], file: int = 0, unused: Counter[str] | None = None) -> Part:
+        """Returns problems with their lengths.
+
+        Raises:
+            UserError: a problem cannot be encoded.
+        """
+        prompts = np.array(prompt_lengths(problems, self.tokenizer), np.int32)
+        rows = np.zeros((len(problems), 4), np.int32)
+        if self.end_tokens is not None:
+            self._encode_rows(problems, prompts, rows)
         traits = traits_of(problems, self.tokenizer)
         kept = problems if self.pack is None else [self.pack(one) for one in problems]
-        return Part(file, kept, prompts, rows, traits, unused or Counter(), error)
+        return Part(file, kept, prompts, rows, traits, unused or Counter())
 
     def _encode_rows(self, problems: Sequence[Problem], prompts: np.ndarray, rows: np.ndarray) -> None:
         fits = [self.limit is None or length <= self.limit for length in prompts]
@@ -207,7 +189,6 @@ def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) 
         joined([part.traits for part in parts]),
         tuple(sizes[file] for file in sorted(sizes)),
         unused,
-        next((part.error for part in parts if part.error is not None), None),
     )
 
 
@@ -224,8 +205,6 @@ def short_enough(
     Raises:
         DataError: a prompt cannot be used or is too long, or all prompts were left out.
     """
-    if found.error is not None:
-        raise found.error
     fits = found.prompts <= table.max_prompt_length
     start, sizes = 0, []
     for size in found.sizes if each else (len(fits),):

@@ -15,7 +15,6 @@ from verl_fn.data.columns import check_other, is_media, matters
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.rows import (
     ALL,
-    OF_KINDS,
     Block,
     Columns,
     DataError,
@@ -24,7 +23,6 @@ from verl_fn.data.rows import (
     check_plain,
     column_names,
     has_inexact,
-    of_one_kind,
     parsed,
     read_blocks,
 )
@@ -121,12 +119,7 @@ class Kind:
                 unused[ABILITY] += 1
             if has_inexact(used):
                 unused[DIGITS] += 1
-            try:
-                yield self.make(place, used, number, unused)
-            except DataError as error:
-                if convert or any(used.get(name) is not None for name in OF_KINDS if name in self.required):
-                    raise
-                raise DataError(f"{error}{of_one_kind(place, self.required)}") from error
+            yield self.make(place, used, number, unused)
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:

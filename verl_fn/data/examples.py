@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import ended, watched
+from verl_fn.backends.hf.tokenizer import ended
 from verl_fn.data.columns import (
     BEHIND,
     OPTIONAL,
@@ -231,7 +231,7 @@ def encode_rows(
             render a conversation turn by turn.
     """
     ends = all_ends(tokenizer, end_tokens)
-    rendered = watched(lambda: [_rendered(problem, tokenizer, ends) for problem in problems])
+    rendered = [_rendered(problem, tokenizer, ends) for problem in problems]
     seen = [_show(problem, parts, tokenizer) for problem, parts in zip(problems, rendered, strict=True)]
     rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
     # String prompts have no template.

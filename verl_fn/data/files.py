@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import begun, watched
+from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
@@ -160,7 +160,7 @@ def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
 
 
 def _texts(problems: Sequence[Problem], tokenizer: Any) -> list[str]:
-    return watched(lambda: [_plain(p) if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems])
+    return [_plain(p) if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems]
 
 
 def _plain(problem: Problem) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK
-from verl_fn.backends.hf.tokenizer import chat_texts, prints_date, template_text
+from verl_fn.backends.hf.tokenizer import chat_texts, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, WORDS, is_filled, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
@@ -458,18 +458,16 @@ def _thought(problem: Problem, messages: Sequence[Message], tokenizer: Any) -> s
 def of_template(
     known: Sequence[Sequence[Problem]], table: DataConfig, tokenizer: Any, *, converses: bool = False
 ) -> Iterator[str]:
-    """Yields a line if the chat template prints the date, and for what it does not show of arguments and messages.
+    """Yields a line if the chat template can print the date, and for what it does not show of arguments and messages.
 
     Args:
         known: problems for training, and others; their rows may have arguments of their own.
         tokenizer: the model's tokenizer, with the run's arguments.
         converses: whether an environment makes messages of all prompts.
     """
-    if prints_date(tokenizer):
-        yield (
-            f"the chat template prints the date; this run prints {table.date} on all days (data.date sets another)"
-        )
     text = template_text(tokenizer)
+    if "strftime_now" in text:
+        yield f"the chat template can print the date: in this run {table.date} on all days (data.date sets another)"
     traits = [traits_of(problems, tokenizer) for problems in known]
     groups = joined(traits).rows_of()
     given = sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)})

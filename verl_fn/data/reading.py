@@ -8,6 +8,7 @@ everything that it depends on, so nothing in the cache is ever old.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import decimal
 import fcntl
@@ -25,10 +26,10 @@ import platform
 import signal
 import sys
 import time
-import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, TypeVar
@@ -53,6 +54,8 @@ from verl_fn.user_files import code_files
 
 MOST = 32  # processes
 AHEAD = 4  # results for each process that wait for an earlier one
+PR_SET_PDEATHSIG = 1
+_function: Callable[[Any], Any]  # of a process of ``in_order``
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -79,22 +82,18 @@ _NAMES = {(one.__module__, one.__qualname__): one for one in _PLAIN}
 _DIGEST = hashlib.sha256
 
 
-class ProcessEnded(UserError, RuntimeError):
-    """Raised if a process ended by itself; the message has its exit status."""
-
-
 def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the result of each item, in the order of the items.
 
     The function runs in a process for each core. They are forked, so the function may be anything, and items and
-    results are pickled. Each process has one item at a time, and few results wait for an earlier one, so memory does
-    not grow with the number of items. If this process is killed, the others end.
+    results are pickled. Few results wait for an earlier one, so memory does not grow with the number of items. If
+    this process is killed, the others end.
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
 
     Raises:
-        ProcessEnded: a process was killed.
+        UserError: a process was killed.
         Exception: what the function raised for the first item on which it fails.
 
     Example:
@@ -105,84 +104,38 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     if count == 1:
         yield from map(function, items)
         return
-    context = multiprocessing.get_context("fork")
-    pipes: list[Connection] = []
-    processes: dict[Connection, Any] = {}
+    # All processes are forked at the first item, before the executor starts its threads.
+    executor = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (function,))
+    waiting = deque[Future[R]]()
     try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            processes[ours] = context.Process(target=_serve, args=(function, theirs, list(pipes)), daemon=True)
-            processes[ours].start()
-            theirs.close()
-        yield from _gathered(processes, enumerate(items))
+        for item in items:
+            waiting.append(executor.submit(_call, item))
+            if len(waiting) > AHEAD * count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a process that reads data has ended; the system may have killed it for lack of memory"
+        ) from error
     finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes.values():
-            # It may be in the middle of an item.
-            process.kill()
-            process.join()
+        executor.shutdown(cancel_futures=True)
 
 
-def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-    free, at = list(processes), dict[Connection, int]()
-    results: dict[int, tuple[Any, BaseException | None]] = {}
-    first, more = 0, True
-    while True:
-        while free and more and len(results) < AHEAD * len(processes):
-            number, item = next(items, (-1, None))
-            more = number >= 0
-            if more:
-                pipe = free.pop()
-                at[pipe] = number
-                with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
-                    pipe.send(item)
-        if not at and not results:
-            return
-        # A process that has answered gets its next item before an earlier result is handed out and used.
-        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
-        for pipe in ready:
-            try:
-                results[at.pop(pipe)] = pipe.recv()
-            except (EOFError, ConnectionResetError) as error:
-                processes[pipe].join()
-                raise ProcessEnded(
-                    f"a process that reads data ended with exit status {processes[pipe].exitcode}; the system may "
-                    "have killed it for lack of memory"
-                ) from error
-            free.append(pipe)
-        if not ready:
-            result, failure = results.pop(first)
-            if failure is not None:
-                raise failure
-            first += 1
-            yield result
-
-
-def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """Calls the function on what comes, until the other end is closed."""
-    # Of the parent's ends, the parent must have the only copy.
-    for other in inherited:
-        other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+def _begin(function: Callable[[Any], Any]) -> None:
+    """Makes a process ready to call the function."""
+    global _function
+    _function = function
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A handler of the parent would go on after it.
+        signal.signal(number, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would compete with the other processes
     gc.freeze()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            item = pipe.recv()
-            answer: tuple[Any, BaseException | None]
-            try:
-                answer = (function(item), None)
-            except Exception as error:
-                answer = (None, error)
-            try:
-                pipe.send(answer)
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            except Exception:
-                # Its result, or its error, cannot be pickled.
-                pipe.send((None, RuntimeError("".join(traceback.format_exception(answer[1])) or "not picklable")))
+
+
+def _call(item: Any) -> Any:
+    return _function(item)
 
 
 def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence[str] = ()) -> Encoded:
@@ -198,16 +151,19 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
         DataError: a file or a row cannot be used.
     """
     opened = [open_set(str(one)) if not isinstance(one, Table) and is_set(str(one)) else one for one in files]
-    head, rows = list[Asked | Exception](), 0
+    head, rows = list[Asked](), 0
     for asked in _asked(opened, encoder):
         head.append(asked)
-        rows += len(asked.block.numbers) if isinstance(asked, Asked) else 0
+        rows += len(asked.block.numbers)
         if rows >= FEWEST:
             break
     else:
         return assembled(map(encoder, head))
     del head
-    parts = functools.partial(_parts, opened, attrs.evolve(encoder, pack=packed))
+
+    def parts() -> Iterator[Part]:
+        return in_order(attrs.evolve(encoder, pack=packed), _asked(opened, encoder))
+
     try:
         name = name_of(opened, encoder, references)
         found = in_memory(parts()) if name is None else stored(name.digest, parts, name.holds)
@@ -219,29 +175,13 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     return attrs.evolve(found, problems=attrs.evolve(found.problems, files=tuple(zip(ends, names, strict=False))))
 
 
-def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked | Exception]:
-    """Yields the rows of all files, some at a time, and at last the error that ends them, if there is one."""
+def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked]:
+    """Yields the rows of all files, some at a time."""
     first = 0
-    try:
-        for number, file in enumerate(files):
-            for block in encoder.kinds[number].blocks(file, encoder.convert):
-                yield Asked(block, number, first, encode=True)
-                first += len(block.numbers)
-    # Rows before it are checked first.
-    except Exception as error:
-        yield error
-
-
-def _parts(files: Sequence[Entry], encoder: Encoder) -> Iterator[Part]:
-    failed = False
-
-    def asked() -> Iterator[Asked | Exception]:
-        for one in _asked(files, encoder):
-            yield attrs.evolve(one, encode=not failed) if isinstance(one, Asked) else one
-
-    for part in in_order(encoder, asked()):
-        failed = failed or part.error is not None
-        yield part
+    for number, file in enumerate(files):
+        for block in encoder.kinds[number].blocks(file, encoder.convert):
+            yield Asked(block, number, first)
+            first += len(block.numbers)
 
 
 def encoded_problems(problems: Sequence[Problem], tokenizer: Any) -> Encoded:
@@ -433,12 +373,8 @@ class Stored(Sequence[Problem]):
         return unpacked(self.read(start, int(self.ends[number]) - start), number, file)
 
 
-def write_stored(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:
-    """Writes the problems of parts, one after the other, then their columns, and a checksum.
-
-    Returns:
-        The first error of a part; what was written is then incomplete.
-    """
+def write_stored(out: BinaryIO, parts: Iterable[Part]) -> None:
+    """Writes the problems of parts, one after the other, then their columns, and a checksum."""
     hashed, kept, ends, end = _DIGEST(), list[Part](), list[np.ndarray](), 0
 
     def put(data: bytes) -> None:
@@ -469,7 +405,6 @@ def write_stored(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:
     put(about + len(about).to_bytes(8, "little"))
     out.write(hashed.digest())
     out.flush()
-    return whole.error
 
 
 def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
@@ -516,12 +451,12 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
             if (found := _found(file)) is not None:
                 return found
             out.truncate(0)
-            error = write_stored(out, parts())
+            write_stored(out, parts())
             made = _of_file(os.dup(out.fileno()))
-            if error is None and unchanged():
+            if unchanged():
                 aside.replace(file)
                 _remove_unused(file)
-            return attrs.evolve(made, error=error)
+            return made
     except OSError:
         return in_memory(parts())
 
@@ -529,10 +464,9 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
 def in_memory(parts: Iterable[Part]) -> Encoded:
     """Returns packed parts as one, in memory; as bytes they take far less room than as problems."""
     memory = io.BytesIO()
-    error = write_stored(memory, parts)
+    write_stored(memory, parts)
     data = memory.getbuffer()
-    made = load_stored(lambda start, count: bytes(data[start : start + count]), len(data))
-    return attrs.evolve(made, error=error)
+    return load_stored(lambda start, count: bytes(data[start : start + count]), len(data))
 
 
 def cache_folder() -> Path:

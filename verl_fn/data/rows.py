@@ -70,11 +70,8 @@ class Columns:
         """Returns whether a column is read."""
         return self.optional is None or name in self.required or name in self.optional or self.others(name)
 
-    def check(self, place: str, names: Collection[str], *, of_file: bool = False) -> None:
+    def check(self, place: str, names: Collection[str]) -> None:
         """Checks that all required columns are there.
-
-        Args:
-            of_file: whether the names are as the file has them in the row at the place.
 
         Raises:
             DataError: one is not; the message names the most similar column.
@@ -87,12 +84,13 @@ class Columns:
         for column in self.required:
             if column not in names:
                 match = closest(column, [name for name in names if name not in self.required])
+                others = [name for name in OF_KINDS if name in names and name not in self.required and not match]
                 raise DataError(
                     f"{place}: there is no column {column!r}"
                     + (f" (did you mean {match!r}?)" if match else "")
                     + f"; its columns are {', '.join(names)}"
                     + (f"; {self.hint}" if self.hint else "")
-                    + (of_one_kind(place, self.required) if of_file and not match else "")
+                    + (f"; rows with {others[0]} are of another kind, for a file of their own" if others else "")
                 )
 
 
@@ -164,29 +162,6 @@ def read_rows(file: str | Path, required: Sequence[str]) -> Iterator[tuple[str, 
     columns = Columns(required)
     for block in read_blocks(file, columns):
         yield from block_rows(block, columns)
-
-
-def of_one_kind(place: str, required: Sequence[str]) -> str:
-    """Returns words about the first row of the kind that a row's file has, if the row has a column of another kind.
-
-    Args:
-        place: of the row.
-        required: columns of the kind.
-    """
-    own = [name for name in OF_KINDS if name in required]
-    columns = Columns(others=lambda name: name in OF_KINDS)
-    other, first = False, ""
-    with contextlib.suppress(DataError):
-        blocks = read_blocks(place.rpartition(", ")[0], columns)
-        for where, row in (one for block in blocks for one in block_rows(block, columns)):
-            names = {name for name, value in row.items() if value is not None}
-            if where == place and not (other := not names.issubset(own)):
-                break
-            if not first and (has := next((name for name in own if name in names), "")):
-                first = f"; {where} has {has}, and rows of another kind belong into a file of their own"
-            if other and first:
-                return first
-    return ""
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:
@@ -370,7 +345,7 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
             f"{place} is not a JSON object, one a line: {row!r:.80}; of a file with one list, jq -c '.[]' FILE makes "
             "such lines"
         )
-    columns.check(place, row, of_file=True)
+    columns.check(place, row)
     kept = {}
     for name, value in row.items():
         if columns.has(name):

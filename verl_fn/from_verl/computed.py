@@ -30,12 +30,6 @@ from .reading import Settings
 Values = Mapping[str, Any]
 CountRows = Callable[[Sequence[str]], int | None]
 
-# How models that see or hear are named: Qwen2.5-VL-7B, GLM-4.1V-9B, MiniCPM-o-2_6, Qwen2.5-Omni, llava, Kimi-VL.
-VISION = re.compile(
-    r"(?i)(^|[-_.])(vl|vlm|omni|vision|llava.*|internvl.*|qwenvl)([-_.\d]|$)|\d[._]?\d?v[-_]|minicpm-[ov]"
-)
-# Models with images that are trained here, by the same names; the ones with experts are not.
-SEEING = re.compile(r"(?i)^(?!.*-a\d+b)(.*[-_.])?((qwen2[._]5|qwen3)[-_]?vl|smolvlm2?|idefics3|gemma-3)([-_.]|$)")
 # Layers as Megatron names them, and as models here do.
 LAYERS: Mapping[str, Sequence[str]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -504,7 +498,7 @@ def _provider(key: str, ours: str, name: str, value: Any) -> Iterator[Move]:
 
 
 def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
-    """Yields problems of the whole: another trainer, and models that see."""
+    """Yields problems of the whole: another trainer, and data that are not read."""
     if not settings.trainer_is_known:
         problem = f"the trainer of {settings.module} is not translated; main_ppo and sft_trainer are"
         yield Move(("module",), problem=problem)
@@ -522,25 +516,9 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
             yield Move((key,), problem=f"{TEXT}, and {name}s are not read; remove it if no row has any")
 
 
-def images(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
-    """Yields which part of a model with images is trained, and problems of such models."""
-    path, exclude = str(values[key := MODEL + "path"]), MODEL + "exclude_modules"
-    name = path.rstrip("/").rpartition("/")[2]
-    families = "docs/images.md has the families that are trained with images"
-    if not SEEING.search(name):
-        if VISION.search(name):
-            yield Move((key,), problem=f"{path} is named like a model of images or sounds; {families}")
-        if (column := "data.image_key") in settings.words:
-            yield Move((column,), problem=f"{path} is not named like a model with images; {families}")
-    elif (values.get(ACTOR + "strategy") or settings.engine) == "megatron":
-        if "qwen" not in name.lower():
-            yield Move((key,), problem=f"{path} is named like a model whose images Megatron does not read here")
-        for size in ("pipeline_model_parallel_size", "context_parallel_size"):
-            if (values.get(parts := f"{ACTOR}megatron.{size}") or 1) > 1:
-                yield Move((parts,), problem="a model with images has it at 1 on Megatron; raise tensor parallelism")
-    elif _sharers(values, settings, ACTOR) > 1:
-        sharers = ACTOR + "fsdp_config.ulysses_sequence_parallel_size"
-        yield Move((sharers,), problem="ranks cannot share rows with images; set it to 1")
+def tower(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
+    """Yields that adapters leave out the tower of a model with images."""
+    exclude = MODEL + "exclude_modules"
     if values.get(exclude) and values.get(MODEL + "lora_rank") and "visual" in str(values[exclude]):
         yield Move((exclude,), "actor.freeze_vision_tower", True, "adapters leave the tower as it is")
 
@@ -567,6 +545,6 @@ COMPUTED = (
     rewards,
     run,
     tables,
-    images,
+    tower,
     refused,
 )

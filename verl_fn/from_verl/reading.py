@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -41,7 +40,7 @@ _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", 
 # a trainer is a command that is not found. The functions stand for what restricted mode forbids, but scripts need.
 # In place of what a program would print that does not start, its command goes on between the bytes 2 and 3, through
 # filters too, so that no setting is made of nothing. Whether something imports, whether a program is there, and how
-# one ends is asked without printing; OTHERWISE is a command that ends the other way.
+# one ends is asked without printing.
 _PRELUDE = r"""
 exec {SCREEN}>&1
 command_not_found_handle() {
@@ -68,7 +67,7 @@ command_not_found_handle() {
         return 0
     fi
     printf '\5%s\0\0' "$*" >&"$LAUNCHES"
-    case ${1##*/}:$* in python*:"$OTHERWISE") return 0;; python*|*:"$OTHERWISE") return 1;; esac
+    case ${1##*/} in python*) return 1;; esac
 }
 passed() {
     local text word
@@ -113,7 +112,6 @@ _SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
 _OVERRIDE = re.compile(r"~\w|\+*\w+(\.[\w@-]+)*=")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
-MOST_RAN, TRIED_SECONDS = 20, 5  # programs whose exit status is tried, and for how long each
 
 
 @attrs.frozen
@@ -126,7 +124,7 @@ class Settings:
         engine: verl's engine of the chosen config files: ``fsdp``, ``megatron``, or another one as verl names it.
         module: the module of the trainer; empty if no command was given.
         words: the keys that words of a command line have set; all other keys are from files.
-        not_run: commands that a script asks and that are not run; what it does with their answers is not known.
+        not_run: commands of a script that are not run; what it does with their answers is not known.
         lost: lines of a script with settings that its trainer does not get.
     """
 
@@ -466,7 +464,7 @@ def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
 
 
 def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
-    """Returns the words with which a script starts verl's trainer, what it asks other programs, and lost settings.
+    """Returns the words with which a script starts verl's trainer, the programs that are not run, and lost settings.
 
     Settings are lost if a command with a trainer ends above them, at a comment for example.
 
@@ -491,18 +489,7 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     asked, ran = ([one[1:] for one in others if one[:1] == kind] for kind in "\4\5")
     distinct = _starts(commands)
     if len(distinct) == 1:
-        # A program on whose exit status the settings depend is one that a script asks, too.
-        again = {}
-        for one in ran[:MOST_RAN]:
-            # A script that waits for a program does not end if that one fails.
-            with contextlib.suppress(ConfigError):
-                again[one] = _starts(_commands(bash, path, text, arguments, otherwise=one, seconds=TRIED_SECONDS)[1])
-        differing = [one for one, others in again.items() if others and others != distinct]
-        asked += ran[MOST_RAN:]
-        # Settings may also have the time or a random number.
-        if differing and _starts(_commands(bash, path, text, arguments)[1]) == distinct:
-            asked += differing
-        return distinct[0].split("\0"), tuple(map(_asked, asked)), tuple(_asked(one[1:]) for one in lost)
+        return distinct[0].split("\0"), tuple(map(_asked, [*asked, *ran])), tuple(_asked(one[1:]) for one in lost)
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
     if asked and not distinct:
@@ -520,15 +507,10 @@ def _starts(commands: Sequence[str]) -> list[str]:
     return [one for one in dict.fromkeys(commands) if one[:1] not in ("\4", "\5")]
 
 
-def _commands(
-    bash: str, path: Path, text: str, arguments: Sequence[str], otherwise: str = "", seconds: int = SECONDS
-) -> tuple[list[str], list[str]]:
+def _commands(bash: str, path: Path, text: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns what a script prints, and the commands that it gives to trainers and to programs that are not run.
 
     Commands begin with the byte 4 if the script uses what the program would say, and with 5 if only its exit status.
-
-    Args:
-        otherwise: a command that succeeds if it else fails, or fails if it else succeeds.
 
     Raises:
         ConfigError: it does not end.
@@ -549,15 +531,14 @@ def _commands(
             "PATH": str(programs),
             "BASH_ENV": str(folder / "prelude"),
             "LAUNCHES": str(number),
-            "OTHERWISE": otherwise,
         }
         try:
             done = subprocess.run(
                 [bash, "-r", str(copy), *arguments], env=environment, capture_output=True, text=True,
-                stdin=subprocess.DEVNULL, timeout=seconds, pass_fds=[number], errors="replace",
+                stdin=subprocess.DEVNULL, timeout=SECONDS, pass_fds=[number], errors="replace",
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"--from-verl: {path} did not end in {seconds} s") from error
+            raise ConfigError(f"--from-verl: {path} did not end in {SECONDS} s") from error
         launches.seek(0)
         commands = launches.read().decode(errors="replace").split("\0\0")[:-1]
     said = [line.replace(str(copy), path.name) for line in (done.stderr + done.stdout).splitlines()]

@@ -90,7 +90,7 @@ class Translation:
             ("without effect here", reasons),
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),
-            ("not run, so look at what the script does with its answer", self.not_run),
+            ("not run, so look whether settings depend on it", self.not_run),
             ("not read by verl's trainer, since its command ends above these lines", self.lost),
         )
         lines = []

@@ -61,7 +61,7 @@ def test_a_dtype_equals_its_name(two, folder):
 
 
 def test_ranks_with_other_optimizers(two, folder):
-    """An optimizer is data: its settings are compared, and the code of functions in it."""
+    """An optimizer is data: its settings are compared, and the names of functions in it."""
     told = same(two.run("rank_checks.other_optimizers", folder))
     assert [one for one in told if one is None or "another optimizer than rank 0" not in one] == []
     assert len(told) == len(OPTIMIZERS)

@@ -21,10 +21,10 @@ from verl_fn.steps import SGD, adamw, chain, clip_by_global_norm, frozen, linear
 from verl_fn.testing import tiny_batch
 
 OPTIMIZERS = {
-    "another rate": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 2e-3, weight_decay=0.0)),
-    "another clip": lambda: chain(clip_by_global_norm(2.0), adamw(lambda count: 1e-3, weight_decay=0.0)),
-    "another epsilon": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 1e-3, eps=1e-6, weight_decay=0.0)),
-    "another decay": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 1e-3)),
+    "another rate": lambda: chain(clip_by_global_norm(1.0), adamw(2e-3, weight_decay=0.0)),
+    "another clip": lambda: chain(clip_by_global_norm(2.0), adamw(1e-3, weight_decay=0.0)),
+    "another epsilon": lambda: chain(clip_by_global_norm(1.0), adamw(1e-3, eps=1e-6, weight_decay=0.0)),
+    "another decay": lambda: chain(clip_by_global_norm(1.0), adamw(1e-3)),
     "another schedule": lambda: chain(clip_by_global_norm(1.0), adamw(linear(1e-3, 500), weight_decay=0.0)),
     "none": frozen,
 }

@@ -233,7 +233,7 @@ def test_a_state_in_the_models_own_folder_is_whole(base, tmp_path):
 
 
 def test_a_chain_of_small_adapters_has_the_weights_of_its_last_folder(tmp_path):
-    """The files that hold adapters are far smaller than the model that config.json describes."""
+    """Each folder holds only adapters, and names the folder before it."""
     folder = new_model(tmp_path / "model", chars="abcdefgh>", hidden_size=128, max_position_embeddings=256)
     few = Lora(rank=1, targets=("q_proj",))
     for name in ("first", "second", "third"):

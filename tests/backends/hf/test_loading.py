@@ -79,15 +79,11 @@ def test_a_folder_with_adapters_of_peft_is_refused(tmp_path, whole):
             make(folder)
 
 
-@pytest.mark.parametrize("fields", [{"vocab_size": 10**7}, {"intermediate_size": 10**7}], ids=str)
-def test_a_model_that_is_larger_than_its_weights_gets_no_memory(tmp_path, fields):
+@pytest.mark.parametrize("fields", [{"vocab_size": 99}, {"intermediate_size": 99}], ids=str)
+def test_weights_of_another_size_are_refused(tmp_path, fields):
     folder = new_model(tmp_path, chars="abc", hidden_size=32)
     edit_config(folder, **fields)
-    for make in (load, lambda folder: hollow(folder, "lm", key=Key.from_seed(0))):
-        with pytest.raises(ModelError, match=r"describes a model of [\d,]+ parameters, and the folder"):
-            make(folder)
-    edit_config(folder, num_hidden_layers=10**9, layer_types=None)
-    with pytest.raises(ModelError, match="no model has more than 4096"):
+    with pytest.raises(ModelError, match=r"weights"):
         load(folder)
 
 
