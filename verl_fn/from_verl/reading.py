@@ -110,6 +110,10 @@ exec() { [ $# = 0 ] || { "$@"; exit; }; }
 _NOT_RUN = re.compile("\2([^\3]*)\3")
 _SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
 _OVERRIDE = re.compile(r"~\w|\+*\w+(\.[\w@-]+)*=")
+# Commands that prepare a machine; settings do not depend on whether they succeed.
+_SETS_UP = re.compile(
+    r"(mkdir|rm|cp|mv|ln|chmod|sleep|pkill|ray|pip3?|uv|conda|wget|curl|hf|wandb) "
+)
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 
@@ -464,7 +468,7 @@ def _referred(key: str, reference: str, values: Mapping[str, Any]) -> Any:
 
 
 def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
-    """Returns the words with which a script starts verl's trainer, the programs that are not run, and lost settings.
+    """Returns the words with which a script starts verl's trainer, the programs not run, and lost settings.
 
     Settings are lost if a command with a trainer ends above them, at a comment for example.
 
@@ -489,7 +493,8 @@ def launch_of(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], tu
     asked, ran = ([one[1:] for one in others if one[:1] == kind] for kind in "\4\5")
     distinct = _starts(commands)
     if len(distinct) == 1:
-        return distinct[0].split("\0"), tuple(map(_asked, [*asked, *ran])), tuple(_asked(one[1:]) for one in lost)
+        asked += [one for one in ran if not _SETS_UP.match(one)]
+        return distinct[0].split("\0"), tuple(map(_asked, asked)), tuple(_asked(one[1:]) for one in lost)
     why = f"starts verl {len(distinct)} times with different settings" if distinct else "starts no trainer of verl"
     last = f" (it ended with: {said[-1].strip()})" if said and not distinct else ""
     if asked and not distinct:
