@@ -69,7 +69,7 @@ gradients; update: in its change by the step; from ref.: in its change by a step
 held: the layout keeps the bars of its dtype. bfloat16 has none for gradient and update, since rounding moves them.
 Where a bar is missed, the parameter follows whose gradient differs most; --json has it for every row."""
 COLUMNS = (
-    ("loss", 9), ("grad norm", 10), ("loss", 9), ("grad norm", 10), ("gradient", 9), ("1-cosine", 9), ("update", 8),
+    ("loss", 10), ("grad norm", 10), ("loss", 9), ("grad norm", 10), ("gradient", 9), ("1-cosine", 9), ("update", 8),
     ("from ref.", 10), ("2nd loss", 9), ("seconds", 8),
 )  # fmt: skip
 HELP = (
@@ -392,7 +392,7 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
 def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: Iterable[str]) -> None:
     """Prints what the columns are, the table's header, the bars of these dtypes, and what the reference made."""
     named = _width(wanted)
-    print(f"{LEGEND}\n\n{'':{named}}{'values':>19}  relative errors against {reference} in fp32")
+    print(f"{LEGEND}\n\n{'':{named}}{'values':>20}  relative errors against {reference} in fp32")
     print(_line("", named, [name for name, _ in COLUMNS]))
     print("bars")
     for dtype in dtypes:
