@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -73,7 +72,7 @@ def test_a_response_names_the_row_of_its_problem_and_has_short_numbers(tiny, tmp
     assert {row["problem"] for row in trained} == set(range(16)), "two epochs of eight rows"
     for row in (*trained, *read_answers(tmp_path / "run")):
         file, _, number = row["row"].rpartition(", line ")
-        assert files[Path(file).stem][int(number) - 1] == row["prompt"]
+        assert files[file.removesuffix(".jsonl")][int(number) - 1] == row["prompt"]
         assert row["score"] == 0.1
 
 

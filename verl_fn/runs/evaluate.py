@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,7 @@ def answers_of(
 ) -> list[dict[str, Any]]:
     """Returns the answers as rows that people can read; see ``evaluation_of`` for the arguments.
 
-    ``problem`` is the number of the problem, ``row`` its file and row, if it has one, ``sample`` the number of its
+    ``problem`` is the number of the problem, ``row`` its file's name and its row, if any, ``sample`` the number of its
     answer. ``prompt`` is for people to read, ``input`` the text of the tokens that the model got. ``ended`` says why
     the answer ended: ``stop`` by the end token, ``length`` at the limit, or the reason for the end of a conversation,
     whose ``messages`` follow.
@@ -203,7 +204,8 @@ def answers_of(
         row = {
             "data_source": problem.data_source,
             "problem": problem.id,
-            "row": problem.place,
+            # Without the folder: a run has the same answers wherever its data lie.
+            "row": Path(problem.place).name,
             "sample": numbers[problem.id],
             "prompt": text_of(problem.prompt),
             "input": inputs[i],
