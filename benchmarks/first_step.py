@@ -62,10 +62,16 @@ LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
     "ppo": ("lm", ppo_clip),
     "value": ("value", value_clip),
 }
-LEGEND = """gradient, 1-cosine, update, from ref.: of the parameter with the largest error; update: by the whole step;
-from ref.: by an update with the reference's gradients; 2nd loss: after the update; time: of forward_backward.
+LEGEND = """A row for each loss: its value and the norm of its gradient, and how far they are from the reference's.
+Then how far the parameter is that differs most. gradient: in its gradient; 1-cosine: 1 minus the cosine of both
+gradients; update: in its change by the step; from ref.: in its change by a step with the reference's gradients.
+2nd loss: error of the loss after the step. seconds: of forward_backward. -: there is no such number.
 held: the layout keeps the bars of its dtype. bfloat16 has none for gradient and update, since rounding moves them.
-worst parameter: the one whose gradient differs most from the reference's."""
+Where a bar is missed, the parameter follows whose gradient differs most; --json has it for every row."""
+COLUMNS = (
+    ("loss", 10), ("grad norm", 10), ("loss", 9), ("grad norm", 10), ("gradient", 9), ("1-cosine", 9), ("update", 8),
+    ("from ref.", 10), ("2nd loss", 9), ("seconds", 8),
+)  # fmt: skip
 HELP = (
     f"{', '.join(LOSSES)}, or yours: a Loss as FILE.py:NAME, or a function that makes one, 'FILE.py:NAME(bound=2)'; "
     "the batch has the fields of a run with a reference; by default %(default)s"
@@ -172,8 +178,8 @@ def _short(loss_name: str) -> str:
 
 
 def _width(losses: Iterable[str]) -> int:
-    """Returns the width of the column of losses."""
-    return max(6, *(len(_short(loss)) for loss in losses)) + 1
+    """Returns the width of the first column, of losses and dtypes."""
+    return 2 + max(len("bfloat16"), *(len(_short(loss)) for loss in losses))
 
 
 def _result(folder: Path, number: int) -> Path:
@@ -326,8 +332,9 @@ def main(argv: Sequence[str]) -> int:
                 except RanksFailed as error:
                     failed[layout.text] = error.cause
                     print(error, file=sys.stderr)
-                    print(f"{layout.text:<32}FAILED {error.cause}", flush=True)
+                    print(f"{layout.text}: FAILED {error.cause}", flush=True)
                     continue
+                print(layout.text)
                 for loss, ours in zip(args.losses, measured, strict=True):
                     results.append(_row(layout, loss, ours, wanted[loss], bf16.get(loss), _width(args.losses)))
                 if layout.is_local_bf16:
@@ -384,20 +391,24 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
 
 def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: Iterable[str]) -> None:
     """Prints what the columns are, the table's header, the bars of these dtypes, and what the reference made."""
-    print(LEGEND)
-    print(f"{'':<50}values   relative errors against {reference} in fp32")
     named = _width(wanted)
-    print(f"{'layout':<32}{'loss':<{named}}{'loss':>10}{'grad norm':>11}{'loss':>10}{'grad norm':>11}{'gradient':>10}"
-          f"{'1-cosine':>10}{'update':>10}{'from ref.':>11}{'2nd loss':>10}{'time':>9}   "
-          "bars    worst parameter")  # fmt: skip
+    print(f"{LEGEND}\n\n{'':{named}}{'values':>20}  relative errors against {reference} in fp32")
+    print(_line("", named, [name for name, _ in COLUMNS]))
+    print("bars")
     for dtype in dtypes:
         loss, norm, gradient, update = (
-            f"{BARS[dtype][kind]:.0e}" if kind in BARS[dtype] else "" for kind in BARS["float32"]
+            f"{BARS[dtype][kind]:.0e}" if kind in BARS[dtype] else "-" for kind in BARS["float32"]
         )
-        print(f"{'bars, ' + dtype:<{53 + named}}{loss:>10}{norm:>11}{gradient:>10}{'':>20}{update:>11}")
+        print(_line(dtype, named, ["-", "-", loss, norm, gradient, "-", "-", update, "-", "-"]))
+    print(f"{reference}, the reference")
     for loss, result in wanted.items():
-        values = f"{result['loss']:10.4f}{result['grad_norm']:11.4f}{'':>72}{result['seconds']:8.2f}s"
-        print(f"{reference + ' (reference)':<32}{_short(loss):<{named}}{values}", flush=True)
+        cells = [f"{result['loss']:.4f}", f"{result['grad_norm']:.4f}", *"-" * 7, f"{result['seconds']:.2f}"]
+        print(_line(_short(loss), named, cells), flush=True)
+
+
+def _line(name: str, named: int, cells: Iterable[str]) -> str:
+    """Returns a line of the table; its first column has ``named`` characters."""
+    return f"  {name:{named - 2}}" + "".join(f"{cell:>{w}}" for cell, (_, w) in zip(cells, COLUMNS, strict=True))
 
 
 def _row(
@@ -411,14 +422,12 @@ def _row(
         errors |= {f"{name}_beside_local_bf16": beside[name] for name in ("loss", "grad_norm")}
         bar = BESIDE_BF16.get(layout.name, 0.0)
         missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
-    worst = (result.get("worst") or "") if errors["gradient"] else "none differs"
-    print(
-        f"{layout.text:<32}{_short(loss):<{named}}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
-        f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
-        f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
-        f"{'MISSED ' + ', '.join(missed) if missed else 'held':<6}  {worst}",
-        flush=True,
-    )
+    kinds = ("loss", "grad_norm", "gradient", "1-cosine", "update", "update_from_reference", "second_loss")
+    shown = (f"{(errors | {'1-cosine': 1 - errors['cosine']})[kind]:.1e}" for kind in kinds)
+    cells = [f"{result['loss']:.4f}", f"{result['grad_norm']:.4f}", *shown, f"{result['seconds']:.2f}"]
+    line = _line(_short(loss), named, cells)
+    why = f"MISSED\n    missed: {', '.join(missed)}; worst parameter: {result.get('worst')}"
+    print(f"{line}  {why if missed else 'held'}", flush=True)
     numbers = {k: v for k, v in result.items() if k != "scale"}
     return {"layout": layout.text, "loss": loss, "errors": errors, "found": numbers, "missed": missed}
 

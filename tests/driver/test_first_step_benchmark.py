@@ -81,7 +81,11 @@ def test_layouts_after_one_that_fails_are_measured(tmp_path, monkeypatch, capsys
     result, shown = json.loads(path.read_text()), capsys.readouterr()
     assert result["failed"] == {"fsdp:3": "ModelError: too large"}
     assert [(r["layout"], r["missed"]) for r in result["results"]] == [("local", []), ("local:bf16", [])]
-    assert "fsdp:3                          FAILED ModelError: too large" in shown.out
+    assert "\nfsdp:3: FAILED ModelError: too large\n" in shown.out
+    lines = shown.out.splitlines()
+    rows = [line.split() for line in lines if line.startswith(("  sft", "  float32", "  bfloat16"))]
+    assert max(map(len, lines)) < 120 and list(map(len, rows)) == [11, 11, 11, 12, 12]
+    assert rows[1][:7] == ["bfloat16", "-", "-", "1e-03", "5e-03", "-", "-"] and rows[3][-1] == "held"
     assert "all that was printed" in shown.err
 
 

@@ -31,6 +31,7 @@ from verl_fn.report.plots import (
     svg,
     window,
 )
+from verl_fn.state import END_REASONS
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
@@ -402,7 +403,7 @@ def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path
         assert main(["report", str(run)]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"wrote report.html and report.png{said}"
     assert "other: it ended after step 2 with an error: no &lt;room&gt;" in (tmp_path / "report.html").read_text()
-    assert headline(other).endswith("; it ended after step 2 with an error: no <room>")
+    assert headline(other, "b").endswith("; it ended after step 2 with an error: no <room>")
     (other / "metrics.jsonl").write_text("")
     with pytest.raises(ReportError, match="no metrics yet; it ended after step 2 with an error: no <room>"):
         report([other], "page.html")
@@ -445,6 +446,35 @@ def test_charts_come_in_their_order_and_not_too_many_are_the_users():
     before = len(built_in) - len(OF_ENGINE)
     assert [chart.metric for chart in charts([rows])] == [
         *built_in[:before], *list(own)[:MOST_OWN], *built_in[before:]
+    ]  # fmt: skip
+
+
+def test_curves_that_are_asked_for_come_first(tmp_path):
+    more = {"train/num_gen_batches": 2.0, "train/groups_kept": 0.5, "actor/ppo_kl": 0.0, "mine/a[b]": 1.0}
+    run = write(tmp_path / "a", [row | more for row in brief(3)])
+    asked = ["actor/ppo_kl", "train/*", "mine/a[b]"]
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(out), "--curves", *asked]) == 0
+    text, found = page(out)
+    assert "so not drawn" not in text
+    assert found.titles == [
+        "KL of the update",
+        "Groups whose rewards differ",
+        "num_gen_batches",
+        "a[b]",
+        "Training reward",
+    ]
+    assert "--curves actor/ppo_kl &#x27;train/*&#x27;" in text
+    assert "curves=[&#x27;train/*&#x27;]" in page(report([run], out, labels=["x"], curves=["train/*"]))[0]
+    with pytest.raises(ReportError, match="no run logged train/groups; did you mean train/groups_kept"):
+        report([run], out, curves=["train/groups"])
+
+
+def test_the_turns_and_ends_of_conversations_have_curves():
+    ends = dict.fromkeys([f"env/ended/{reason}" for reason in END_REASONS], 0.0)
+    logged = ends | {"env/turns/mean": 2.0, "env/ended/done": 0.5, "env/ended/length": 0.5, "training/acc": 1.0}
+    assert [chart.metric for chart in charts([[{"step": i} | logged for i in range(3)]])] == [
+        "training/acc", "env/turns/mean", "env/ended/done", "env/ended/length"
     ]  # fmt: skip
 
 
@@ -500,10 +530,14 @@ def test_steps_that_learned_nothing_are_told(tmp_path):
     start = {"step": 0, "val-core/x/acc/mean@1": 0.0}
     run = write(tmp_path / "a", [start, dead(1), dead(2), alive | {"step": 3, "response_length/clip_ratio": 0.1}])
     text, _ = page(report([run], tmp_path / "page.html"))
-    assert "2 of 3 steps gave no signal; all rewards of step 2 are 0, and all advantages are 0" in text
+    signal = "2 of 3 steps gave no signal (the first is step 1, the last step 2); all rewards of step 2 are 0"
+    assert f"{signal}, and all advantages are 0" in text
     assert "had a gradient of 0" not in text
-    assert "2 of 3 steps cut most answers off; in step 2 90% of the responses" in text
-    assert "acc always 0" in text and headline(run).startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
+    assert (
+        "2 of 3 steps cut most answers off (the first is step 1, the last step 2); in step 2 90% of the responses"
+        in text
+    )
+    assert "acc always 0" in text and headline(run, "a").startswith("a: step 3 of 100, held-out acc 0.000 (always 0)")
     assert "0 in every step, so not drawn: <code>actor/ppo_kl</code>" in text
     equal = alive | {"critic/score/min": 1.0, "critic/score/max": 1.0, "response_length/clip_ratio": 0.0}
     assert "steps gave" not in page(report([write(tmp_path / "d", [equal])], tmp_path / "page.html"))[0]
@@ -534,7 +568,7 @@ def test_steps_are_told_from_a_tenth_of_them_on(tmp_path):
 def test_the_best_of_equal_values_is_the_first(tmp_path):
     rows = [{"step": step, "critic/score/mean": value} for step, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.5))]
     rows += [{"step": 5, "val-core/x/acc/mean@1": 0.5}, {"step": 6, "val-core/x/acc/mean@1": 0.5}]
-    line = headline(write(tmp_path / "a", rows))
+    line = headline(write(tmp_path / "a", rows), "a")
     assert "training reward 0.500 (best 0.750, step 2)" in line and "held-out acc 0.500 (best 0.500, step 5)" in line
 
 
@@ -594,7 +628,7 @@ def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_mo
 def test_a_line_about_a_run(tmp_path):
     rows = [{"step": 0, "val-core/x/acc/mean@1": 0.5}, {"step": 1, "critic/score/mean": 0.25, "timing_s/step": 2.0}]
     run = write(tmp_path / "a", [*rows, {"step": 2, "critic/score/mean": 0.125, "timing_s/step": 2.0}])
-    assert headline(run) == (
+    assert headline(run, "a") == (
         "a: step 2 of 100, held-out acc 0.500 (best 0.500, step 0), training reward 0.125 (best 0.250, step 1), "
         "2 s/step"
     )
@@ -616,11 +650,13 @@ def test_a_damaged_last_line_is_left_out(tmp_path):
     assert "4of 100" in found.cells
 
 
-def test_folders_of_the_same_name_are_told_apart(tmp_path):
+def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys):
     runs = [write(tmp_path / name, brief(2)) for name in ("x/seed1", "y/seed1", "seed2")]
     assert names(runs) == ["x/seed1", "y/seed1", "seed2"]
     text, _ = page(report(runs, tmp_path / "page.html"))
     assert "<h1>x/seed1, y/seed1, seed2</h1>" in text
+    assert main(["report", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+    assert re.findall("^(.*): step 2", capsys.readouterr().out, re.M) == ["x/seed1", "y/seed1", "seed2"]
 
 
 def test_each_run_keeps_its_look(tmp_path):

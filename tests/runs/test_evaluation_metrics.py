@@ -1,6 +1,7 @@
-"""The metrics of several answers to each problem."""
+"""The metrics of several answers to each problem, and their rows."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import attrs
@@ -15,6 +16,7 @@ from verl_fn.driver.ranks import local_workers
 from verl_fn.runs import loop
 from verl_fn.runs.continuing import goal_reached
 from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread, validate
+from verl_fn.runs.logs import read_answers
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import initial_state
 from verl_fn.state import Batch
@@ -54,6 +56,24 @@ def test_each_source_has_its_own_metrics_and_every_answer_its_row():
     assert [(a["problem"], a["sample"]) for a in answers] == [(7, 0), (7, 1), (7, 2), (8, 0), (8, 1), (8, 2)]
     assert [a["reward/length"] for a in answers] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert {a["response"] for a in answers} == {"b"}
+
+
+def test_a_response_names_the_row_of_its_problem_and_has_short_numbers(tiny, tmp_path):
+    files = {name: [f"{letter}b>" for letter in name] for name in ("abcd", "efgh")}
+    for name, prompts in files.items():
+        rows = ({"data_source": "x", "prompt": p, "reward_model": {"ground_truth": "ba"}} for p in prompts)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text("def tenth(data_source, solution_str, ground_truth, extra_info): return 0.1\n")
+    paths = f'["{tmp_path}/abcd.jsonl", "{tmp_path}/efgh.jsonl"]'
+    more = [f"data.train_files={paths}", f"data.val_files={paths}", f"reward.functions={tmp_path}/mine.py:tenth"]
+    more += ["trainer.total_training_steps=2", f"trainer.rollout_data_dir={tmp_path}/texts", "trainer.save_freq=2"]
+    loop.train(tiny_run(tiny, tmp_path / "run", *more), lambda line: None)
+    trained = [json.loads(line) for n in (1, 2) for line in (tmp_path / f"texts/{n}.jsonl").read_text().splitlines()]
+    assert {row["problem"] for row in trained} == set(range(16)), "two epochs of eight rows"
+    for row in (*trained, *read_answers(tmp_path / "run")):
+        file, _, number = row["row"].rpartition(", line ")
+        assert files[file.removesuffix(".jsonl")][int(number) - 1] == row["prompt"]
+        assert row["score"] == 0.1
 
 
 def test_problems_count_in_the_accuracy_if_all_their_answers_have_one():

@@ -24,7 +24,9 @@ def test_rewards_that_teach_nothing():
     assert equal_rewards(4, report(0.5, 0.5, 0.3)) == "all rewards of step 4 are 0.5"
     assert without_advantages(4, report(0.5, 0.5, 0.3)) == equal_rewards(4, report(0.5, 0.5, 0.0)) == ""
     assert "the policy learns nothing from it" in without_advantages(4, report(0.5, 0.5, 0.0))
-    assert "their differences are rounded away" in without_advantages(4, report(1e20, 2e20, 0.0))
+    for low, high, rounded in ((1e20, 2e20, True), (-3e6, 0.0, True), (1000.0, 1000.0001, True), (0.1, 1.0, False)):
+        said = without_advantages(4, report(low, high, 0.0))
+        assert "they differ between prompts only" in said and ("rounded away" in said) == rounded
 
 
 def test_a_gradient_of_0_is_told_unless_equal_rewards_are_the_reason():

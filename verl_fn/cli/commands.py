@@ -134,15 +134,16 @@ def _without_rule(table: Mapping[str, Any]) -> list[str]:
 
 def report(args: argparse.Namespace) -> int:
     """Writes a page about runs."""
-    from verl_fn.report.page import about, headline, report
+    from verl_fn.report.page import about, headline, names, report
     from verl_fn.runs.logs import altered
 
     for sentence in (sentence for run in args.runs for sentence in altered(Path(run))):
         complain(f"note: {sentence}")
     before = about(Path(args.out))
-    page = report([Path(run) for run in args.runs], Path(args.out))
-    for run in args.runs:
-        say(headline(Path(run)))
+    folders = [Path(run) for run in args.runs]
+    page = report(folders, Path(args.out), curves=args.curves)
+    for folder, label in zip(folders, names(folders), strict=True):
+        say(headline(folder, label))
     other = f", in place of the page about {before}" if before not in ("", about(page)) else ""
     say(f"wrote {page} and {page.with_suffix('.png')}{other}")
     return 0

@@ -161,6 +161,13 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     report = command("report", "one HTML page, and a PNG, about one or several runs")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's folder")
     report.add_argument("--out", type=path, default="report.html", help="the page; by default %(default)s")
+    report.add_argument(
+        "--curves",
+        nargs="+",
+        default=[],
+        metavar="METRIC",
+        help="metrics whose curves come first, also ones without a curve; names, or patterns such as 'env/*'",
+    )
 
     fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
     fork.add_argument("run", type=path, help="the run's folder")

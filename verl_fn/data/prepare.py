@@ -33,6 +33,7 @@ _TYPES = {
     "model": pa.string(),
     "data_source": pa.string(),
     "problem": pa.int64(),
+    "row": pa.string(),
     "sample": pa.int64(),
     "prompt": pa.string(),
     "input": pa.string(),

@@ -82,6 +82,7 @@ def _problem(row: Mapping[str, Any], number: int, name: str) -> Problem:
         id=number,
         data_source=source,
         extra_info={ROW: dict(row)},
+        place=f"{source}, row {number}",
     )
 
 

@@ -15,6 +15,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from html import escape, unescape
 from importlib.metadata import version
 from itertools import zip_longest
@@ -30,7 +31,7 @@ from verl_fn.config.load import default_table
 from verl_fn.config.names import OWN_PARTS, is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UserError, printable
+from verl_fn.errors import UserError, did_you_mean, printable
 from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
@@ -80,7 +81,9 @@ class RunRecord:
     failure: str = ""
 
 
-def report(runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str] = ()) -> Path:
+def report(
+    runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str] = (), curves: Sequence[str] = ()
+) -> Path:
     """Writes a page about ``runs`` to ``out``, and their main charts to a PNG beside it.
 
     Args:
@@ -88,10 +91,11 @@ def report(runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str]
         out: the HTML file; the PNG has the same name.
         labels: the runs' names on the page; by default their folders' names, with more of the path where these
             are the same.
+        curves: metrics whose curves come first, by their names or by patterns such as ``env/*``.
 
     Raises:
-        ReportError: a folder is not a run or has no metrics yet, two runs have the same name, or ``out`` does not
-            end in ``.html``.
+        ReportError: a folder is not a run or has no metrics yet, two runs have the same name, ``out`` does not end
+            in ``.html``, or no run logged a metric of ``curves``.
 
     Example:
         >>> report(["no/such/run"], "report.html")
@@ -111,19 +115,41 @@ def report(runs: Sequence[str | Path], out: str | Path, *, labels: Sequence[str]
             raise ReportError(f"two runs are called {run.label}; name each folder once, and each with its own label")
 
     rows = [run.rows for run in records]
-    drawn, width = charts(rows), window(rows)
+    drawn, width = charts(rows, _asked(rows, curves)), window(rows)
     logged_steps = [row["step"] for run in records for row in run.rows]
     steps = (min(logged_steps), max(logged_steps))
     if labels:
-        command = f"report({[str(f) for f in folders]}, {str(out)!r}, labels={list(labels)})"
+        more = f", curves={list(curves)}" if curves else ""
+        command = f"report({[str(f) for f in folders]}, {str(out)!r}, labels={list(labels)}{more})"
     else:
-        command = shlex.join(["verl-fn", "report", *map(str, folders), "--out", str(out)])
+        options = ["--out", str(out), *(["--curves", *curves] if curves else [])]
+        command = shlex.join(["verl-fn", "report", *map(str, folders), *options])
     out.parent.mkdir(parents=True, exist_ok=True)
     page = _page(records, _charts(records, drawn, steps, width), command)
     out.write_text(page, encoding="utf-8", errors="replace")
     shown = [run.label for run in records]
     plots.png(drawn[:_CHARTS_IN_PNG], shown, out.with_suffix(".png"), steps=steps, width=width)
     return out
+
+
+def _asked(runs: Sequence[Sequence[Mapping[str, Any]]], patterns: Iterable[str]) -> list[str]:
+    """Returns the logged metrics of these names, or that match these patterns, each pattern's in alphabetical order.
+
+    Example:
+        >>> _asked([[{"step": 1, "env/turns/mean": 2.0, "env/ended/done": 1.0}]], ["env/*"])
+        ['env/ended/done', 'env/turns/mean']
+    """
+    logged = sorted({metric for rows in runs for row in rows for metric in row} - {"step"})
+    found = []
+    for pattern in patterns:
+        these = [metric for metric in logged if metric == pattern or fnmatchcase(metric, pattern)]
+        if not these:
+            hint = did_you_mean(pattern, logged)
+            raise ReportError(
+                f"no run logged {pattern}{hint}; the page of a report without --curves lists all metrics"
+            )
+        found += these
+    return found
 
 
 def about(page: Path) -> str:
@@ -227,9 +253,9 @@ def document(title: str, body: str) -> str:
 """
 
 
-def headline(folder: Path) -> str:
+def headline(folder: Path, label: str) -> str:
     """Returns a line about a run: its steps, its held-out value and its training reward."""
-    run = _read(folder, folder.resolve().name)
+    run = _read(folder, label)
     parts = [f"step {run.rows[-1]['step']:,} of {run.config['trainer.total_training_steps']:,}"]
     metric, held_out = _held_out(run)
     if held_out:
@@ -309,7 +335,7 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
 def remarks(run: RunRecord) -> list[str]:
     """Returns sentences about how a run failed, and about steps that learned nothing or cut most answers off.
 
-    Such steps are told if they are at least a tenth of all steps.
+    Such steps are told if they are at least a tenth of all steps; the sentence is about the last one.
     """
     said = [f"it {run.failure}"] if run.failure else []
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
@@ -321,9 +347,11 @@ def remarks(run: RunRecord) -> list[str]:
         ("cut most answers off", cut_off),
         ("hardly tried other answers", settled),
     ):
-        sentences = [sentence for row in known if (sentence := describe(row["step"], row))]
+        sentences = {row["step"]: sentence for row in known if (sentence := describe(row["step"], row))}
         if sentences and 10 * len(sentences) >= len(steps):
-            said.append(f"{len(sentences):,} of {len(steps):,} steps {what}; {sentences[-1]}")
+            first, last = min(sentences), max(sentences)
+            when = f" (the first is step {first:,}, the last step {last:,})" if last > first else ""
+            said.append(f"{len(sentences):,} of {len(steps):,} steps {what}{when}; {sentences[last]}")
     return said
 
 
@@ -364,8 +392,10 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
     smoothed = any(not chart.is_plain(curve, steps) for chart in drawn for curve in chart.curves.values())
     lines = f" Where there is a faint line, it is as logged, and the strong one a mean over {width} points."
     lines = lines if smoothed and width > 1 else ""
-    zero = ", ".join(f"<code>{metric}</code>" for metric in plots.always_zero([run.rows for run in runs]))
-    lines += f" 0 in every step, so not drawn: {zero}." if zero else ""
+    shown = {chart.metric for chart in drawn}
+    zero = (metric for metric in plots.always_zero([run.rows for run in runs]) if metric not in shown)
+    left_out = ", ".join(f"<code>{metric}</code>" for metric in zero)
+    lines += f" 0 in every step, so not drawn: {left_out}." if left_out else ""
     return (
         f'<h2>Curves</h2>\n{legend_of(labels)}<p class="soft">Over training steps.{lines}</p>\n'
         f'<div class="cards">\n{"".join(cards)}</div>\n'

@@ -15,6 +15,7 @@ import numpy as np
 
 from verl_fn.errors import printable
 from verl_fn.runs.checkpoints import step_of
+from verl_fn.state import END_REASONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,10 @@ CHARTS = (
     ("KL of the update", "actor/ppo_kl", "log"),
     ("Response length", "response_length/mean", "linear"),
     ("Responses cut off", "response_length/clip_ratio", "linear"),
+    ("Accuracy in training", "training/acc", "linear"),
+    ("Replies of a conversation", "env/turns/mean", "linear"),
+    ("Conversations by their end", "env/ended/", "linear"),
+    ("Groups whose rewards differ", "train/groups_kept", "linear"),
     ("Clipped share of tokens", "actor/pg_clipfrac", "linear"),
     ("KL penalty in the reward", "actor/reward_kl_penalty", "log"),
     ("KL loss", "actor/kl_loss", "log"),
@@ -79,7 +84,10 @@ BUILT_IN = re.compile(
     r"|orpo/(?:log_odds_ratio|nll)|reward/(?:overlong|judge_unreadable)/mean|.+/count"
 )
 # Metrics that are 0 by nature in some runs: with one update a step all ratios are 1, and an answer may have no limit.
-ZERO = ("actor/ppo_kl", "actor/pg_clipfrac", "response_length/clip_ratio")
+ZERO = (
+    "actor/ppo_kl", "actor/pg_clipfrac", "response_length/clip_ratio",
+    *(f"env/ended/{reason}" for reason in END_REASONS),
+)  # fmt: skip
 MOST_OWN = 24  # charts of the user's metrics; the page's table has all of them
 FEW_POINTS = 40  # curves with at most this many points on the width of a chart get dots and are not smoothed
 _LARGEST = 1e300  # larger values cannot be drawn and count as infinite
@@ -214,24 +222,28 @@ def always_zero(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     return [metric for metric, values in logged.items() if values and all(value == 0.0 for value in values)]
 
 
-def charts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """Returns a chart for each metric of ``CHARTS`` that a run logged, in that order, then the user's metrics.
+def charts(runs: Sequence[Sequence[Mapping[str, Any]]], asked: Sequence[str] = ()) -> list[Chart]:
+    """Returns a chart for each metric that is asked for, then for each logged one of ``CHARTS``, then the user's.
 
-    Metrics that are ``always_zero`` have none.
+    Metrics that are ``always_zero`` have one only if they are asked for.
     """
-    logged = sorted({metric for rows in runs for row in rows for metric in row} - {*always_zero(runs)})
+    hidden = {*always_zero(runs)} - {*asked}
+    logged = sorted({metric for rows in runs for row in rows for metric in row} - hidden)
     own = [metric for metric in logged if not BUILT_IN.fullmatch(metric)][:MOST_OWN]
     has = [[any(name in row for row in rows) for name in (WHOLE, "actor/pg_loss")] for rows in runs]
     if [True, False] not in has:
         logged = [metric for metric in logged if metric != WHOLE]
-    filled = []
-    for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own), *OF_ENGINE):
-        for metric in (m for m in logged if m == name or (name.endswith("/") and m.startswith(name))):
-            curves = {i: c for i, rows in enumerate(runs) if len((c := curve(rows, metric)).steps)}
-            reward = scale == "share" and "/acc/" not in metric
-            shown_title, shown_scale = ("Held-out reward", "linear") if reward else (title, scale)
-            filled.append(Chart(shown_title, metric, shown_scale, curves))
-    return filled
+    known = {
+        metric: ("Held-out reward", "linear") if scale == "share" and "/acc/" not in metric else (title, scale)
+        for title, name, scale in (*CHARTS, *((_short(metric), metric, "linear") for metric in own), *OF_ENGINE)
+        for metric in logged
+        if metric == name or (name.endswith("/") and metric.startswith(name))
+    }
+    drawn = {metric: known.get(metric, (_short(metric), "linear")) for metric in asked} | known
+    return [
+        Chart(title, metric, scale, {i: c for i, rows in enumerate(runs) if len((c := curve(rows, metric)).steps)})
+        for metric, (title, scale) in drawn.items()
+    ]
 
 
 def _short(metric: str) -> str:

@@ -8,8 +8,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_fn import build
@@ -177,9 +179,10 @@ def answers_of(
 ) -> list[dict[str, Any]]:
     """Returns the answers as rows that people can read; see ``evaluation_of`` for the arguments.
 
-    ``problem`` is the number of the problem, ``sample`` of its answer. ``prompt`` is for people to read, ``input``
-    the text of the tokens that the model got. ``ended`` says why the answer ended: ``stop`` by the end token,
-    ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
+    ``problem`` is the number of the problem, ``row`` its file's name and its row, if any, ``sample`` the number of its
+    answer. ``prompt`` is for people to read, ``input`` the text of the tokens that the model got. ``ended`` says why
+    the answer ended: ``stop`` by the end token, ``length`` at the limit, or the reason for the end of a conversation,
+    whose ``messages`` follow.
     """
     conversation, last = conversations(batch)
     texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
@@ -193,14 +196,16 @@ def answers_of(
     else:
         ended = ["stop" if finished else "length" for finished in batch["finished"].tolist()]
     asked, numbers = problems_of(batch, problems), Counter[int]()
-    values = {name: _or_none(field) for name, field in batch.per_row.items() if name.startswith("reward/")}
-    score, finished = batch["score"].tolist(), batch["finished"].tolist()
-    acc = _or_none(batch["acc"]) if "acc" in batch else [None] * len(batch)
+    values = {name: _decimals(field) for name, field in batch.per_row.items() if name.startswith("reward/")}
+    score, finished = _decimals(batch["score"]), batch["finished"].tolist()
+    acc = _decimals(batch["acc"]) if "acc" in batch else [None] * len(batch)
     rows = []
     for i, (problem, response) in enumerate(zip(asked, texts, strict=True)):
         row = {
             "data_source": problem.data_source,
             "problem": problem.id,
+            # Without the folder: a run has the same answers wherever its data lie.
+            "row": Path(problem.place).name,
             "sample": numbers[problem.id],
             "prompt": text_of(problem.prompt),
             "input": inputs[i],
@@ -217,9 +222,14 @@ def answers_of(
     return rows
 
 
-def _or_none(values: torch.Tensor) -> list[float | None]:
-    """Returns the values, with None for missing ones."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _decimals(values: torch.Tensor) -> list[float | None]:
+    """Returns the shortest decimals that stand for the values, with None for missing ones.
+
+    Example:
+        >>> _decimals(torch.tensor([0.1, math.nan]))
+        [0.1, None]
+    """
+    return [None if np.isnan(value) else float(str(value)) for value in values.cpu().numpy()]
 
 
 def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) -> dict[str, float]:

@@ -254,9 +254,12 @@ def without_advantages(step: int, report: Report) -> str:
         return (
             f"all rewards of step {step} are {lowest:g}, and all advantages are 0: the policy learns nothing from it"
         )
+    # Rewards are kept in float32, whose error is about a ten-millionth of the value.
+    largest = max(abs(lowest), abs(highest))
+    rounded = largest >= 1e6 * min(1.0, highest - lowest)
     return (
         f"all advantages of step {step} are 0, although rewards go from {lowest:g} to {highest:g}: they differ "
-        "between prompts only, or are so large that their differences are rounded away"
+        f"between prompts only{', or are so large that their differences are rounded away' if rounded else ''}"
     )
 
 

@@ -262,11 +262,12 @@ class FirstStep:
         return not self.missed
 
     def __str__(self) -> str:
-        """Returns a table of three lines: values, relative errors, and which of them are above their bars.
+        """Returns a table: values, relative errors, and which of them are above their bars.
 
         Example:
             >>> bars = {"loss": 1e-6, "grad_norm": 1e-6}
             >>> print(FirstStep((1.0, 1.5), (2.0, 2.0), {"a": 0.25, "b": 0.0}, 4.0, bars))
+                       backend a       backend b   relative error
             loss                   1             1.5   error 0.12, MISSES its bar of 1e-06
             grad norm              2               2   error 0, holds its bar of 1e-06
             gradient   a differs most                  error 0.25, no bar
@@ -276,7 +277,7 @@ class FirstStep:
             "grad_norm": _pair(self.grad_norm),
             "gradient": f" {self.worst} differs most",
         }
-        lines = []
+        lines = [f"{'':<10}{'backend a':>14}{'backend b':>16}   relative error"]
         for name, values in names.items():
             verdict = "no bar"
             if name in self.bars:
