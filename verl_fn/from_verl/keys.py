@@ -165,7 +165,7 @@ ONLY: Mapping[str, Rule] = {
     "*.model.lora_dtype": ((), "adapters are trained in fp32"),
     "*.model.lora_exclude_modules": (([],), "name the layers in target_modules"),
     "*.model.lora_lora_B_init_method": (("zero",), "adapters start at zero"),
-    "actor_rollout_ref.ref.model.*": ((), "the reference is the actor's first state; remove it, or add the word ~KEY"),
+    "actor_rollout_ref.ref.model.*": ((), "it is the actor's first state; remove it, or add the word ~KEY"),
     "*optim.optimizer": (("AdamW", "adamw", "adam", "Adam"), "the optimizer is AdamW"),
     "*optim.optimizer_impl": (("torch.optim",), "the optimizer is AdamW"),
     "*optim.override_optimizer_config": (({},), "the optimizer is AdamW"),
