@@ -111,9 +111,7 @@ _NOT_RUN = re.compile("\2([^\3]*)\3")
 _SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
 _OVERRIDE = re.compile(r"~\w|\+*\w+(\.[\w@-]+)*=")
 # Commands that prepare a machine; settings do not depend on whether they succeed.
-_SETS_UP = re.compile(
-    r"(mkdir|rm|cp|mv|ln|chmod|sleep|pkill|ray|pip3?|uv|conda|wget|curl|hf|wandb) "
-)
+_SETS_UP = re.compile(r"(mkdir|rm|cp|mv|ln|chmod|sleep|pkill|ray|pip3?|uv|conda|wget|curl|hf|wandb) ")
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 
