@@ -99,6 +99,25 @@ def test_rows_without_weight_are_counted_as_dropped():
     assert report["rollout/rows_dropped/learn"] == 3.0 and report["rollout/tokens_dropped/learn"] > 0
 
 
+def test_rows_of_any_pass_and_with_weights_of_both_signs_are_learned_from():
+    """Row 11 is in no pass, and row 10 has no weight; the weights of the other rows add up to 0."""
+
+    def passes(state, experience, w):
+        batch, actor = dr_grpo(experience.batch), state.actor
+        weights = torch.zeros_like(batch["advantages"])
+        weights[batch.last[:10]], weights[batch.last[:10] - 1] = 0.5, -0.5
+        batch = batch.with_tokens(loss_weight=weights)
+        for rows in (torch.arange(6), torch.arange(4, 11)):
+            grads, metrics = w.trainers["actor"].forward_backward(actor, batch.take(rows), reinforce)
+            actor, _ = w.trainers["actor"].apply_update(actor, grads)
+        return State(actor, state.key, state.step + 1), metrics
+
+    experience, _, report = step(own(learn=passes), workers())
+    rest = experience.batch.take(torch.tensor([10, 11]))
+    assert report["rollout/rows_dropped/learn"] == 2
+    assert report["rollout/tokens_dropped/learn"] == int(rest["response_mask"].sum())
+
+
 def test_rows_of_other_batches_are_not_counted():
     def elsewhere(state, experience, w):
         return learn(state, attrs.evolve(experience, batch=experience.batch.without("row_of_experience")), w)

@@ -551,3 +551,50 @@ def test_a_template_gets_the_arguments_of_the_problem_in_every_turn():
     assert tokenizer.decode(renderer.opening(asked, marked)) == "<bos>ax\n"
     assert tokenizer.decode(renderer.continuation(said, user("b"), marked)) == "bx\n"
     assert tokenizer.decode(renderer.continuation(said, user("b"))) == "b\n"
+
+
+def test_messages_that_only_some_arguments_or_tools_leave_out_are_errors():
+    """What the template shows of one problem says nothing about a problem with other arguments."""
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] +", "('x' if hide else message['content']) +")
+    renderer, asked = Renderer(tokenizer, [END]), user("a")
+    hidden, tool = TemplateArguments(kwargs={"hide": True}), TemplateArguments(({"function": {"name": "xx"}},))
+    for _ in range(2):
+        renderer.check_seen((), asked, TemplateArguments(), "problem 3")
+        renderer.check_seen((), asked, tool, "problem 3")
+        with pytest.raises(EnvError, match=r"problem 3: .*leaves out content of message 0, of the role user"):
+            renderer.check_seen((), asked, hidden, "problem 3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("if hide", "if tools")
+    renderer = Renderer(tokenizer, [END])
+    renderer.check_seen((), asked, hidden, "problem 3")
+    with pytest.raises(EnvError, match="leaves out content of message 0, of the role user"):
+        renderer.check_seen((), asked, tool, "problem 3")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("tools or []", "([] if hide else tools or [])")
+    renderer = Renderer(tokenizer, [END])
+    assert tokenizer.decode(renderer.opening(asked, tool)) == "<bos>xx\na\n"
+    with pytest.raises(EnvError, match="does not show them to the model, such as 'xx'"):
+        renderer.opening(asked, attrs.evolve(tool, kwargs={"hide": True}))
+
+
+def test_a_template_may_leave_out_what_was_said_long_ago():
+    """It shows the last two messages, so that each reply begins a row."""
+    template = (
+        "{% for m in messages[-2:] %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    )
+    results = script(ab=user("ab"), c=user("d"), g=Done(1.0, 1.0))
+    samples, asked, _ = play(results, {"ab\n": [*ids("c"), END], "cd\n": [*ids("g"), END]}, template=template)
+    assert [TOKENIZER.decode(turn.prompt) for turn in asked] == ["ab\n", "c<eos>d\n"]
+    assert [sample.outcome.reason for sample in samples] == ["done", "done"]
+
+
+@pytest.mark.parametrize(("of_user", "of_reply"), [("", "x"), ("<eos>", "x"), ("x", "<eos>"), ("", "<eos>")])
+def test_a_reply_may_end_with_any_of_several_end_tokens(of_user, of_reply):
+    """Also where messages of the user end with another one."""
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    ending = f"{{{{ '{of_reply}' if m.role == 'assistant' else '{of_user}\\n' }}}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{ending}{{% endfor %}}"
+    renderer = Renderer(tokenizer, [tokenizer.convert_tokens_to_ids("x"), END])
+    said = [*user("a"), {"role": "assistant", "content": "b"}]
+    for messages in (user("b"), (*user("b"), *user("a"))):
+        later = "".join(f"{one['content']}{of_user}\n" for one in messages)
+        assert tokenizer.decode(renderer.continuation(said, messages)) == later

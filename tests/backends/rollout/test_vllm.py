@@ -209,6 +209,20 @@ def test_variables_that_break_the_engine_are_refused(name, monkeypatch):
         arguments.prepare_environment("cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_variables_that_the_user_has_set_stay(device, monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    made = {}
+    monkeypatch.setattr(arguments.os, "environ", made)
+    arguments.prepare_environment(device)
+    assert ("TORCHDYNAMO_DISABLE" in made) == (device == "cpu") and made["HF_HUB_OFFLINE"] == "1"
+    free = dict.fromkeys(made.keys() - arguments.REQUIRED.keys(), "mine")
+    made |= free
+    arguments.prepare_environment(device)
+    assert {name: made[name] for name in free} == free
+
+
 def test_another_version_is_refused(alone, monkeypatch):
     from importlib import metadata
 
