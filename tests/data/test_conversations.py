@@ -2,17 +2,19 @@
 
 import json
 
+import attrs
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.examples import Conversation, pack_examples, pack_pairs
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.data.examples import Conversation, TaskDialogues, pack_examples, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
 from verl_fn.data.rendering import encode_parts, turn_parts
 from verl_fn.data.rows import DataError
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.state import Key
 
 # ChatML in one letter each: U and A begin a message, and a newline follows its end token.
 CHATML = (
@@ -272,3 +274,19 @@ def test_an_answer_with_any_of_several_end_tokens_before_its_end_is_refused():
                 pack_examples([Problem(talk("ab"), f"a{token}b")], made, ends)
             (end,) = made.encode(token, add_special_tokens=False)
             assert pack_examples([Problem("ab", f"a{token}")], made, ends).tokens.tolist()[-2:] == [4, end]
+
+
+def test_conversations_of_generated_tasks():
+    """Held-out ones keep the prompt and the answer that an evaluation asks for; the longest row is known."""
+    for task in (TASKS["calculator"], TASKS["guess_number"]):
+        made, dialogues, key = char_tokenizer(task.alphabet + "\n"), TaskDialogues(task), Key.from_seed(3)
+        made.chat_template = CHAT_TEMPLATE
+        held = dialogues.held_out(5)
+        for one, problem in zip(held, task.held_out(5), strict=True):
+            assert one.messages == task.dialogue(problem)
+            for name in ("prompt", "answer", "id", "data_source"):
+                assert getattr(one, name) == getattr(problem, name)
+        rows = pack_examples([*dialogues.train(key, 7, 100), *held], made, END)
+        assert int(rows.lengths.max()) <= dialogues.max_row and dialogues.max_prompt == task.max_prompt
+    later = attrs.evolve(TASKS["calculator"], dialogue=lambda problem: talk(*"ab" * (1 + problem.id % 3)))
+    assert TaskDialogues(later).max_row == 6 * (max(later.max_prompt, later.max_answer) + 2)

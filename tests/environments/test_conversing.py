@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import threading
 import time
 import warnings
@@ -63,7 +64,7 @@ def script(**results):
 
 def play(
     environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40, through=Through,
-    made=None,
+    made=None, temperature=1.0,
 ):  # fmt: skip
     """Returns the samples; ``replies`` maps a row's text so far, without its end tokens, to the reply's tokens."""
     tokenizer = char_tokenizer("abcdefgh?" + NEWLINE)
@@ -85,7 +86,7 @@ def play(
     problems = [
         prompt if isinstance(prompt, Problem) else Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)
     ]
-    w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
+    w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n, temperature=temperature), converses=True)
     requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
     return conversing.generate(requests, version=3), asked, problems
 
@@ -102,6 +103,22 @@ def test_a_conversation_by_hand():
     assert [turn.prompt for turn in asked] == [(1, *ids("ab\n")), (1, *ids("ab\n"), *odd, *ids("ef\n"))]
     outcome = sample.outcome
     assert (outcome.reason, outcome.score, outcome.acc, outcome.turns) == ("done", 0.5, 1.0, 2)
+    said = [(one["role"], one["content"]) for one in json.loads(outcome.messages)]
+    assert said == [("user", "ab"), ("assistant", "c<bos>d"), ("user", "ef"), ("assistant", "g")]
+
+
+@pytest.mark.parametrize(("temperature", "of_log_probs"), [(0.0, 1.0), (0.5, 0.5)])
+def test_a_greedy_conversation_has_log_probs_of_temperature_1(temperature, of_log_probs):
+    (sample,), (turn,), _ = play(script(ab=user("ab"), c=Done(1.0)), {}, temperature=temperature)
+    assert turn.sampling.temperature == temperature and sample.temperature == of_log_probs
+
+
+def test_first_messages_may_have_as_many_tokens_as_a_prompt():
+    for letters in (8, 9):
+        long = pytest.raises(EnvError, match=r"have 11 tokens, more than 10; raise data.max_prompt_length")
+        with long if letters == 9 else contextlib.nullcontext():
+            (sample,), _, _ = play(script(ab=user("a" * letters), c=Done(1.0)), {})
+            assert len(sample.prompt) == 10
 
 
 def test_a_reply_may_fill_the_room_that_is_left():
