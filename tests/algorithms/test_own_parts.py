@@ -63,9 +63,9 @@ def own(**functions):
 
 def test_reports_are_completed():
     w = workers()
-    measured = {"response_length/max": 99.0}
+    measured = {"response_length/max": 99.0, "timing_s/reward": 7.5}
     _, _, report = step(own(learn=lambda *args: (lambda state, own: (state, own | measured))(*learn(*args))), w)
-    assert report["response_length/max"] == 99.0, "a metric of learn replaces the run's own"
+    assert {name: report[name] for name in measured} == measured, "a metric of learn replaces the run's own"
     assert report["actor/plain"] == 2.0 and report["actor/grad_norm"] > 0 and "own/mean" in report
     assert {"timing_s/gen", "timing_s/reward", "timing_s/learn", "timing_s/step", "perf/throughput"} <= report.keys()
     assert report["critic/score/max"] > report["critic/score/min"] and report["response_length/mean"] > 0
@@ -116,6 +116,22 @@ def test_rows_of_any_pass_and_with_weights_of_both_signs_are_learned_from():
     rest = experience.batch.take(torch.tensor([10, 11]))
     assert report["rollout/rows_dropped/learn"] == 2
     assert report["rollout/tokens_dropped/learn"] == int(rest["response_mask"].sum())
+
+
+@pytest.mark.parametrize("call", ["loss_fn", "map"])
+def test_rows_are_not_counted_where_learn_computes_gradients_itself(call):
+    """A call that shows nothing of its rows may have had all of them."""
+
+    def computes(state, experience, w):
+        trainer = w.trainers["actor"]
+        if call == "loss_fn":
+            trainer.loss_fn(aggregate(dr_grpo(experience.batch), "token-mean"), reinforce)
+        else:
+            trainer.map(lambda: None)
+        return learn(state, experience, w, rows=torch.arange(3))
+
+    _, _, report = step(own(learn=computes), workers())
+    assert not any(name.startswith("rollout/") and name.endswith("/learn") for name in report)
 
 
 def test_rows_of_other_batches_are_not_counted():
@@ -214,6 +230,7 @@ class Remembers(State):
         ({"a": 1.0}, {}, r"\.seen\['a'\] is nothing and was a number"),
         (None, 0.5, r"\.seen is a number and was nothing"),
         (torch.zeros(1), torch.zeros(2), r"\.seen is a tensor of torch.float32 and shape \(2,\) and was a tensor"),
+        (True, 0.5, r"\.seen is a number and was a bool"),
         (0, 0.5, ""),
         (0.0, np.float64(0.5), ""),
         (torch.zeros(2), torch.ones(2), ""),

@@ -9,7 +9,7 @@ import torch
 from verl_fn import steps
 from verl_fn.algorithms import Algorithm, Workers, dapo, distill, grpo, remax, rloo
 from verl_fn.algorithms import workers as parts
-from verl_fn.algorithms.experience import update_batches
+from verl_fn.algorithms.experience import draw, update_batches
 from verl_fn.algorithms.policy import policy_loss
 from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
 from verl_fn.algorithms.workers import Clock, no_more
@@ -85,6 +85,27 @@ def test_remax_asks_for_a_greedy_response_to_each_prompt():
     assert report["critic/baselines/mean"] == pytest.approx(float(batch["reward_baselines"].mean()))
     assert report["critic/advantages/max"] == pytest.approx(float((batch["score"] - batch["reward_baselines"]).max()))
     assert state.step == 1 and "timing_s/gen_max" in report and "rollout/rows_compared_with_none" not in report
+
+
+@pytest.mark.parametrize("version", [None, 7])
+def test_weights_that_the_engine_holds_are_not_published_again(version):
+    """As after an evaluation; a version of the workers' stands for the step."""
+
+    class Counting(Listening):
+        published = ()
+
+        def publish(self, version, weights):
+            self.published += (version,)
+            return super().publish(version, weights)
+
+    w = workers(rollout=Counting(), version=version)
+    state = SimpleNamespace(actor=w.trainers["actor"].init(KEY), key=KEY, step=3)
+    first, again = (draw(state, TASK.train(KEY, 0, 2), w).batch for _ in range(2))
+    assert w.rollout.published == (3 if version is None else 7,) and tree.equal(first, again)
+    state.step = 4
+    later = draw(state, TASK.train(KEY, 0, 2), w).batch
+    assert w.rollout.published == ((3, 4) if version is None else (7,))
+    assert not torch.equal(first.tokens, later.tokens), "each step draws with a key of its own"
 
 
 def test_a_greedy_response_that_is_missing_is_named():
