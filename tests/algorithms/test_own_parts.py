@@ -21,7 +21,7 @@ from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import advance
-from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only
+from verl_fn.state import Key, Node, Outcome, TokenOutputs, node, read_only, tree
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, row_mean, token_mean
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.contract import LossError, described
@@ -63,9 +63,9 @@ def own(**functions):
 
 def test_reports_are_completed():
     w = workers()
-    measured = {"response_length/max": 99.0}
+    measured = {"response_length/max": 99.0, "timing_s/reward": 7.5}
     _, _, report = step(own(learn=lambda *args: (lambda state, own: (state, own | measured))(*learn(*args))), w)
-    assert report["response_length/max"] == 99.0, "a metric of learn replaces the run's own"
+    assert {name: report[name] for name in measured} == measured, "a metric of learn replaces the run's own"
     assert report["actor/plain"] == 2.0 and report["actor/grad_norm"] > 0 and "own/mean" in report
     assert {"timing_s/gen", "timing_s/reward", "timing_s/learn", "timing_s/step", "perf/throughput"} <= report.keys()
     assert report["critic/score/max"] > report["critic/score/min"] and report["response_length/mean"] > 0
@@ -99,6 +99,41 @@ def test_rows_without_weight_are_counted_as_dropped():
     assert report["rollout/rows_dropped/learn"] == 3.0 and report["rollout/tokens_dropped/learn"] > 0
 
 
+def test_rows_of_any_pass_and_with_weights_of_both_signs_are_learned_from():
+    """Row 11 is in no pass, and row 10 has no weight; the weights of the other rows add up to 0."""
+
+    def passes(state, experience, w):
+        batch, actor = dr_grpo(experience.batch), state.actor
+        weights = torch.zeros_like(batch["advantages"])
+        weights[batch.last[:10]], weights[batch.last[:10] - 1] = 0.5, -0.5
+        batch = batch.with_tokens(loss_weight=weights)
+        for rows in (torch.arange(6), torch.arange(4, 11)):
+            grads, metrics = w.trainers["actor"].forward_backward(actor, batch.take(rows), reinforce)
+            actor, _ = w.trainers["actor"].apply_update(actor, grads)
+        return State(actor, state.key, state.step + 1), metrics
+
+    experience, _, report = step(own(learn=passes), workers())
+    rest = experience.batch.take(torch.tensor([10, 11]))
+    assert report["rollout/rows_dropped/learn"] == 2
+    assert report["rollout/tokens_dropped/learn"] == int(rest["response_mask"].sum())
+
+
+@pytest.mark.parametrize("call", ["loss_fn", "map"])
+def test_rows_are_not_counted_where_learn_computes_gradients_itself(call):
+    """A call that shows nothing of its rows may have had all of them."""
+
+    def computes(state, experience, w):
+        trainer = w.trainers["actor"]
+        if call == "loss_fn":
+            trainer.loss_fn(aggregate(dr_grpo(experience.batch), "token-mean"), reinforce)
+        else:
+            trainer.map(lambda: None)
+        return learn(state, experience, w, rows=torch.arange(3))
+
+    _, _, report = step(own(learn=computes), workers())
+    assert not any(name.startswith("rollout/") and name.endswith("/learn") for name in report)
+
+
 def test_rows_of_other_batches_are_not_counted():
     def elsewhere(state, experience, w):
         return learn(state, attrs.evolve(experience, batch=experience.batch.without("row_of_experience")), w)
@@ -130,6 +165,24 @@ def breaks(state, experience, w):
         return batch.with_tokens(advantages=advantages)
 
     return learn(state, experience, w, estimate=divided)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_only_advantages_of_responses_must_be_finite(value):
+    """No loss reads the others; a single one of a response ends the run."""
+
+    def learning(places):
+        def estimate(batch):
+            advantages = torch.where(places(batch), value, dr_grpo(batch)["advantages"])
+            return batch.with_tokens(advantages=advantages)
+
+        return own(learn=lambda state, experience, w: learn(state, experience, w, estimate=estimate))
+
+    _, state, report = step(learning(lambda batch: batch["response_mask"] == 0), workers())
+    _, plain, want = step(own(), workers())
+    assert tree.equal(state.actor.params, plain.actor.params) and report["actor/loss"] == want["actor/loss"]
+    with pytest.raises(AlgorithmError, match="not finite, on 1 tokens of a batch"):
+        step(learning(lambda batch: torch.arange(batch.num_tokens) == batch.last[2]), workers())
 
 
 def keeps(state, experience, w):
@@ -177,6 +230,7 @@ class Remembers(State):
         ({"a": 1.0}, {}, r"\.seen\['a'\] is nothing and was a number"),
         (None, 0.5, r"\.seen is a number and was nothing"),
         (torch.zeros(1), torch.zeros(2), r"\.seen is a tensor of torch.float32 and shape \(2,\) and was a tensor"),
+        (True, 0.5, r"\.seen is a number and was a bool"),
         (0, 0.5, ""),
         (0.0, np.float64(0.5), ""),
         (torch.zeros(2), torch.ones(2), ""),

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from verl_fn import steps
-from verl_fn.algorithms import Workers, dapo, grpo, remax, rloo
+from verl_fn.algorithms import Algorithm, Workers, dapo, distill, grpo, remax, rloo
 from verl_fn.algorithms import workers as parts
-from verl_fn.algorithms.experience import update_batches
+from verl_fn.algorithms.experience import draw, update_batches
 from verl_fn.algorithms.policy import policy_loss
 from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
 from verl_fn.algorithms.workers import Clock, no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.protocol import Through
-from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, ReMax, load, make_plan, notes
+from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, Distill, Outline, ReMax, load, make_plan, notes
 from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import ArgumentError
@@ -88,6 +88,27 @@ def test_remax_asks_for_a_greedy_response_to_each_prompt():
     assert state.step == 1 and "timing_s/gen_max" in report and "rollout/rows_compared_with_none" not in report
 
 
+@pytest.mark.parametrize("version", [None, 7])
+def test_weights_that_the_engine_holds_are_not_published_again(version):
+    """As after an evaluation; a version of the workers' stands for the step."""
+
+    class Counting(Listening):
+        published = ()
+
+        def publish(self, version, weights):
+            self.published += (version,)
+            return super().publish(version, weights)
+
+    w = workers(rollout=Counting(), version=version)
+    state = SimpleNamespace(actor=w.trainers["actor"].init(KEY), key=KEY, step=3)
+    first, again = (draw(state, TASK.train(KEY, 0, 2), w).batch for _ in range(2))
+    assert w.rollout.published == (3 if version is None else 7,) and tree.equal(first, again)
+    state.step = 4
+    later = draw(state, TASK.train(KEY, 0, 2), w).batch
+    assert w.rollout.published == ((3, 4) if version is None else (7,))
+    assert not torch.equal(first.tokens, later.tokens), "each step draws with a key of its own"
+
+
 def test_a_greedy_response_that_is_missing_is_named():
     rows = Batch.from_rows([[1], [2]], per_row={"group": [7, 5]})
     with pytest.raises(ValueError, match="no greedy response to problem 5"):
@@ -98,6 +119,25 @@ def test_rloo_is_grpo_with_its_estimator():
     ours, theirs = (step(a, workers()) for a in (rloo(RLOO()), grpo(GRPO(adv_estimator="rloo"))))
     assert tree.equal(ours[1], theirs[1])
     assert ours[2]["actor/pg_loss"] == theirs[2]["actor/pg_loss"]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        grpo(GRPO(reward_model="m")),
+        rloo(RLOO(reward_model="m")),
+        dapo(DAPO(reward_model="m", filter_groups=FilterGroups(enable=False))),
+        distill(Distill(teacher="m")),
+        Algorithm(learn=lambda state, experience, w: (state, {}), outline=Outline(needs_reward=False)),
+    ],
+    ids=["grpo", "rloo", "dapo", "distill", "own"],
+)
+def test_where_no_reward_is_needed_none_is_asked(algorithm):
+    """A rule for the data's answers may not be there."""
+    w = workers(judge=lambda answers: pytest.fail("the workers' reward was asked"))
+    state = SimpleNamespace(actor=w.trainers["actor"].init(KEY), key=KEY, step=0)
+    experience = algorithm.sample(state, TASK.train(KEY, 0, 4), w)
+    assert len(experience.batch) == 12 and "score" not in experience.batch and "reward" not in experience.seconds
 
 
 def test_groups_without_signal_are_replaced_by_new_problems():

@@ -9,6 +9,8 @@ from chat_templates import FAMILIES, PHI3_FIRST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.backends.hf.tokenizer import chat_tokens, with_chat_arguments
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation, encode_examples, encode_rows
 from verl_fn.data.files import encode_prompts
@@ -283,6 +285,17 @@ def test_arguments_of_templates_reach_what_is_learned():
     ((ids, mask),) = encode_rows([problem], made, ends)[0]
     assert made.decode(ids) == rendered("Qwen3.5", [ASKS], prompt=True, enable_thinking=False) + "5<|im_end|>"
     assert made.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "5<|im_end|>"
+
+
+def test_arguments_of_a_problem_replace_those_of_the_run():
+    made = char_tokenizer("abcd?")
+    made.chat_template = "{{ messages[0].content }}{{ one }}{{ two }}"
+    asked, own = ({"role": "user", "content": "?"},), {"two": "d"}
+    problems = [attrs.evolve(Problem(asked, "a"), chat_template_kwargs=kwargs) for kwargs in ({}, own)]
+    with_chat_arguments(made, {"one": "a", "two": "b"}, None)
+    assert made.batch_decode(encode_prompts(problems, made, 8)) == ["?ab", "?ad"]
+    tokens = [chat_tokens(made, asked, chat_template_kwargs=kwargs) for kwargs in ({}, own)]
+    assert made.batch_decode(tokens) == ["?ab", "?ad"]
 
 
 def test_reasoning_that_begins_an_answer_is_not_said_to_be_unseen():

@@ -2,17 +2,19 @@
 
 import json
 
+import attrs
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.examples import Conversation, pack_examples, pack_pairs
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.data.examples import Conversation, TaskDialogues, pack_examples, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
 from verl_fn.data.rendering import encode_parts, turn_parts
 from verl_fn.data.rows import DataError
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.state import Key
 
 # ChatML in one letter each: U and A begin a message, and a newline follows its end token.
 CHATML = (
@@ -254,3 +256,37 @@ def test_an_answer_with_an_end_token_before_its_end_is_refused(tmp_path):
         pack_examples(read_files([write(tmp_path, *rows)], "answers"), made, END)
     with pytest.raises(DataError, match="the response has '<eos>'"):
         pack_pairs([Judged("ab", "", chosen=("c<eos>b",), rejected=("d",))], made, END)
+
+
+def test_an_answer_with_any_of_several_end_tokens_before_its_end_is_refused():
+    """A model that samples stops at each of them; only what ends no answer may be in the middle of one."""
+    made = tokenizer()
+    other = made.bos_token_id
+    assert pack_examples([Problem("ab", "a<bos>b")], made, END).tokens.tolist()[-4:] == [4, other, 5, END]
+    said = r"the token that ends an answer, before its end"
+    for ends in ((END, other), (other, END)):
+        for token in ("<bos>", "<eos>"):
+            with pytest.raises(DataError, match=rf"the answer has '{token}', {said}"):
+                pack_examples([Problem("ab", f"a{token}b")], made, ends)
+            with pytest.raises(DataError, match=rf"the response has '{token}', {said}"):
+                pack_pairs([Judged("ab", "", chosen=("c",), rejected=(f"d{token}b",))], made, ends)
+            with pytest.raises(DataError, match=rf"message 1 has '{token}', the token that ends an answer, inside"):
+                pack_examples([Problem(talk("ab"), f"a{token}b")], made, ends)
+            (end,) = made.encode(token, add_special_tokens=False)
+            assert pack_examples([Problem("ab", f"a{token}")], made, ends).tokens.tolist()[-2:] == [4, end]
+
+
+def test_conversations_of_generated_tasks():
+    """Held-out ones keep the prompt and the answer that an evaluation asks for; the longest row is known."""
+    for task in (TASKS["calculator"], TASKS["guess_number"]):
+        made, dialogues, key = char_tokenizer(task.alphabet + "\n"), TaskDialogues(task), Key.from_seed(3)
+        made.chat_template = CHAT_TEMPLATE
+        held = dialogues.held_out(5)
+        for one, problem in zip(held, task.held_out(5), strict=True):
+            assert one.messages == task.dialogue(problem)
+            for name in ("prompt", "answer", "id", "data_source"):
+                assert getattr(one, name) == getattr(problem, name)
+        rows = pack_examples([*dialogues.train(key, 7, 100), *held], made, END)
+        assert int(rows.lengths.max()) <= dialogues.max_row and dialogues.max_prompt == task.max_prompt
+    later = attrs.evolve(TASKS["calculator"], dialogue=lambda problem: talk(*"ab" * (1 + problem.id % 3)))
+    assert TaskDialogues(later).max_row == 6 * (max(later.max_prompt, later.max_answer) + 2)

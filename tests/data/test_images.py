@@ -175,6 +175,25 @@ def test_conversations_and_string_prompts(tmp_path, tokenizer):
     assert batch.rows("position_ids")[1][:, 2].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_each_of_several_rows_has_its_own_images(tmp_path, tokenizer):
+    """Whether a row is a conversation or a string, and in whatever order they come."""
+
+    def asked(content, *images):
+        return Problem(content, "a", images=images)
+
+    chat = [({"role": "user", "content": "<image>?" * count},) for count in range(3)]
+    rows = [
+        asked(chat[1], png(1)), asked("b<image>", png(2)), asked(chat[0]), asked(chat[2], png(3), png(4)),
+        asked("a?"), asked("<image>b", png(5)),
+    ]  # fmt: skip
+    for order in (rows, rows[::-1]):
+        whole, each = pack_examples(order, tokenizer, 2), [pack_examples([one], tokenizer, 2) for one in order]
+        counts = [len(one.images) for one in order]
+        assert whole.ragged["grids"].counts.tolist() == counts
+        pixels = [one["pixels"] for one, count in zip(each, counts, strict=True) if count]
+        assert torch.equal(whole["pixels"], torch.cat(pixels)) and not torch.equal(pixels[0], pixels[1])
+
+
 BAD = {
     "no image": ("image 1 is no image that Pillow can read .4 bytes.", row(images=[b"text"])),
     "missing": (r"image 1: .*gone.png cannot be read: No such file", row(images=[{"path": "gone.png"}])),

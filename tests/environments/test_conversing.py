@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import threading
 import time
 import warnings
@@ -63,7 +64,7 @@ def script(**results):
 
 def play(
     environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40, through=Through,
-    made=None,
+    made=None, temperature=1.0,
 ):  # fmt: skip
     """Returns the samples; ``replies`` maps a row's text so far, without its end tokens, to the reply's tokens."""
     tokenizer = char_tokenizer("abcdefgh?" + NEWLINE)
@@ -82,8 +83,10 @@ def play(
     conversing = Conversing(through(engine), environment, renderer, tokenizer, [END], limits)
     if made is not None:
         made(conversing)
-    problems = [Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)]
-    w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
+    problems = [
+        prompt if isinstance(prompt, Problem) else Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)
+    ]
+    w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n, temperature=temperature), converses=True)
     requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
     return conversing.generate(requests, version=3), asked, problems
 
@@ -100,6 +103,22 @@ def test_a_conversation_by_hand():
     assert [turn.prompt for turn in asked] == [(1, *ids("ab\n")), (1, *ids("ab\n"), *odd, *ids("ef\n"))]
     outcome = sample.outcome
     assert (outcome.reason, outcome.score, outcome.acc, outcome.turns) == ("done", 0.5, 1.0, 2)
+    said = [(one["role"], one["content"]) for one in json.loads(outcome.messages)]
+    assert said == [("user", "ab"), ("assistant", "c<bos>d"), ("user", "ef"), ("assistant", "g")]
+
+
+@pytest.mark.parametrize(("temperature", "of_log_probs"), [(0.0, 1.0), (0.5, 0.5)])
+def test_a_greedy_conversation_has_log_probs_of_temperature_1(temperature, of_log_probs):
+    (sample,), (turn,), _ = play(script(ab=user("ab"), c=Done(1.0)), {}, temperature=temperature)
+    assert turn.sampling.temperature == temperature and sample.temperature == of_log_probs
+
+
+def test_first_messages_may_have_as_many_tokens_as_a_prompt():
+    for letters in (8, 9):
+        long = pytest.raises(EnvError, match=r"have 11 tokens, more than 10; raise data.max_prompt_length")
+        with long if letters == 9 else contextlib.nullcontext():
+            (sample,), _, _ = play(script(ab=user("a" * letters), c=Done(1.0)), {})
+            assert len(sample.prompt) == 10
 
 
 def test_a_reply_may_fill_the_room_that_is_left():
@@ -129,6 +148,32 @@ def test_a_template_that_rewrites_replies_makes_rows():
     report = ledger([counts_of(batch)], batch, step=3, asked=2)
     assert report["rollout/rows_split"] == 2 and report["rollout/rows_dropped/engine"] == 0
     assert report["rollout/rows_learned"] == 4 and report["env/turns/mean"] == 2.0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_template_and_the_environment_get_the_fields_of_each_problem(rows):
+    """Also for the environment's later messages, whether they stay in the row or begin another one."""
+    fields = {"answer": "gold", "data_source": "mine", "extra_info": {"level": 3}}
+    brief = Problem("ab", id=4, chat_template_kwargs={"brief": True}, **fields)
+    plain = Problem("ab", id=9, **fields)
+    # A letter before each message of the user, which only the first problem's arguments ask for.
+    template = FORGETFUL if rows == 2 else FORGETFUL.replace("elif loop.last", "else")
+    template = template.replace("{{ m['content']", "{{ 'h' if brief }}{{ m['content']", 1)
+    jobs = []
+
+    def environment(due):
+        jobs.extend(due)
+        return [(user("ab"), user("ef"), Done(1.0))[len(job.replies)] for job in due]
+
+    samples, asked, _ = play(environment, {}, (brief, plain), template=template)
+    second = "ab\nc<eos>ef\n" if rows == 1 else "ab\nef\n"
+    texts = [text for text in ("ab\n", second) for _ in range(2)]
+    told = [text.replace("ab", "hab").replace("ef", "hef") for text in texts]
+    said = [TOKENIZER.decode(turn.prompt).removeprefix("<bos>") for turn in asked]
+    assert said == [told[0], texts[1], told[2], texts[3]] and len(samples) == 2 * rows
+    names = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
+    wanted = {one.id: {name: getattr(one, name) for name in names} for one in (brief, plain)}
+    assert [job.problem for job in jobs] == [wanted[4], wanted[9]] * 3
 
 
 def test_only_the_last_row_of_a_conversation_that_is_cut_off_has_no_end():
@@ -523,3 +568,50 @@ def test_a_template_gets_the_arguments_of_the_problem_in_every_turn():
     assert tokenizer.decode(renderer.opening(asked, marked)) == "<bos>ax\n"
     assert tokenizer.decode(renderer.continuation(said, user("b"), marked)) == "bx\n"
     assert tokenizer.decode(renderer.continuation(said, user("b"))) == "b\n"
+
+
+def test_messages_that_only_some_arguments_or_tools_leave_out_are_errors():
+    """What the template shows of one problem says nothing about a problem with other arguments."""
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] +", "('x' if hide else message['content']) +")
+    renderer, asked = Renderer(tokenizer, [END]), user("a")
+    hidden, tool = TemplateArguments(kwargs={"hide": True}), TemplateArguments(({"function": {"name": "xx"}},))
+    for _ in range(2):
+        renderer.check_seen((), asked, TemplateArguments(), "problem 3")
+        renderer.check_seen((), asked, tool, "problem 3")
+        with pytest.raises(EnvError, match=r"problem 3: .*leaves out content of message 0, of the role user"):
+            renderer.check_seen((), asked, hidden, "problem 3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("if hide", "if tools")
+    renderer = Renderer(tokenizer, [END])
+    renderer.check_seen((), asked, hidden, "problem 3")
+    with pytest.raises(EnvError, match="leaves out content of message 0, of the role user"):
+        renderer.check_seen((), asked, tool, "problem 3")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("tools or []", "([] if hide else tools or [])")
+    renderer = Renderer(tokenizer, [END])
+    assert tokenizer.decode(renderer.opening(asked, tool)) == "<bos>xx\na\n"
+    with pytest.raises(EnvError, match="does not show them to the model, such as 'xx'"):
+        renderer.opening(asked, attrs.evolve(tool, kwargs={"hide": True}))
+
+
+def test_a_template_may_leave_out_what_was_said_long_ago():
+    """It shows the last two messages, so that each reply begins a row."""
+    template = (
+        "{% for m in messages[-2:] %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    )
+    results = script(ab=user("ab"), c=user("d"), g=Done(1.0, 1.0))
+    samples, asked, _ = play(results, {"ab\n": [*ids("c"), END], "cd\n": [*ids("g"), END]}, template=template)
+    assert [TOKENIZER.decode(turn.prompt) for turn in asked] == ["ab\n", "c<eos>d\n"]
+    assert [sample.outcome.reason for sample in samples] == ["done", "done"]
+
+
+@pytest.mark.parametrize(("of_user", "of_reply"), [("", "x"), ("<eos>", "x"), ("x", "<eos>"), ("", "<eos>")])
+def test_a_reply_may_end_with_any_of_several_end_tokens(of_user, of_reply):
+    """Also where messages of the user end with another one."""
+    tokenizer = char_tokenizer("abx" + NEWLINE)
+    ending = f"{{{{ '{of_reply}' if m.role == 'assistant' else '{of_user}\\n' }}}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{ending}{{% endfor %}}"
+    renderer = Renderer(tokenizer, [tokenizer.convert_tokens_to_ids("x"), END])
+    said = [*user("a"), {"role": "assistant", "content": "b"}]
+    for messages in (user("b"), (*user("b"), *user("a"))):
+        later = "".join(f"{one['content']}{of_user}\n" for one in messages)
+        assert tokenizer.decode(renderer.continuation(said, messages)) == later

@@ -15,11 +15,12 @@ from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.config import load, make_plan
+from verl_fn.data.images import seen_by, unplaced
 from verl_fn.data.tasks import Problem
 from verl_fn.environments import Done
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.processes import EnvError
-from verl_fn.environments.rendering import Renderer
+from verl_fn.environments.rendering import Renderer, TemplateArguments
 from verl_fn.pool.playing import Failed, checked
 from verl_fn.runs.loop import train
 from verl_fn.state import Key, Sampling, pack, tree, unpack
@@ -114,6 +115,17 @@ def test_marks_in_the_wrong_place_are_refused(model, environment, says):
     requests = conversations_of(problems()[:1], tokenizer, Sampling(max_tokens=40, n=4), Key.from_seed(1))
     with pytest.raises(EnvError, match=says):
         engine.probe(requests[0])
+
+
+def test_the_template_of_a_row_with_images_gets_the_arguments_of_its_problem(model):
+    tokenizer, (problem, *_) = read_tokenizer(model), problems()
+    tokenizer.chat_template += "{{ 'c' if brief }}"
+    renderer, images = Renderer(tokenizer, end_tokens(model)), unplaced(seen_by(problem, tokenizer))
+    plain, brief = (
+        renderer.opening_with_images(problem.prompt, TemplateArguments(kwargs=kwargs), images, "problem 0")[0]
+        for kwargs in ({}, {"brief": True})
+    )
+    assert brief == [*plain, tokenizer.convert_tokens_to_ids("c")]
 
 
 def test_an_image_in_a_tools_reply_is_refused():

