@@ -179,10 +179,10 @@ def answers_of(
 ) -> list[dict[str, Any]]:
     """Returns the answers as rows that people can read; see ``evaluation_of`` for the arguments.
 
-    ``problem`` is the number of the problem, ``row`` its file's name and its row, if any, ``sample`` the number of its
-    answer. ``prompt`` is for people to read, ``input`` the text of the tokens that the model got. ``ended`` says why
-    the answer ended: ``stop`` by the end token, ``length`` at the limit, or the reason for the end of a conversation,
-    whose ``messages`` follow.
+    ``problem`` is the number of the problem, ``row`` its file's name and its row, if any, ``sample`` the number of
+    its answer. ``prompt`` is for people to read, ``input`` the text of the tokens that the model got. ``ended`` says
+    why the answer ended: ``stop`` by the end token, ``length`` at the limit, or the reason for the end of a
+    conversation, whose ``messages`` follow.
     """
     conversation, last = conversations(batch)
     texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
