@@ -118,6 +118,14 @@ def test_a_cache_has_room_for_the_rows_of_a_step(folder):
     assert sized(attrs.evolve(many, learns_from="answers"), 80 * GIB).rollout == many.rollout
 
 
+@pytest.mark.parametrize(("problems", "share_"), [(96, 0.5), (112, 0.55), (144, 0.65), (152, 0.65), (160, 0.7)])
+def test_a_share_is_the_smallest_in_twentieths_whose_cache_holds_the_rows(folder, problems, share_):
+    """144 rows of 1,536 tokens take 30.4 GiB beside 15.3 GiB of weights and 4 GiB to compute: 62% of 80 GiB."""
+    sizes = (f"data.train_batch_size={problems}", "data.max_prompt_length=512", "data.max_response_length=1024")
+    rollout = sized(plan_of(folder("qwen3-8b"), *RECOMPUTED, *sizes), 80 * GIB).rollout
+    assert (rollout.gpu_memory_utilization, rollout.slots) == (share_, problems)
+
+
 def test_a_share_leaves_the_states_where_they_are_if_a_smaller_one_would(folder):
     """Beside 0.7 of the GPU, the states fit and fill it; they would leave it only beside a larger share."""
     plan = sized(plan_of(folder("qwen3-8b"), *RECOMPUTED), 48 * GIB)
