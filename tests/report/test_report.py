@@ -591,6 +591,8 @@ def test_seeds_are_summed_up_whatever_their_folders_names_and_days(tmp_path):
 
     runs = [run("a"), run("b")]
     assert "a, b differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0]
+    runs = [*runs[:1], run("d", "env.max_turns=7")]
+    assert "a, d differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0], "a key without effect"
     runs = [*runs[:1], run("c", "trainer.total_training_steps=7")]
     assert "seeds only" not in page(report(runs, tmp_path / "page.html"))[0]
 
