@@ -256,6 +256,16 @@ def test_a_file_is_not_blamed_for_what_an_override_says(tmp_path):
         load(tmp_path / "a.toml", ["trainer.seed=3"])
 
 
+@pytest.mark.parametrize("name", ["grpo", '"grpo"', "ppo"])
+def test_options_that_both_algorithms_have_stay_with_another_name(tmp_path, name):
+    (tmp_path / "a.toml").write_text("[algorithm]\nclip_ratio = 0.3\nkl_loss_coef = 0.5\nlam = 0.9\n")
+    cfg = load(tmp_path / "a.toml", [f"algorithm.name={name}", "rollout.n=2", "algorithm.entropy_coeff=0.25"])
+    options = cfg.algorithm.options
+    assert cfg.algorithm.name == name.strip('"')
+    assert (options.clip_ratio, options.kl_loss_coef, options.entropy_coeff) == (0.3, 0.5, 0.25)
+    assert getattr(options, "lam", 0.9) == 0.9
+
+
 def test_options_of_an_algorithm_that_an_override_replaces_have_no_effect(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import attrs\nfrom verl_fn.config import opt\n"
@@ -460,6 +470,22 @@ def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):
 def test_a_described_config_is_the_config():
     cfg = load(overrides=['trainer.dir="a  b # \\t"', 'trainer.logger=["wandb", "tensorboard"]'])
     assert structure(tomllib.loads(describe(cfg, {}))) == cfg
+
+
+def test_a_table_of_the_users_own_keys_comes_from_where_one_of_them_was_set(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[reward]\nfunctions = "mine.py:score"\n[reward.arguments]\nscale = 2\n[data]\nval_size = 4\n')
+
+    def shown(*overrides):
+        lines = describe(load(file, overrides), origins(file, overrides)).splitlines()
+        return {line.split()[0]: line.rpartition(" [")[2].rstrip("]") for line in lines if " = " in line}
+
+    of = shown("data.chat_template_kwargs.thinking=true")
+    assert (of["arguments"], of["functions"], of["val_size"]) == (str(file),) * 3
+    assert of["chat_template_kwargs"] == "command line"
+    assert shown("reward.arguments.scale=3")["arguments"] == "command line"
+    # Neither a key with the same beginning nor another one of the table is meant.
+    assert (of["seed"], of["timeout"], shown()["chat_template_kwargs"]) == ("default",) * 3
 
 
 def test_a_key_comes_from_where_it_was_set_last(tmp_path):

@@ -357,6 +357,47 @@ def test_an_error_of_a_collective_is_that_of_another_rank(error, others):
         assert of_others(ray.exceptions.RayTaskError("run", "", error)) is others
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_of_several_failed_ranks_the_one_with_an_error_of_its_own_is_blamed(late, monkeypatch):
+    """Also if its error arrives after the others, and also if it is not the last."""
+    members = [Member(f"trainer rank {i}", None, i, 10 + i, "", (), Placement(i)) for i in range(3)]
+    broken = [RuntimeError("[Gloo/transport] Connection closed"), KeyError("only here"), RuntimeError("NCCL error")]
+    errors = [ray.exceptions.RayTaskError("run", str(cause), cause) for cause in broken]
+    coming = [[0, 2], [1]] if late else [[0, 1, 2]]
+    call = SimpleNamespace(quiet=False)
+    group = SimpleNamespace(members=members, restart=None, calls=[call], errors={})
+    group.settle = lambda: group.errors.update({members[i]: errors[i] for i in (coming.pop(0) if coming else ())})
+    monkeypatch.setattr(cluster.ray, "wait", lambda refs, timeout: ([], refs))
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    actors = cluster.Cluster(600.0)
+    actors.groups["trainer"] = group
+    with pytest.raises(KeyError, match="only here") as caught:
+        actors._deal_with_errors()
+    assert caught.value.__notes__ == ["raised in trainer rank 1"] and call.quiet
+    # Without an error of its own, the first rank is named as soon as the others have had their time.
+    monkeypatch.setattr(cluster, "GRACE_SECONDS", -1)
+    monkeypatch.setattr(cluster, "absent", lambda group, failed: None)
+    coming.append([2, 0])
+    with pytest.raises(RuntimeError, match="Connection closed") as caught:
+        actors._deal_with_errors()
+    assert caught.value.__notes__ == ["raised in trainer rank 0"]
+
+
+@pytest.mark.parametrize("timeout", [1.0, 600.0])
+def test_collectives_time_out_after_the_driver_has_looked_for_hangs(timeout, monkeypatch):
+    """The rank that hangs is told, and not the ones that wait for it."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    asked = {}
+    monkeypatch.setattr(dist, "TCPStore", lambda *place, is_master, timeout: place)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **options: asked.update(options))
+    Host().join(("127.0.0.1", 7), 1, 2, timeout, "cpu")
+    assert (asked["store"], asked["rank"], asked["world_size"]) == (("127.0.0.1", 7, 2), 1, 2)
+    # The driver counts from an answer on, asks again after an interval, and waits for a rank that does not answer.
+    latest = timeout + 2 * Watch(timeout).interval + cluster.ANSWER_SECONDS
+    assert asked["timeout"].total_seconds() > latest
+
+
 class NoRoute(Host):
     def join(self, place, rank, size, timeout, device):
         if rank == 1:

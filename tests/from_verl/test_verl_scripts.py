@@ -257,6 +257,23 @@ def test_of_a_launchers_words_only_the_ranks_must_be_known(script):
             read_settings([script(text.format(ranks))])
 
 
+@pytest.mark.parametrize(
+    ("options", "nodes", "each"),
+    [
+        ("--nnodes=2 --nproc_per_node=8", 2, 8),
+        ("--nproc_per_node 8 --nnodes 2", 2, 8),
+        ("--nproc-per-node 4 --master_port=1234", None, 4),
+        ("--nnodes 3 --standalone", 3, None),
+        ("--nproc_per_node gpu", None, None),
+        ("--standalone", None, None),
+    ],
+)
+def test_the_processes_of_torchrun_are_the_ranks(options, nodes, each):
+    known = {"a.b": 1, "trainer.nnodes": nodes, "trainer.n_gpus_per_node": each}
+    words = ["torchrun", *options.split(), "-m", "verl.trainer.sft_trainer", "a.b=1"]
+    assert read_settings(words).values == {key: value for key, value in known.items() if value}
+
+
 def test_programs_on_which_branches_of_a_script_depend_are_named(script):
     text = """
     if [ "$(nvidia-smi -L | wc -l)" -ge 8 ]; then N=8; else N=1; fi

@@ -616,6 +616,30 @@ def test_runs_with_several_seeds_have_their_mean(tmp_path):
     assert "a, b differ in" in page(report([*runs[:2], unknown], tmp_path / "page.html"))[0]
 
 
+def test_seeds_are_summed_up_whatever_their_folders_names_and_days(tmp_path):
+    def run(name, *more):
+        own = ("trainer.rollout_data_dir={}", "trainer.experiment_name={}", "trainer.seed={}")
+        mine = [key.format(value) for key, value in zip(own, (f"{name}/texts", name, ord(name)), strict=True)]
+        rows = [{"step": 1, "val-core/x/acc/mean@1": 0.5}]
+        return write(tmp_path / name, rows, overrides=[*mine, f"data.date=2027-01-0{ord(name) % 8 + 1}", *more])
+
+    runs = [run("a"), run("b")]
+    assert "a, b differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0]
+    runs = [*runs[:1], run("d", "env.max_turns=7")]
+    assert "a, d differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0], "a key without effect"
+    runs = [*runs[:1], run("c", "trainer.total_training_steps=7")]
+    assert "seeds only" not in page(report(runs, tmp_path / "page.html"))[0]
+
+
+def test_an_answer_is_right_if_it_is_wholly_right(tmp_path):
+    last = [answer(6, response="half", acc=0.5), answer(6, prompt="cd>", response="nearly", acc=0.999)]
+    before = [answer(0, prompt=one["prompt"], response="none", acc=0.0) for one in last]
+    run = write(tmp_path / "a", brief(6), [*before, *last])
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert "a: from step 0 to step 6, +0 right of 2<" in text and "✓ right" not in text
+    assert {"half✗ wrong reward 0.5", "nearly✗ wrong reward 0.999"} <= set(found.cells)
+
+
 def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):
     answer = {"data_source": "x", "prompt": "user: a?", "input": "<bos>a?\n", "response": "\n\n", "answer": "b"}
     answer |= {"step": 1, "score": 0.0, "acc": 0.0, "finished": True}

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -116,6 +117,31 @@ def test_a_cache_has_room_for_the_rows_of_a_step(folder):
     assert cached_rows(sized(many, 80 * GIB), 80 * GIB) >= 256
     assert sized(many, 40 * GIB).rollout.slots < 256
     assert sized(attrs.evolve(many, learns_from="answers"), 80 * GIB).rollout == many.rollout
+
+
+@pytest.mark.parametrize(("problems", "share_"), [(96, 0.5), (112, 0.55), (144, 0.65), (152, 0.65), (160, 0.7)])
+def test_a_share_is_the_smallest_in_twentieths_whose_cache_holds_the_rows(folder, problems, share_):
+    """144 rows of 1,536 tokens take 30.4 GiB beside 15.3 GiB of weights and 4 GiB to compute: 62% of 80 GiB."""
+    sizes = (f"data.train_batch_size={problems}", "data.max_prompt_length=512", "data.max_response_length=1024")
+    rollout = sized(plan_of(folder("qwen3-8b"), *RECOMPUTED, *sizes), 80 * GIB).rollout
+    assert (rollout.gpu_memory_utilization, rollout.slots) == (share_, problems)
+
+
+@pytest.mark.parametrize(("sleeps", "phase", "fit"), [
+    (True, fitting.GENERATION, False), (True, fitting.PUBLICATION, False), (True, "the actor's update", True),
+    (False, "the actor's update", False),
+])  # fmt: skip
+def test_a_share_fits_if_all_does_that_happens_while_the_engine_is_awake(folder, monkeypatch, sleeps, phase, fit):
+    plan = plan_of(folder("qwen3-8b"), *([] if sleeps else ["rollout.placement=apart"]))
+    assert plan.rollout.sleeps is sleeps
+    names = (fitting.GENERATION, fitting.PUBLICATION, "the actor's update")
+    full = [SimpleNamespace(name=name, nbytes=GIB * (79 if name == phase else 1)) for name in names]
+    monkeypatch.setattr(fitting, "phases", lambda plan, gpu: full)
+    assert fitting._generates(plan, 80 * GIB) is fit
+    monkeypatch.setattr(fitting, "phases", lambda plan, gpu: [SimpleNamespace(name=name, nbytes=1) for name in names])
+    assert fitting._generates(plan, 80 * GIB)
+    # Its weights of 15.3 GiB need more than a share of 0.15.
+    assert not fitting._generates(fitting._with_share(plan, 0.15), 80 * GIB)
 
 
 def test_a_share_leaves_the_states_where_they_are_if_a_smaller_one_would(folder):

@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import pytest
 from run_configs import TINY, tiny_run
 
@@ -109,3 +110,8 @@ def test_only_steps_in_a_row_without_any_update_end_a_run(tmp_path):
         _end_if_skipping(skipped, {"actor/update_skipped": share, "critic/update_skipped": 0.0}, step, plan, run)
     with pytest.raises(RunError, match=r"gradients of the actor .* in any update of the last 2 steps, up to step 6"):
         _end_if_skipping(skipped, {"actor/update_skipped": 1.0}, 6, plan, run)
+    once = attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, max_skipped_steps=1))
+    # A role is told by its name, and the one model of fine-tuning as the actor.
+    for family, role in (("critic", "critic"), ("train", "actor")):
+        with pytest.raises(RunError, match=f"gradients of the {role} "):
+            _end_if_skipping({}, {f"{family}/update_skipped": 1.0}, 1, once, run)

@@ -257,7 +257,7 @@ def goes_away(out: Path, environment: Mapping[str, str]) -> str:
     kind = _file_system(existing(place))
     if kind in MEMORY:
         return f"logs in {out} are lost with this machine's memory: the folder is on {kind}"
-    local = [Path("/tmp"), *(Path(environment[name]) for name in ("TMPDIR", "SLURM_TMPDIR") if name in environment)]
+    local = [Path("/tmp"), *(Path(environment[name]) for name in ("TMPDIR", "SLURM_TMPDIR") if environment.get(name))]
     if "SLURM_JOB_ID" in environment and any(place.is_relative_to(folder.resolve()) for folder in local):
         return f"logs in {out} are lost when Slurm job {environment['SLURM_JOB_ID']} ends: the folder is of this node"
     return ""

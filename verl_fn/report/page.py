@@ -42,7 +42,7 @@ from verl_fn.runs.progress import cut_off, duration, few_groups, settled, withou
 
 SHOWN = 32  # prompts in the table of held-out answers
 # Keys in which runs with several seeds differ.
-OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name")
+OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name", "data.date")
 OF_EACH = 2  # responses of a problem in the table of training responses
 _SUMMARY_COLUMNS = (
     "run", "algorithm", "data", "steps", "time a step", "tokens a second", "held-out, last", "held-out, best",

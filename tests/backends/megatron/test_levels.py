@@ -712,8 +712,12 @@ def test_traps_are_seen_before_anything_starts(tmp_path, monkeypatch):
     full = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda place: small if "cache" in str(place) else full(place))
     (tmp_path / "cache").mkdir()
-    found = verdict.preflight(tmp_path, "cpu", 1, {"HF_HOME": str(tmp_path / "cache")})
-    assert len(found) == 1 and found[0].startswith("the disk is full: ") and "HF_HOME" in found[0]
+    for variable in ("HF_HOME", "HF_HUB_CACHE"):
+        found = verdict.preflight(tmp_path, "cpu", 1, {variable: str(tmp_path / "cache")})
+        assert len(found) == 1 and found[0].startswith("the disk is full: ") and "HF_HOME" in found[0]
+    found = verdict.preflight(tmp_path / "cache", "cpu", 1, {"HF_HOME": str(tmp_path / "cache")})
+    assert len(found) == 1, "a folder is named once"
+    assert len(verdict.preflight(tmp_path / "cache", "cpu", 1, {})) == 1
 
 
 @pytest.mark.parametrize(

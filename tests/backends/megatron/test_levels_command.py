@@ -1,5 +1,6 @@
 """The command ``verl-fn levels`` around its processes: what it asks them for, and what it leaves behind."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -9,7 +10,7 @@ from megatron_support import MARKS
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.cli.main import parse
 from verl_fn.errors import UsageError
-from verl_fn.levels import command, provenance
+from verl_fn.levels import command, provenance, verdict
 from verl_fn.levels.subject import Request
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict
 
@@ -18,6 +19,18 @@ pytestmark = MARKS
 
 def arguments(*words):
     return parse(["levels", "--model", "m", *map(str, words)])
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "SLURM_TMPDIR"])
+def test_logs_in_a_folder_of_a_slurm_job_are_told_to_be_lost(name, monkeypatch):
+    monkeypatch.setattr(verdict, "_file_system", lambda folder: "ext4")
+    job = {"SLURM_JOB_ID": "7", name: "/local/job7"}
+    assert "are lost when Slurm job 7 ends" in verdict.goes_away(Path("/local/job7/levels"), job)
+    assert not verdict.goes_away(Path("/local/job77/levels"), job)
+    assert not verdict.goes_away(Path("/local/job7/levels"), {name: "/local/job7"}), "no job"
+    # A variable that is set to nothing names no folder.
+    monkeypatch.chdir("/usr")
+    assert not verdict.goes_away(Path("/usr/levels"), {"SLURM_JOB_ID": "7", name: ""})
 
 
 @pytest.mark.parametrize(
