@@ -541,6 +541,11 @@ def in_place(outputs, batch):
     return -batch["advantages"] * outputs.logprobs, {}
 
 
+@loss(needs=["logprobs"])
+def beside_its_needs(outputs, batch):
+    return outputs.logprobs - outputs.entropy, {}
+
+
 def plain_tensor(batch):
     return batch["token_level_rewards"]
 
@@ -575,6 +580,7 @@ FAILING = ("grouped", "as_rows", "sums_rows")
         ("policy_loss", "scalar", r"the loss scalar \(.*\) has the shape \(\), but the batch has 19 tokens"),
         ("policy_loss", "of_rows", r"the loss of_rows \(.*\) has the shape \(2,\), but the batch has 19 tokens"),
         ("policy_loss", "in_place", "the loss in_place .* writes into old_log_probs in place"),
+        ("policy_loss", "beside_its_needs", "me:beside_its_needs: these outputs have no 'entropy', only"),
         ("policy_loss", "at_rows", None),
         ("policy_loss", "over_candidates", None),
         ("adv_estimator", "plain_tensor", "me:plain_tensor returns a Tensor; an estimator returns batch.with_tokens"),
