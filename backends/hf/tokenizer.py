@@ -29,6 +29,7 @@ LONGEST = 30.0
 
 # The attribute of a tokenizer that has the arguments of its template.
 ARGUMENTS = "chat_arguments"
+_PARTS = "reads_parts"
 
 
 def read_tokenizer(
@@ -351,6 +352,8 @@ def _applied(
     tokenize: bool,
 ) -> list[Any]:
     arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
+    if _reads_parts(tokenizer):
+        conversations = [([_in_parts(m) for m in messages], begun) for messages, begun in conversations]
 
     def render(messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> Any:
         try:
@@ -370,6 +373,23 @@ def _applied(
         return text
 
     return watched(lambda: [render(messages, generation_prompt) for messages, generation_prompt in conversations])
+
+
+def _reads_parts(tokenizer: Any) -> bool:
+    """Returns whether the chat template shows a content only as parts, as the template of SmolVLM does."""
+    template, reads = getattr(tokenizer, _PARTS, (None, False))
+    if template != tokenizer.chat_template:
+        message, reads = {"role": "user", "content": "abc"}, False
+        with contextlib.suppress(Exception):  # what a template refuses is said of the rows
+            texts = [tokenizer.apply_chat_template([m], tokenize=False) for m in (message, _in_parts(message))]
+            reads = "abc" not in texts[0] and "abc" in texts[1]
+        setattr(tokenizer, _PARTS, (tokenizer.chat_template, reads))
+    return reads
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _THREAD = threading.local()
