@@ -303,7 +303,7 @@ def test_reasoning_that_begins_an_answer_is_not_said_to_be_unseen():
 # What a template of models with images has that shows a content only as parts.
 SMOLVLM = (
     "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: "
-    "{% endif %}{% for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 
