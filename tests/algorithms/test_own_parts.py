@@ -607,6 +607,17 @@ def test_what_parts_return_is_found_before_a_run(here, key, name, message):
         assert all(note.startswith(start) and f"({__file__}:" in note.replace("at ", "") for note in said), notes
 
 
+def marks(batch):
+    return batch.with_tokens(advantages=batch["token_level_rewards"] > 0)
+
+
+def test_advantages_that_are_true_or_false_become_numbers(here):
+    batch = estimator_batch()
+    estimated = estimator(GRPO(adv_estimator="me:marks"))(batch)
+    assert estimated["advantages"].dtype == torch.float32
+    assert torch.equal(estimated["advantages"], (batch["token_level_rewards"] > 0).float())
+
+
 entropy_first = -0.01 * of_entropy + reinforce
 
 
