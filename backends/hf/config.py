@@ -104,8 +104,8 @@ def read_config(folder: str | Path) -> Any:
     _check_adapters(folder)
     if not (Path(folder) / "config.json").is_file():
         way = (
-            "models are not downloaded, so give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME --out "
-            "FOLDER writes"
+            "models are not downloaded, so give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME "
+            "--out FOLDER writes"
         )
         if (model := Path(folder) / "model").is_dir():
             way = f"a run's model is in {model}"

@@ -310,7 +310,8 @@ def _engine(chosen: Mapping[str, Any]) -> str:
 # A string in quotes, or a key of a table without a space behind its colon, as Hydra writes it.
 _COLON = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[^\s:,{}\[\]'"]+):(?!\s|//)""")
 # What stands in words for the signs of references, to which YAML would give another meaning.
-_SIGNS = dict(zip("{}:,", "\ue000\ue001\ue002\ue003", strict=True))
+_STAND_INS = str.maketrans("{}:,", "\ue000\ue001\ue002\ue003")
+_SIGNS = str.maketrans("\ue000\ue001\ue002\ue003", "{}:,")
 
 
 class _Loader(yaml.SafeLoader):
@@ -318,7 +319,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: Any) -> Any:
         """Returns a scalar with its references as they were written."""
-        return super().construct_scalar(node).translate({ord(stands): sign for sign, stands in _SIGNS.items()})
+        return super().construct_scalar(node).translate(_SIGNS)
 
 
 class _FileLoader(_Loader):
@@ -412,7 +413,7 @@ def _value(key: str, string: str) -> Any:
         plain = re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", string)
         if not string or plain != string or re.search(r":\s|^- ", string):
             return plain
-    string = _REFERENCE.sub(lambda found: found[0].translate(str.maketrans(_SIGNS)), string)
+    string = _REFERENCE.sub(lambda found: found[0].translate(_STAND_INS), string)
     if "{" in string:
         string = _COLON.sub(lambda found: found[1] or f"{found[2]}: ", string)
     try:
@@ -421,7 +422,7 @@ def _value(key: str, string: str) -> Any:
         again = isinstance(value, str) and value.startswith("[")
         return yaml.load(value, _Loader) if again else value
     except yaml.YAMLError:
-        return string.translate({ord(stands): sign for sign, stands in _SIGNS.items()})
+        return string.translate(_SIGNS)
 
 
 def _ranks(launcher: Sequence[str]) -> dict[str, int]:
