@@ -473,7 +473,9 @@ class TokenOutputs(Node):
         if name in self.by_name:
             return self.by_name[name]
         raise AttributeError(
-            f"these outputs have no {name!r}, only {sorted(self.by_name)}; a loss names what it reads in its needs"
+            f"these outputs have no {name!r}, only {sorted(self.by_name)}; a loss names what it reads in its needs",
+            name=name,
+            obj=self,
         )
 
 

@@ -100,10 +100,13 @@ def read_config(folder: str | Path) -> Any:
 
     _check_adapters(folder)
     if not (Path(folder) / "config.json").is_file():
-        raise ModelError(
-            f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
-            "give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME --out FOLDER writes"
+        way = (
+            "models are not downloaded, so give a folder of this machine, such as verl-fn prepare hub:OWNER/NAME "
+            "--out FOLDER writes"
         )
+        if (model := Path(folder) / "model").is_dir():
+            way = f"a run's model is in {model}"
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json; {way}")
     table = read_json(Path(folder) / "config.json")
     only_transformers()
     kind = table.get("model_type")

@@ -5,6 +5,7 @@ A chat template is a program of the model's folder; it may fail.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -23,6 +24,7 @@ END = "eos_token_id"
 
 # The attribute of a tokenizer that has the arguments of its template.
 ARGUMENTS = "chat_arguments"
+_PARTS = "reads_parts"
 
 
 def read_tokenizer(
@@ -313,6 +315,8 @@ def _applied(
     tokenize: bool,
 ) -> list[Any]:
     arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
+    if _reads_parts(tokenizer):
+        conversations = [([_in_parts(m) for m in messages], begun) for messages, begun in conversations]
     try:
         return [
             tokenizer.apply_chat_template(
@@ -329,3 +333,20 @@ def _applied(
     except Exception as error:
         why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
         raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
+
+
+def _reads_parts(tokenizer: Any) -> bool:
+    """Returns whether the chat template shows a content only as parts, as the template of SmolVLM does."""
+    template, reads = getattr(tokenizer, _PARTS, (None, False))
+    if template != tokenizer.chat_template:
+        message, reads = {"role": "user", "content": "abc"}, False
+        with contextlib.suppress(Exception):  # what a template refuses is said of the rows
+            texts = [tokenizer.apply_chat_template([m], tokenize=False) for m in (message, _in_parts(message))]
+            reads = "abc" not in texts[0] and "abc" in texts[1]
+        setattr(tokenizer, _PARTS, (tokenizer.chat_template, reads))
+    return reads
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

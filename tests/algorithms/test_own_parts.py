@@ -595,6 +595,11 @@ def in_place(outputs, batch):
     return -batch["advantages"] * outputs.logprobs, {}
 
 
+@loss(needs=["logprobs"])
+def beside_its_needs(outputs, batch):
+    return outputs.logprobs - outputs.entropy, {}
+
+
 def plain_tensor(batch):
     return batch["token_level_rewards"]
 
@@ -629,6 +634,7 @@ FAILING = ("grouped", "as_rows", "sums_rows")
         ("policy_loss", "scalar", r"the loss scalar \(.*\) has the shape \(\), but the batch has 19 tokens"),
         ("policy_loss", "of_rows", r"the loss of_rows \(.*\) has the shape \(2,\), but the batch has 19 tokens"),
         ("policy_loss", "in_place", "the loss in_place .* writes into old_log_probs in place"),
+        ("policy_loss", "beside_its_needs", "me:beside_its_needs: these outputs have no 'entropy', only"),
         ("policy_loss", "at_rows", None),
         ("policy_loss", "over_candidates", None),
         ("adv_estimator", "plain_tensor", "me:plain_tensor returns a Tensor; an estimator returns batch.with_tokens"),
@@ -653,6 +659,17 @@ def test_what_parts_return_is_found_before_a_run(here, key, name, message):
         start = f"algorithm.{key}: me:{name} fails on a made-up batch of two rows: "
         said = notes.values()
         assert all(note.startswith(start) and f"({__file__}:" in note.replace("at ", "") for note in said), notes
+
+
+def marks(batch):
+    return batch.with_tokens(advantages=batch["token_level_rewards"] > 0)
+
+
+def test_advantages_that_are_true_or_false_become_numbers(here):
+    batch = estimator_batch()
+    estimated = estimator(GRPO(adv_estimator="me:marks"))(batch)
+    assert estimated["advantages"].dtype == torch.float32
+    assert torch.equal(estimated["advantages"], (batch["token_level_rewards"] > 0).float())
 
 
 entropy_first = -0.01 * of_entropy + reinforce

@@ -1,6 +1,7 @@
 # ruff: noqa: RUF001
 """Rows of the shapes of public chat templates: as transformers renders them, with what is learned written out."""
 
+import copy
 import functools
 
 import attrs
@@ -310,3 +311,25 @@ def test_reasoning_that_begins_an_answer_is_not_said_to_be_unseen():
         assert len(said) == lines and all(
             "does not see them: assistant.reasoning_content (1 rows)" in one for one in said
         )
+
+
+# What a template of models with images has that shows a content only as parts.
+SMOLVLM = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: "
+    "{% endif %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+
+
+def test_a_template_that_shows_only_parts_gets_text_as_parts():
+    made, ends = tokenizer("Qwen2.5")
+    made = copy.deepcopy(made)
+    made.chat_template = SMOLVLM
+    ((ids, mask),) = encode_examples([talk(SYSTEM, ASKS, SAYS)], made, ends)
+    assert made.decode(ids) == "System: Be kind.<|im_end|>\nUser: 2+3?<|im_end|>\nAssistant: 5<|im_end|>"
+    assert made.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "5<|im_end|>"
+    made.chat_template = FAMILIES["Qwen2.5"][0]
+    assert (
+        made.decode(encode_examples([talk(ASKS, SAYS)], made, ends)[0][0])
+        == rendered("Qwen2.5", [ASKS, SAYS]).strip()
+    )

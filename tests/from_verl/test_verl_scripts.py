@@ -436,10 +436,19 @@ def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):
         ("a.b=2026-01-05", "2026-01-05"), ("a.b=on", "on"), ("a.b=12:30:00", "12:30:00"), ("a.b=1e-6", 1e-6),
         ("a.b=010", "010"), ("a.b=", ""), ("a.b=null", None), ("a.b='1'", "1"), ("a.b='[0.9,0.95]'", [0.9, 0.95]),
         ("++a.b=True", True), ("a.b=[x,y]", ["x", "y"]), ("a.b=1.5e3", 1500.0), ("a.b=v1.0", "v1.0"), ("a.b=-1", -1),
+        (r"a.b=/m/lr\=1e-6\,x", "/m/lr=1e-6,x"), ("a.b=one: two", "one: two"),
+        ("a.b=[{c:1},{d:/e}]", [{"c": 1}, {"d": "/e"}]), ("a.b=[s3://c,d:e]", ["s3://c", "d:e"]),
+        ("a.b=[${oc.env:NONE,c}/d,${oc.env:NONE,e}]", ["c/d", "e"]),
     ],
 )  # fmt: skip
 def test_words_have_the_values_that_hydra_gives_them(word, value):
     assert read_settings([word]).values == {"a.b": value}
+
+
+@pytest.mark.parametrize("value", ["/p/q.py", "s3://p/q", "x:y", "'x, y:z'", "${oc.env:HOME}/q"])
+def test_a_table_among_words_keeps_its_values(value):
+    expected = value.strip("'").replace("${oc.env:HOME}", os.environ["HOME"])
+    assert read_settings([f"a.b={{c:{value},d:1}}"]).values == {"a.b.c": expected, "a.b.d": 1}
 
 
 def test_references_reach_verls_own_defaults():

@@ -384,12 +384,14 @@ def test_a_long_response_is_shortened_in_errors(here):
         ("broken:f", r"importing broken raised SyntaxError: .* \(at /.*/broken\.py:2\)"),
         ("leans.py:f", r"importing leans\.py raised SyntaxError: .* \(at /.*/broken\.py:2\)"),
         ("needy:f", r"importing needy raised ModuleNotFoundError: .*'nowhere' \(at /.*/needy\.py:3\)"),
+        ("asks.py:f", r"raised KeyError: 'MY_KEY', as reward\.env .* names the variables .* \(at /.*/asks\.py:1\)"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_at_once(here, spec, message):
     (here / "broken.py").write_text("\ndef f(:\n")
     (here / "leans.py").write_text("from .broken import f\n")
     (here / "needy.py").write_text("\n\nimport nowhere\n")
+    (here / "asks.py").write_text("import os; os.environ['MY_KEY']\n")
     with pytest.raises(RewardError, match=message):
         RewardFunctions([spec])
 

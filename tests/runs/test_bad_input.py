@@ -468,6 +468,8 @@ def test_a_model_in_a_runs_folder_is_asked_the_runs_problems(tmp_path, capsys):
 def test_a_runs_folder_lies_in_no_other_runs(tiny, tmp_path, capsys):
     run = tmp_path / "run"
     train(tiny_run(tiny, run, "algorithm.name=sft"), SILENT)
+    with pytest.raises(ModelError, match=rf"{run} is not a .* model folder: .*; a run's model is in {run}/model"):
+        check_run(tiny_run(run, tmp_path / "next"))
     (tmp_path / "link").symlink_to(run)
     for inside in ("run/checkpoints/step_3/x", "run/model/x", "run/x/y", "link/x", "run/checkpoints"):
         plan = tiny_run(tiny, tmp_path / inside, "algorithm.name=sft")

@@ -88,6 +88,8 @@ def check_fields(options: Any) -> dict[str, str]:
         except UserError:  # about the numbers of a made-up batch
             continue
         except Exception as error:  # a function may not suit them
+            if isinstance(error, AttributeError) and isinstance(error.obj, TokenOutputs):
+                raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
             what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
             notes[f"algorithm.{name}"] = (
                 f"algorithm.{name}: {getattr(options, name)} fails on a made-up batch of two rows: {what}. The "

@@ -290,7 +290,10 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
                 f"{int(estimated.row_ids[bad][0])} of {len(estimated)}; look for a division by the spread of equal "
                 "rewards"
             )
-    return estimated
+    # Losses negate advantages, and marks of true and false cannot be.
+    return estimated.with_tokens(
+        **{field: estimated[field].float() for field in written if not estimated[field].is_floating_point()}
+    )
 
 
 def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:

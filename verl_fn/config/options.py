@@ -151,7 +151,7 @@ def check_path(value: str) -> str:
     """Returns a path whose ``~`` was replaced, if a file can have it.
 
     Raises:
-        ValueError: it has a null byte or is not Unicode, its ``~name`` is of no user, or it has a shell variable.
+        ValueError: it has a null byte or is not Unicode, its ``~name`` is of no user, or it has a variable.
 
     Example:
         >>> check_path("~nobody_of_this_name/x")
@@ -161,9 +161,9 @@ def check_path(value: str) -> str:
     if "\0" in value:
         raise ValueError(f"{value!r} has a null byte; no path may have one")
     files = (value, value.partition("#")[0], value.rpartition(":")[0])  # of FILE#SPLIT and FILE:FUNCTION
-    if (variable := re.search(r"\$([A-Za-z_]\w*|\{\w+\})", value)) and not any(map(os.path.lexists, files)):
+    if (variable := re.search(r"\$([A-Za-z_]\w*|\{[^{}]+\})", value)) and not any(map(os.path.lexists, files)):
         raise ValueError(
-            f"{value!r} has the shell variable {variable[0]}, and no shell reads it here; write the folder itself"
+            f"{value!r} has the variable {variable[0]}, and no shell or Hydra reads it here; write the folder itself"
         )
     if value.startswith("~"):
         raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")

@@ -307,8 +307,19 @@ def _engine(chosen: Mapping[str, Any]) -> str:
     return "megatron" if "megatron" in str(chosen.get("config-name", "")) else "fsdp"
 
 
+# A string in quotes, or a key of a table without a space behind its colon, as Hydra writes it.
+_COLON = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[^\s:,{}\[\]'"]+):(?!\s|//)""")
+# What stands in words for the signs of references, to which YAML would give another meaning.
+_STAND_INS = str.maketrans("{}:,", "\ue000\ue001\ue002\ue003")
+_SIGNS = str.maketrans("\ue000\ue001\ue002\ue003", "{}:,")
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as OmegaConf reads it: ``1e-6`` is a number, dates are strings; and, as in Hydra's words, so is ``on``."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        """Returns a scalar with its references as they were written."""
+        return super().construct_scalar(node).translate(_SIGNS)
 
 
 class _FileLoader(_Loader):
@@ -397,17 +408,21 @@ def _with_names(table: Mapping[Any, Any]) -> dict[str, Any]:
 def _value(key: str, string: str) -> Any:
     if re.search(r"\$\w", string):
         raise ConfigError(f"--from-verl: {key} has a shell variable in {string!r}; let the shell replace it first")
-    if not string:
-        return string
-    if string.lstrip().startswith("{"):
-        string = re.sub(r":(?=[^\s/])", ": ", string)
+    if not string.lstrip().startswith(("{", "[", "'", '"')):
+        # Hydra reads an escape, such as of the equals sign in a path, and no tables.
+        plain = re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", string)
+        if not string or plain != string or re.search(r":\s|^- ", string):
+            return plain
+    string = _REFERENCE.sub(lambda found: found[0].translate(_STAND_INS), string)
+    if "{" in string:
+        string = _COLON.sub(lambda found: found[1] or f"{found[2]}: ", string)
     try:
         value = yaml.load(string, _Loader)
         # Lists in quotes are strings to Hydra, and lists to the classes that verl makes of them.
         again = isinstance(value, str) and value.startswith("[")
         return yaml.load(value, _Loader) if again else value
     except yaml.YAMLError:
-        return string
+        return string.translate(_SIGNS)
 
 
 def _ranks(launcher: Sequence[str]) -> dict[str, int]:

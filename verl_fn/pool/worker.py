@@ -16,6 +16,7 @@ import os
 import random
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from functools import partial
@@ -173,6 +174,9 @@ def raised(error: BaseException) -> str:
     except BaseException as other:
         message = f"(it has no message, since __str__ raised {type(other).__name__})"
     description = f"raised {type(error).__name__}" + (f": {short(message, 400)}" if message else "")
+    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, KeyError) and modules[-1:] == ["os"]:
+        description += ", as reward.env (of environments env.variables) names the variables that functions get,"
     return description + user_files.place_of(error, str(Path(__file__).parent))
 
 
