@@ -29,7 +29,6 @@ from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.notices import notices, traits_of
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import UserError
 from verl_fn.state import Key
 
 LETTERS = "abcdefgh"
@@ -408,7 +407,7 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     seen = []
     with pytest.raises(DataError, match="eleven"):
         seen.extend(number for number, _ in reading.in_order(slow, iter(range(12))))
-    with pytest.raises(UserError, match="a process that reads data has ended"):
+    with pytest.raises(reading.ProcessEnded, match="exit status -9"):
         list(reading.in_order(slow, [1, 13, 2]))
 
     def items():

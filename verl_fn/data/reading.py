@@ -8,7 +8,6 @@ everything that it depends on, so nothing in the cache is ever old.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import decimal
 import fcntl
@@ -26,10 +25,10 @@ import platform
 import signal
 import sys
 import time
-from collections import Counter, deque
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, TypeVar
@@ -54,8 +53,6 @@ from verl_fn.user_files import code_files
 
 MOST = 32  # processes
 AHEAD = 4  # results for each process that wait for an earlier one
-PR_SET_PDEATHSIG = 1
-_function: Callable[[Any], Any]  # of a process of ``in_order``
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -82,18 +79,22 @@ _NAMES = {(one.__module__, one.__qualname__): one for one in _PLAIN}
 _DIGEST = hashlib.sha256
 
 
+class ProcessEnded(UserError, RuntimeError):
+    """Raised if a process ended by itself; the message has its exit status."""
+
+
 def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the result of each item, in the order of the items.
 
     The function runs in a process for each core. They are forked, so the function may be anything, and items and
-    results are pickled. Few results wait for an earlier one, so memory does not grow with the number of items. If
-    this process is killed, the others end.
+    results are pickled. Each process has one item at a time, and few results wait for an earlier one, so memory does
+    not grow with the number of items. If this process is killed, the others end.
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
 
     Raises:
-        UserError: a process was killed.
+        ProcessEnded: a process was killed.
         Exception: what the function raised for the first item on which it fails.
 
     Example:
@@ -104,38 +105,84 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     if count == 1:
         yield from map(function, items)
         return
-    # All processes are forked at the first item, before the executor starts its threads.
-    executor = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (function,))
-    waiting = deque[Future[R]]()
+    context = multiprocessing.get_context("fork")
+    pipes: list[Connection] = []
+    processes: dict[Connection, Any] = {}
     try:
-        for item in items:
-            waiting.append(executor.submit(_call, item))
-            if len(waiting) > AHEAD * count:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a process that reads data has ended; the system may have killed it for lack of memory"
-        ) from error
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            processes[ours] = context.Process(target=_serve, args=(function, theirs, list(pipes)), daemon=True)
+            processes[ours].start()
+            theirs.close()
+        yield from _gathered(processes, enumerate(items))
     finally:
-        executor.shutdown(cancel_futures=True)
+        for pipe in pipes:
+            pipe.close()
+        for process in processes.values():
+            # It may be in the middle of an item.
+            process.kill()
+            process.join()
 
 
-def _begin(function: Callable[[Any], Any]) -> None:
-    """Makes a process ready to call the function."""
-    global _function
-    _function = function
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A handler of the parent would go on after it.
-        signal.signal(number, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    free, at = list(processes), dict[Connection, int]()
+    results: dict[int, tuple[Any, BaseException | None]] = {}
+    first, more = 0, True
+    while True:
+        while free and more and len(results) < AHEAD * len(processes):
+            number, item = next(items, (-1, None))
+            more = number >= 0
+            if more:
+                pipe = free.pop()
+                at[pipe] = number
+                with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                    pipe.send(item)
+        if not at and not results:
+            return
+        # A process that has answered gets its next item before an earlier result is handed out and used.
+        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
+        for pipe in ready:
+            try:
+                results[at.pop(pipe)] = pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                processes[pipe].join()
+                raise ProcessEnded(
+                    f"a process that reads data ended with exit status {processes[pipe].exitcode}; the system may "
+                    "have killed it for lack of memory"
+                ) from error
+            free.append(pipe)
+        if not ready:
+            result, failure = results.pop(first)
+            if failure is not None:
+                raise failure
+            first += 1
+            yield result
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
+    """Calls the function on what comes, until the other end is closed."""
+    # Of the parent's ends, the parent must have the only copy.
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would compete with the other processes
     gc.freeze()
-
-
-def _call(item: Any) -> Any:
-    return _function(item)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            item = pipe.recv()
+            answer: tuple[Any, BaseException | None]
+            try:
+                answer = (function(item), None)
+            except Exception as error:
+                answer = (None, error)
+            try:
+                pipe.send(answer)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            except Exception:
+                # Its result, or its error, cannot be pickled.
+                pipe.send((None, RuntimeError("".join(traceback.format_exception(answer[1])) or "not picklable")))
 
 
 def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence[str] = ()) -> Encoded:
