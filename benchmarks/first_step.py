@@ -63,8 +63,9 @@ LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
     "value": ("value", value_clip),
 }
 LEGEND = """A row for each loss: its value and the norm of its gradient, and how far they are from the reference's.
-Then how far the parameter is that differs most. gradient: in its gradient; 1-cosine: 1 minus the cosine of both
-gradients; update: in its change by the step; from ref.: in its change by a step with the reference's gradients.
+The next four are about the parameter that differs most. gradient: the error of its gradient; 1-cosine: 1 minus the
+cosine of both gradients; update: the error of its change by the step; from ref.: of its change with the reference's
+gradients.
 2nd loss: error of the loss after the step. seconds: of forward_backward. -: there is no such number.
 held: the layout keeps the bars of its dtype. bfloat16 has none for gradient and update, since rounding moves them.
 Where a bar is missed, the parameter follows whose gradient differs most; --json has it for every row."""
@@ -426,7 +427,7 @@ def _row(
     shown = (f"{(errors | {'1-cosine': 1 - errors['cosine']})[kind]:.1e}" for kind in kinds)
     cells = [f"{result['loss']:.4f}", f"{result['grad_norm']:.4f}", *shown, f"{result['seconds']:.2f}"]
     line = _line(_short(loss), named, cells)
-    why = f"MISSED\n    missed: {', '.join(missed)}; worst parameter: {result.get('worst')}"
+    why = f"MISSED\n    missed: {', '.join(missed)}; worst parameter: {result.get('worst') or '-'}"
     print(f"{line}  {why if missed else 'held'}", flush=True)
     numbers = {k: v for k, v in result.items() if k != "scale"}
     return {"layout": layout.text, "loss": loss, "errors": errors, "found": numbers, "missed": missed}

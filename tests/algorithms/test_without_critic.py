@@ -154,7 +154,8 @@ def test_groups_without_signal_are_replaced_by_new_problems():
 def test_a_step_goes_on_with_what_there_is_when_the_limit_is_reached():
     w = workers()
     experience, state, report = step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=1))), w)
-    assert "2 groups fewer than data.train_batch_size: only 0.5 of the groups of 1 calls" in few_groups(1, report)
+    said = few_groups(1, report)
+    assert "the batch lacks 2 of data.train_batch_size groups: " in said and " (1), 50.0% of the groups have" in said
     assert experience.problems == 2 and len(experience.batch) == 6 and len(w.rollout.calls) == 1
     assert state.step == 1
     equal = workers(judge=lambda answers: [{"score": 1.0, "pred": a.text} for a in answers])

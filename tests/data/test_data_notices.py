@@ -75,7 +75,7 @@ def test_what_a_chat_template_takes_from_outside():
     table = DataConfig(chat_template_kwargs={"thinking": True, "thinkin": 1}, date="2026-01-02")
     rows = [attrs.evolve(one, chat_template_kwargs={"tone": "a"}) for one in problems(chat("a"), chat("b"))]
     assert list(of_template([rows], table, tokenizer)) == [
-        "the chat template can print the date: in this run 2026-01-02 on all days (data.date sets another)",
+        "the chat template can ask for the date: it gets 2026-01-02 in this run, on all days (data.date)",
         "chat_template_kwargs.thinkin has no effect: the chat template has no variable of that name",
         "chat_template_kwargs.tone has no effect: the chat template has no variable of that name",
     ]

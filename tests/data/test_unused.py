@@ -159,7 +159,7 @@ def test_numbers_about_images_are_no_images(write, learns, tmp_path):
 )
 def test_rows_of_another_kind_are_told_by_their_column(learns, other, column, tmp_path):
     file = jsonl(tmp_path, LAYOUTS[learns], other)
-    with pytest.raises(DataError, match=rf"line 2: there is no .*; rows with {column} are of another kind"):
+    with pytest.raises(DataError, match=rf"line 2: there is no .*; a row with {column} is for another algorithm"):
         read_files([file], learns)
 
 

@@ -206,6 +206,9 @@ def test_settings_behind_a_script_count_whether_it_hands_them_on_or_not(script):
         assert read_settings([script(f"{start} g.h=3 {handed_on}\n"), *words]).values == {
             "a.b": 2, "c.d": 7, "e.f": "x y"
         }  # fmt: skip
+    own = script('for word in "$@"; do eval "$word"; done; python3 -m verl.trainer.main_ppo a.b=$N\n')
+    assert read_settings([own, "N=3"]).values == {"a.b": 3}
+    assert read_settings([own, "N=3", "model_engine=megatron"]).engine == "megatron"
     asked = script(f"{start} e.f=$(nvidia-smi -L | wc -l)\n")
     assert read_settings([asked, "7", "e.f=8"]).values == {"a.b": 1, "c.d": 7, "e.f": 8}
 
@@ -506,13 +509,14 @@ def test_a_frequency_of_once_an_epoch_is_refused_with_the_number_to_write(script
 def test_programs_that_only_end_are_named_too(script):
     text = """
     set -e
-    mkdir -p logs
+    mkdir -p logs && ray stop --force; pip install -U verl
     if ! nvidia-smi 2> /dev/null; then exit 1; fi
     if git diff --quiet; then N=8; else N=1; fi
+    if pip show flash_attn || ray status; then N=8; fi
     exec python3 -m verl.trainer.main_ppo rollout.n=$N
     """
     settings = read_settings([script(text)])
-    assert settings.not_run == ("nvidia-smi", "git diff --quiet")
+    assert settings.not_run == ("nvidia-smi", "git diff --quiet", "pip show flash_attn")
     assert settings.values == {"rollout.n": 8}
     with pytest.raises(ConfigError, match=r"of what is not run here, it calls 'bash run\.sh a' last"):
         read_settings([script("mkdir x; bash run.sh a")])

@@ -182,7 +182,7 @@ def test_the_day_of_a_template_is_that_of_the_run(tiny, copy, monkeypatch):
     second, continued = of_day(2, "b")
     assert continued == of_day(4, "c", "data.date=2026-01-01")[1]
     assert continued[:1] != of_day(2, "d", "trainer.total_training_steps=1")[1]
-    line = "note: the chat template can print the date: in this run 2026-01-01 on all days (data.date sets another)"
+    line = "note: the chat template can ask for the date: it gets 2026-01-01 in this run, on all days (data.date)"
     assert line in first and line in second and not any("another setting" in one for one in second[:3])
     assert replay(copy / "b", 2, say=SILENT).difference is None
     forked = fork_plan(copy / "b", 1, ["trainer.total_training_steps=2"])

@@ -23,6 +23,9 @@ def test_rewards_that_teach_nothing():
     for described in (equal_rewards, without_advantages):
         assert described(1, report(0.0, 1.0, 1.0)) == "" and described(1, {"train/loss": 1.0}) == ""
     assert equal_rewards(4, report(0.5, 0.5, 0.3)) == "all rewards of step 4 are 0.5"
+    assert equal_rewards(4, {"critic/score/min": 0.5, "critic/score/max": 0.5}) == "", (
+        "nothing is learned from rewards"
+    )
     assert without_advantages(4, report(0.5, 0.5, 0.3)) == equal_rewards(4, report(0.5, 0.5, 0.0)) == ""
     assert "the policy learns nothing from it" in without_advantages(4, report(0.5, 0.5, 0.0))
     for low, high, rounded in ((1e20, 2e20, True), (-3e6, 0.0, True), (1000.0, 1000.0001, True), (0.1, 1.0, False)):

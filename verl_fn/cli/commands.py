@@ -325,8 +325,8 @@ def _described(fn: object) -> str:
     """
     parameters = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
     options = [one for one in parameters if one.default is not one.empty]
-    given = parameters[: len(parameters) - len(options)]
-    if len(given) > 1 or not parameters:
+    given = [one.kind for one in parameters if one.default is one.empty]
+    if not parameters or given not in ([], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
         return ""
     key, makes = ("adv_estimator", "returns a batch") if given else ("policy_loss", "makes a loss")
     lines = [f"  algorithm.{key}_kwargs.{one.name} = {one.default!r}" for one in options]

@@ -467,7 +467,7 @@ def of_template(
     """
     text = template_text(tokenizer)
     if "strftime_now" in text:
-        yield f"the chat template can print the date: in this run {table.date} on all days (data.date sets another)"
+        yield f"the chat template can ask for the date: it gets {table.date} in this run, on all days (data.date)"
     traits = [traits_of(problems, tokenizer) for problems in known]
     groups = joined(traits).rows_of()
     given = sorted({*table.chat_template_kwargs, *(n for group, _ in groups for n in group.arguments)})

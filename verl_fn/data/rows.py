@@ -90,7 +90,7 @@ class Columns:
                     + (f" (did you mean {match!r}?)" if match else "")
                     + f"; its columns are {', '.join(names)}"
                     + (f"; {self.hint}" if self.hint else "")
-                    + (f"; rows with {others[0]} are of another kind, for a file of their own" if others else "")
+                    + (f"; a row with {others[0]} is for another algorithm or another file" if others else "")
                 )
 
 

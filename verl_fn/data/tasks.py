@@ -34,7 +34,7 @@ class Problem:
         chat_template_kwargs: arguments of the chat template for this problem; they replace the run's.
         tools: JSON schemas of the functions that the assistant can call, for the template to show.
         images: the contents of image files; ``<image>`` stands for each in the prompt.
-        place: file and row, for error messages; empty for a problem that no file has.
+        place: file or data set, and row, for people to find it; empty for a generated problem.
     """
 
     prompt: str | tuple[Mapping[str, Any], ...]

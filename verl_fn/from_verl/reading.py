@@ -109,9 +109,13 @@ exec() { [ $# = 0 ] || { "$@"; exit; }; }
 """
 _NOT_RUN = re.compile("\2([^\3]*)\3")
 _SETTING = re.compile(r"[\4\5][+~]*\w+(\.[\w@-]+)+=")
-_OVERRIDE = re.compile(r"~\w|\+*\w+(\.[\w@-]+)*=")
-# Commands that prepare a machine; settings do not depend on whether they succeed.
-_SETS_UP = re.compile(r"(mkdir|rm|cp|mv|ln|chmod|sleep|pkill|ray|pip3?|uv|conda|wget|curl|hf|wandb) ")
+# A word without a dot may be an argument of the script itself.
+_OVERRIDE = re.compile(r"~\w|\++\w+[\w.@-]*=|\w+(\.[\w@-]+)+=|model_engine=")
+# Commands that prepare a machine: scripts hardly ask whether they succeed.
+_SETS_UP = re.compile(
+    r"(mkdir|rm|cp|mv|ln|chmod|sleep|pkill|wget|curl|ray (start|stop)|(uv )?pip3? install|uv (sync|venv)|hf download"
+    r"|huggingface-cli download|conda activate|wandb login)\b"
+)
 _TO_NOWHERE = re.compile(r"(?:[12&]?>>?\s*/dev/null)(?:\s*2>&1)?")
 SECONDS = 60
 
@@ -148,7 +152,8 @@ def read_settings(words: Sequence[str]) -> Settings:
     """Reads a script of verl with its arguments, the words of a command line of verl, or YAML files and overrides.
 
     Words of a launcher (``python3 -m verl.trainer.main_ppo``, ``torchrun --nproc_per_node=8``) may stay. Later
-    settings replace earlier ones, also if a script does not hand on its arguments.
+    settings replace earlier ones. Settings behind the name of a script that does not hand on its arguments are the
+    last ones.
 
     Args:
         words: as a shell hands them over: variables are replaced and quotes removed.

@@ -234,7 +234,8 @@ def equal_rewards(step: int, report: Report) -> str:
         ''
     """
     lowest, highest = _scores(report)
-    return f"all rewards of step {step} are {lowest:g}" if lowest == highest and not _idle(report) else ""
+    learned_from = "critic/advantages/min" in report and not _idle(report)
+    return f"all rewards of step {step} are {lowest:g}" if lowest == highest and learned_from else ""
 
 
 def without_advantages(step: int, report: Report) -> str:
@@ -277,7 +278,7 @@ def few_groups(step: int, report: Report) -> str:
     Example:
         >>> names = ("train/groups_missing", "train/groups_kept", "train/num_gen_batches")
         >>> few_groups(3, dict(zip(names, (14.0, 0.0125, 10.0))))[:56]
-        'in step 3 the batch has 14 groups fewer than data.train_'
+        'in step 3 the batch lacks 14 of data.train_batch_size gr'
         >>> few_groups(3, dict(zip(names, (0.0, 0.5, 2.0))))
         ''
     """
@@ -286,8 +287,8 @@ def few_groups(step: int, report: Report) -> str:
         return ""
     kept, calls = report["train/groups_kept"], report["train/num_gen_batches"]
     return (
-        f"in step {step} the batch has {missing:.0f} groups fewer than data.train_batch_size: only {kept:.2g} of the "
-        f"groups of {calls:.0f} calls for samples (algorithm.filter_groups.max_num_gen_batches) have different "
+        f"in step {step} the batch lacks {missing:.0f} of data.train_batch_size groups: with the last call that "
+        f"algorithm.filter_groups.max_num_gen_batches allows ({calls:.0f}), {kept:.1%} of the groups have different "
         "rewards. Rewards and tok/s are those of the groups kept; take problems that the model gets right now and "
         "then, or raise rollout.n"
     )
