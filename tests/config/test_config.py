@@ -412,7 +412,6 @@ def test_each_of_several_settings_gives_a_key_its_effect(overrides):
             "chat_template_kwargs.think has no effect without data.train_files",
         ),
         (["ray.timeout=3"], 'ray.timeout has no effect with driver.kind = "local"'),
-        (["trainer.stop_metric=reward"], "stop_metric has no effect without trainer.stop_at"),
         (
             [*JUDGED, "reward.api=pooling", "reward.pattern=(x)"],
             'reward.pattern has no effect without reward.api = "c',

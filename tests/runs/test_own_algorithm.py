@@ -406,6 +406,30 @@ def test_a_field_that_a_run_lacks_is_named_before_it(part, name, said, tiny, tmp
         check_code(plan)
 
 
+@pytest.mark.parametrize(
+    ("functions", "name", "said"),
+    [
+        (True, "reward/style", None),
+        (True, "reward/stile", r"did you mean reward/style\?"),
+        (True, "reward/length", "it has acc, "),
+        (False, "reward/style", "it has acc, "),
+    ],
+)
+def test_a_reward_that_no_function_gives_is_named_before_a_run(functions, name, said, tiny, tmp_path, capsys):
+    (tmp_path / "readers.py").write_text(READERS.replace("returns=batch[name]", "returns=batch.spread(batch[name])"))
+    (tmp_path / "rewards.py").write_text("def judge(**row): return {'score': 1.0, 'acc': 1.0, 'style': 2.0}\n")
+    own = [
+        f"algorithm.adv_estimator={tmp_path}/readers.py:estimate",
+        f'algorithm.adv_estimator_kwargs={{name="{name}"}}',
+    ]
+    own += [f"reward.functions={tmp_path}/rewards.py:judge"] * functions
+    (tmp_path / "empty.toml").write_text("")
+    args = ["train", str(tmp_path / "empty.toml"), *overrides_of_parts(tiny, tmp_path), "algorithm.name=grpo", *own]
+    assert main([*args, "--check"]) == (0 if said is None else 2)
+    if said is not None:
+        assert re.search(rf"adv_estimator: .*: the batch has no field '{name}'.*{said}", capsys.readouterr().err)
+
+
 def test_a_run_that_fails_says_how_until_it_continues(tiny, tmp_path):
     flag = tmp_path / "flag"
     (tmp_path / "fails.py").write_text(

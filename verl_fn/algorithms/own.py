@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -45,10 +45,13 @@ Pass: TypeAlias = tuple[list[int] | None, int]
 """The rows of a pass that weigh, None if they are not known, and how many of its advantages are not finite."""
 
 
-def check_fields(options: Any) -> dict[str, str]:
+def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[str, str]:
     """Tries a loss and an estimator of the user on a small batch with the fields of a run with these options.
 
     Numbers of a made-up batch are no reason to refuse one, and neither is an error that is raised in it.
+
+    Args:
+        rewards: the fields ``reward/NAME`` that the run's reward functions write; None if they are not known.
 
     Returns:
         A sentence about each that raises an error of its own, since a batch of the run may raise it too, by its key.
@@ -63,6 +66,7 @@ def check_fields(options: Any) -> dict[str, str]:
     written = {"ref_log_prob": "reference" in roles, "values": "critic" in roles}
     lacking = OF_BUILT_IN_PARTS | {name for name, found in written.items() if not found}
     batch = _small_batch(written)
+    batch = batch.with_rows(**dict.fromkeys(rewards or (), batch["score"]))
     parts: dict[str, Callable[[], Any]] = {}
     notes: dict[str, str] = {}
     if is_reference(options.policy_loss):
@@ -79,7 +83,8 @@ def check_fields(options: Any) -> dict[str, str]:
             attempt()
         except MissingField as error:
             # Rewards and environments may write fields that this batch lacks.
-            if error.name in lacking or closest(error.name, error.args[1], 0.8):
+            unknown = rewards is not None and error.name.startswith("reward/")
+            if unknown or error.name in lacking or closest(error.name, error.args[1], 0.8):
                 raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
         except LossError as error:
             raise ConfigError(f"algorithm.{name}: {error}") from error

@@ -623,9 +623,8 @@ class TrainerConfig:
     stop_at: float | None = opt(None, "end the run when the held-out stop_metric reaches this", ge(-MOST), le(MOST))
     stop_metric: str = opt(
         "acc",
-        "acc, the share of right answers, or reward; means over all held-out answers",
+        "what stop_at and the screen's line say of held-out answers: acc, the share of right ones, or reward; means",
         one_of("acc", "reward"),
-        when=unless("stop_at", None),
     )
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt(

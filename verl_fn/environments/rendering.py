@@ -201,7 +201,7 @@ class Renderer:
     def check_seen(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
     ) -> None:
-        """Checks that the model sees all of an environment's messages.
+        """Checks that the model sees all of an environment's messages, and can write the names of its tools.
 
         It warns once of special tokens in them, and of each field of theirs that makes no difference.
 
@@ -220,6 +220,9 @@ class Renderer:
         if kind not in self._shown and all(m["content"] or m["role"] == "assistant" for m in messages):
             self._check_shown(said, messages, arguments, label)
             self._shown.add(kind)
+        for name in () if said else (tool["function"]["name"] for tool in arguments.tools):
+            if has_unknown(self._encode(name), self._tokenizer):
+                raise EnvError(f"{label}: {describe_unknown('name of a tool', name, self._tokenizer)}")
         self._check_fields(said, messages, arguments, label)
         for message in messages:
             content = message["content"].replace(MARK, "")

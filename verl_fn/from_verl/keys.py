@@ -135,7 +135,7 @@ Rule = tuple[tuple[Any, ...], str]
 # first pattern that fits counts, before the patterns of NO_EFFECT.
 ONLY: Mapping[str, Rule] = {
     "data.train_max_samples": ((-1,), "all rows are trained on; write a smaller file"),
-    "data.reward_fn_key": (("data_source",), "the column is data_source; rename it"),
+    "data.reward_fn_key": (("data_source",), "the column is data_source; rename it, or let data.convert do so"),
     "data.messages_key": (("messages",), "the column is messages; rename it"),
     "data.tools_key": (("tools",), "the column is tools; rename it"),
     "data.enable_thinking_key": (("enable_thinking",), "rename the column to enable_thinking"),

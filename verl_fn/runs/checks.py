@@ -609,12 +609,14 @@ def check_rewards(plan: Plan, source: Source | None) -> None:
     if any(_elsewhere(plan, name) for name in functions):
         return
     reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
-    if not functions or plan.env.name or source is None:
+    if plan.reward.url or plan.env.name or source is None:
         return
     sampled = source.train(Key.from_seed(0), 0, JUDGED) if plan.learns_from == "samples" and plan.needs_reward else ()
     problems = (*sampled, *source.held_out(JUDGED))
     tried = [(Answer(problem, problem.answer), *odd_answers(problem, problem.answer)) for problem in problems]
-    reward.judge([answer for answers in tried for answer in answers])
+    judged = reward.judge([answer for answers in tried for answer in answers]) if functions else ()
+    named = {name for scored in judged for name in scored} - {"score", "acc", "pred"}
+    check_fields(plan.options, [f"reward/{name}" for name in named])
 
 
 def check_judge(plan: Plan, source: Source) -> Iterator[str]:
