@@ -7,13 +7,12 @@ import attrs
 import pytest
 import torch
 
-from verl_fn import steps as catalogue
 from verl_fn.algorithms import Workers, grpo, make, ppo
 from verl_fn.algorithms.experience import batch_report, selecting, update_report
-from verl_fn.algorithms.policy import estimator, select_tokens, selected_by
+from verl_fn.algorithms.policy import select_tokens, selected_by
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
-from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES, TOKEN_BASELINES
+from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
 from verl_fn.state import Batch, Key, Sampling, Sum, Weighted, tree
@@ -108,26 +107,6 @@ def test_what_is_selected_is_in_the_update_batch():
         assert int(batch["cov_selected"].sum()) >= int(0.25 * tokens) > 0
         assert 0 < int(batch["high_entropy"].sum()) < tokens
         assert not batch["advantages"][batch["high_entropy"] == 0].any()
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "argument", "values"),
-    [
-        ("grpo", "norm_adv_by_std_in_grpo", "norm_adv_by_std", (True, False)),
-        ("grpo_passk", "norm_adv_by_std_in_grpo", "norm_adv_by_std", (True, False)),
-        ("gdpo", "norm_adv_by_std_in_grpo", "norm_adv_by_std", (True, False)),
-        *((name, "handle_zero_tail", "handle_zero_tail", (True, False)) for name in TOKEN_BASELINES),
-        ("gdpo", "gdpo_reward_keys", "reward_keys", (("truth",), ("style", "truth"))),
-        ("gdpo", "gdpo_reward_weights", "reward_weights", ((1.0, 1.0), (1.0, -0.5))),
-    ],
-)
-def test_an_option_reaches_each_estimator_that_has_it(name, option, argument, values):
-    """Its advantages are those of the estimator called with that value, and another value gives others."""
-    batch, found = tiny_batch(), []
-    for value in values:
-        found.append(estimator(GRPO(adv_estimator=name, **{option: value}))(batch)["advantages"])
-        assert torch.equal(found[-1], getattr(catalogue, name)(batch, **{argument: value})["advantages"])
-    assert not torch.equal(*found)
 
 
 def test_importance_weights_reach_the_token_baseline():
