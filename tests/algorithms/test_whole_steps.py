@@ -621,11 +621,16 @@ def test_sft(mode, steps):
         run.check()
 
 
-@pytest.mark.parametrize("kind", ["dpo", "cdpo", "ipo", "simpo", "orpo"])
-def test_preferences(kind, steps):
-    """The defaults of simpo and orpo, and another beta for those with a reference."""
-    beta = {"simpo": 2.0, "ipo": 0.4, "orpo": 0.1}.get(kind, 0.6)
-    options = [] if kind in ("simpo", "orpo") else [f"algorithm.beta={beta}"]
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        *(("dpo", {"beta": 0.6}), ("cdpo", {"beta": 0.6}), ("ipo", {"beta": 0.4}), ("orpo", {}), ("simpo", {})),
+        *(("orpo", {"beta": 0.6}), ("simpo", {"beta": 0.6, "simpo_gamma": 0.3})),
+    ],
+)
+def test_preferences(kind, given, steps):
+    options = [f"algorithm.{name}={value}" for name, value in given.items()]
+    beta, margin = given.get("beta", 2.0 if kind == "simpo" else 0.1), given.get("simpo_gamma", 1.0)
     run = steps("dpo", f"algorithm.loss_type={kind}", "algorithm.label_smoothing=0.2", *options, updates=2,
                 clip_grad=30 if kind == "ipo" else 4)  # fmt: skip
     for _ in range(2):
@@ -635,7 +640,7 @@ def test_preferences(kind, steps):
         new = run.models["actor"].log_probs(rows)
         old = run.models["reference"].log_probs(rows) if "reference" in run.models else new
         run.learn()
-        losses = [paper.preference(kind, new[i], new[i + 1], old[i].detach(), old[i + 1].detach(), beta, 0.2)
+        losses = [paper.preference(kind, new[i], new[i + 1], old[i].detach(), old[i + 1].detach(), beta, 0.2, margin)
                   for i in range(0, len(rows), 2)]  # fmt: skip
         run.models["actor"].update(sum(losses) / len(losses))
         run.check()

@@ -1,5 +1,6 @@
 """ReMax, RLOO and DAPO on mocks: what they ask engine and reward for, and what they learn from."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -10,7 +11,7 @@ from verl_fn import steps
 from verl_fn.algorithms import Algorithm, Workers, dapo, distill, grpo, remax, rloo
 from verl_fn.algorithms import workers as parts
 from verl_fn.algorithms.experience import draw, update_batches
-from verl_fn.algorithms.policy import policy_loss
+from verl_fn.algorithms.policy import estimator, policy_loss
 from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_signal, with_baselines
 from verl_fn.algorithms.workers import Clock, no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
@@ -320,6 +321,29 @@ def test_every_option_of_a_loss_reaches_it(options, made):
             policy_loss(GRPO()), TokenOutputs({"logprobs": logprobs, "entropy": spread}), batch
         )[0]
         assert default != value, "the options make a difference"
+
+
+UNSCALED, NO_TAIL = {"norm_adv_by_std_in_grpo": False}, {"handle_zero_tail": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "made"),
+    [
+        ("grpo", UNSCALED, partial(steps.grpo, norm_adv_by_std=False)),
+        ("grpo_passk", UNSCALED, partial(steps.grpo_passk, norm_adv_by_std=False)),
+        ("gdpo", UNSCALED, partial(steps.gdpo, norm_adv_by_std=False)),
+        ("gdpo", {"gdpo_reward_keys": ("truth",)}, partial(steps.gdpo, reward_keys=["truth"])),
+        ("gdpo", {"gdpo_reward_weights": (1.0, -0.5)}, partial(steps.gdpo, reward_weights=[1.0, -0.5])),
+        ("reinforce_plus_plus", {"gamma": 0.9}, partial(steps.reinforce_plus_plus, gamma=0.9)),
+        ("optimal_token_baseline", NO_TAIL, partial(steps.optimal_token_baseline, handle_zero_tail=False)),
+        ("tir_optimal_token_baseline", NO_TAIL, partial(steps.tir_optimal_token_baseline, handle_zero_tail=False)),
+    ],
+)  # fmt: skip
+def test_every_option_of_an_estimator_reaches_it(name, options, made):
+    batch = tiny_batch()
+    default, found = (estimator(GRPO(adv_estimator=name, **more))(batch) for more in ({}, options))
+    assert torch.equal(found["advantages"], made(batch)["advantages"])
+    assert not torch.equal(found["advantages"], default["advantages"]), "the options make a difference"
 
 
 def test_a_pass_has_as_many_minibatches_as_the_schedule_counts():

@@ -760,6 +760,17 @@ def test_the_column_enable_thinking_reaches_the_template(write, learns, tmp_path
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
+def test_a_null_among_arguments_of_the_template_is_no_argument(write, learns, tmp_path):
+    """A Parquet file has all keys of a column in each row; a null would replace the run's argument."""
+    given = {"quiet": False, "level": 0, "tone": {"kind": "a"}}
+    nulls = {"quiet": None, "level": None, "tone": {"kind": None}}
+    rows = [LAYOUTS[learns] | {"chat_template_kwargs": kwargs} for kwargs in (given, given | {"quiet": None}, nulls)]
+    found = [problem.chat_template_kwargs for problem in read_files([write(tmp_path, *rows)], learns)]
+    assert found == [given, {"level": 0, "tone": {"kind": "a"}}, {"tone": {}}]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("learns", LAYOUTS)
 def test_nan_in_a_column_is_nothing(write, learns, tmp_path):
     nothing = float("nan")
     names = ("weight", "system", "context", "video", "score", "tools", "extra_info", "enable_thinking", "images")

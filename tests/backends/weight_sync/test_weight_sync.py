@@ -6,6 +6,7 @@ import threading
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -186,6 +187,25 @@ def test_a_transport_that_loses_repeats_or_alters_a_bucket_is_caught(how):
     with pytest.raises(IncompleteWeights):
         inlet.receive(1, lambda source: receive(source, lambda chunk: None, max_bytes=100, checked=True))
     sending.join()
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        ({"w": torch.ones(4, 2, dtype=torch.bfloat16)}, r"'w' was announced as torch.float32 rows .* torch.bfloat16"),
+        ({"w": torch.ones(4, 1)}, r"'w' was announced as .* rows of shape \(2,\), .* of \(1,\)"),
+        ({"w": torch.ones(5, 2)}, "rows 0 to 5 of 'w' arrived after 0 of its 4 rows"),
+        ({"w": torch.ones(4, 2), "v": torch.ones(1)}, "'v' arrived, but it was not announced"),
+        ({"w": torch.ones(3, 2)}, "ended early: 'w' has 3 of 4 rows"),
+    ],
+)  # fmt: skip
+def test_what_was_announced_otherwise_is_refused_before_it_is_written(sent, says):
+    announced, written = Weights.of({"w": torch.ones(4, 2)}).specs, []
+    source = SimpleNamespace(specs=announced, buckets=Weights.of(sent).buckets)
+    with pytest.raises(IncompleteWeights, match=says):
+        receive(source, written.append)
+    assert {chunk.name for chunk in written} <= {"w"}
+    assert all(chunk.values.shape[1:] == (2,) and chunk.values.dtype == torch.float32 for chunk in written)
 
 
 def test_a_sender_that_answers_too_late_connects_again(monkeypatch):
