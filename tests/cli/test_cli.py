@@ -113,6 +113,15 @@ def test_an_error_of_this_package_is_raised_with_its_whole_traceback(monkeypatch
         main(["list"])
 
 
+def test_settings_without_a_file_apply_in_the_order_of_the_command(capsys, tmp_path):
+    assert main(["config", "trainer.seed=1", "trainer.seed=2"]) == 0
+    assert "\nseed = 2 " in capsys.readouterr().out
+    (file := tmp_path / "a=b.toml").write_text("[trainer]\nseed = 3\n")
+    for settings, seed in (([], 3), (["trainer.seed=1", "trainer.seed=2"], 2)):
+        assert main(["config", str(file), *settings]) == 0
+        assert f"\nseed = {seed} " in capsys.readouterr().out
+
+
 def test_list_has_every_choice_of_the_config(capsys):
     from verl_fn.config import algorithms, schema
 

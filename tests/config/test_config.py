@@ -161,6 +161,16 @@ def test_a_goal_needs_evaluations_during_the_run(evaluations):
         load(overrides=["trainer.stop_at=0.9", *evaluations])
 
 
+@pytest.mark.parametrize("weights", ["[1.0]", "[1.0, 0.5, 0.25]"])
+def test_each_reward_function_has_a_weight_or_none_has(weights):
+    functions = 'reward.functions=["a.py:f", "a.py:g"]'
+    for allowed in ([], ["reward.weights=[]"], ["reward.weights=[1.0, 0.5]"]):
+        assert load(overrides=[functions, *allowed])
+    count = weights.count(",") + 1
+    with pytest.raises(ConfigError, match=rf"reward\.weights has {count} values for the 2 of reward\.functions"):
+        load(overrides=[functions, f"reward.weights={weights}"])
+
+
 def test_a_goal_for_the_reward_may_be_any_number():
     assert load(overrides=["trainer.stop_at=7", "trainer.stop_metric=reward", "trainer.test_freq=1"])
     with pytest.raises(ConfigError, match=r"trainer.stop_at is 7.0, but acc is a share from 0 to 1"):

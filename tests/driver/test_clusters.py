@@ -1,5 +1,6 @@
 """Other people's clusters and torchrun: what is refused, what code workers run, and the same numbers everywhere."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -235,6 +237,19 @@ def test_a_heartbeat_begins_where_the_users_call_does(monkeypatch):
         (False, 0, None), (True, 1, None), (False, 2, None),
     ]  # fmt: skip
     assert busy.stack[0].name == "works" and not idle.stack
+
+
+def test_an_engine_counts_steps_only_while_it_draws(monkeypatch):
+    """Also after a call that failed; an engine with steps that has no call would be taken to hang."""
+    monkeypatch.setattr("faulthandler.enable", lambda: None)
+    host = Host()
+    host.components["engine"] = SimpleNamespace(steps=3)
+    for error in (None, ValueError):
+        with contextlib.suppress(ValueError), host._draws("engine"):
+            assert host.heartbeat().steps == 3
+            if error is not None:
+                raise error
+        assert host.heartbeat().steps is None
 
 
 @pytest.mark.parametrize(

@@ -565,6 +565,15 @@ def test_steps_are_told_from_a_tenth_of_them_on(tmp_path):
         assert ("1 of 10 steps had a gradient of 0" in text) == ("had a gradient of 0" in text) == said
 
 
+def test_the_time_and_the_tokens_of_a_run_are_those_of_its_middle_step(tmp_path):
+    """Its first step may take a minute, and an evaluation before it has no time."""
+    steps = [(60.0, 10.0), (2.0, 3000.0), (1.0, 4000.0)]
+    rows = [{"step": i, "timing_s/step": time, "perf/throughput": n} for i, (time, n) in enumerate(steps, 1)]
+    run = write(tmp_path / "one", [{"step": 0, "val-core/reverse/acc/mean@1": 0.25}, *rows])
+    _, found = page(report([run], tmp_path / "page.html"))
+    assert found.cells[13:15] == ["2 s", "3,000"]
+
+
 def test_the_best_of_equal_values_is_the_first(tmp_path):
     rows = [{"step": step, "critic/score/mean": value} for step, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.5))]
     rows += [{"step": 5, "val-core/x/acc/mean@1": 0.5}, {"step": 6, "val-core/x/acc/mean@1": 0.5}]

@@ -5,6 +5,7 @@ same numbers: ``tests/driver/test_overlap.py``.
 """
 
 import contextlib
+import json
 from pathlib import Path
 
 import attrs
@@ -27,7 +28,7 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.runs.recorder import Waiting
 from verl_fn.runs.state import algorithm_of, blank_state, initial_state
 from verl_fn.runs.steps import ROWS_WAITING, advance
-from verl_fn.state import pack, tree
+from verl_fn.state import Outcome, pack, tree
 
 SILENT = lambda line: None  # noqa: E731
 GRPO = ["algorithm.name=grpo", "rollout.n=2", "algorithm.rollout_is=token"]
@@ -290,6 +291,19 @@ def test_responses_are_kept_of_a_step_that_asks_the_reward_twice(parts, new, tmp
         keep_responses(run, Path("/proc/self/texts/1.jsonl"), 1, twice, w)
 
 
+def test_responses_of_each_call_have_the_messages_of_its_own_conversations(parts, new, tmp_path):
+    plan, w, _ = parts
+    drawn = new().take(1, 1).state.waiting[0].drawn
+    (samples,), said = map(w.get, drawn.samples), []
+    for call in ("first", "second"):
+        ends = [Outcome(0, "done", 1.0, 1.0, 1, messages=json.dumps([call, i])) for i in range(len(samples))]
+        said.append([attrs.evolve(sample, outcome=end) for sample, end in zip(samples, ends, strict=True)])
+    twice = attrs.evolve(drawn, samples=tuple(said), scored=drawn.scored * 2, judged=drawn.judged * 2)
+    keep_responses(Run(plan, SILENT), tmp_path / "1.jsonl", 1, twice, w)
+    kept = [json.loads(line)["messages"] for line in (tmp_path / "1.jsonl").read_text().splitlines()]
+    assert kept == [[call, i] for call in ("first", "second") for i in range(len(samples))]
+
+
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
     plan, w, _ = parts
     state = new().take(1, 1).state
@@ -369,6 +383,16 @@ def test_settings_that_cannot_sample_ahead_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         make_plan(cfg)
     assert evaluation_plan(cfg).driver.max_lag == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_dapo_samples_ahead_only_without_dynamic_sampling(lag):
+    apart = ["model.path=m", "driver.kind=ray", "rollout.placement=apart", f"driver.max_lag={lag}"]
+    dapo = [*apart, "algorithm.name=dapo", "rollout.n=2"]
+    assert make_plan(load(overrides=[*dapo, "algorithm.filter_groups.enable=false"])).driver.max_lag == lag
+    allowed = pytest.raises(ConfigError, match=r"set algorithm.filter_groups.enable=false, or driver.max_lag=0")
+    with allowed if lag else contextlib.nullcontext():
+        make_plan(load(overrides=dapo))
 
 
 def test_correction_is_on_where_sampling_runs_ahead():

@@ -16,7 +16,7 @@ from verl_fn.driver.ranks import local_workers
 from verl_fn.runs import loop
 from verl_fn.runs.continuing import goal_reached
 from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread, validate
-from verl_fn.runs.logs import read_answers
+from verl_fn.runs.logs import last_evaluation, read_answers
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import initial_state
 from verl_fn.state import Batch
@@ -56,6 +56,19 @@ def test_each_source_has_its_own_metrics_and_every_answer_its_row():
     assert [(a["problem"], a["sample"]) for a in answers] == [(7, 0), (7, 1), (7, 2), (8, 0), (8, 1), (8, 2)]
     assert [a["reward/length"] for a in answers] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert {a["response"] for a in answers} == {"b"}
+
+
+def test_an_answer_of_several_rows_has_the_input_of_the_first_and_the_score_of_the_last():
+    """The input of a later row holds the reply of an earlier one."""
+    problems = [Problem("a", "b", id=7, data_source="x"), Problem("b", "b", id=8, data_source="x")]
+    tokens, replies = [[1, 4, 5], [1, 4, 5, 6], [1, 5, 6]], [[0, 0, 1], [0, 0, 0, 1], [0, 0, 1]]
+    names = {"group": [7, 7, 8], "conversation": [0, 0, 0]}
+    values = {"score": [0.0, 1.0, 0.5], "pred": [0, 1, 2], "finished": [0.0, 1.0, 1.0]}
+    batch = Batch.from_rows(tokens, {"response_mask": replies}, names | values)
+    _, answers = evaluation_of(batch, problems, char_tokenizer("abc"), [2])
+    assert [(a["problem"], a["input"], a["response"], a["score"], a["ended"]) for a in answers] == [
+        (7, "<bos>a", "b\nc", 1.0, "stop"), (8, "<bos>b", "c", 0.5, "stop"),
+    ]  # fmt: skip
 
 
 def test_a_response_names_the_row_of_its_problem_and_has_short_numbers(tiny, tmp_path):
@@ -112,6 +125,22 @@ def test_a_goal_is_reached_by_the_value_itself():
     paid = attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, stop_metric="reward"))
     for family, reached in (("val-aux", True), ("val-core", True), ("own", False)):
         assert goal_reached(paid, {"val-core/x/acc/mean@1": 0.0, f"{family}/x/reward/mean@1": 0.5}) == reached
+
+
+def test_an_evaluation_in_a_log_has_all_of_its_metrics(tmp_path):
+    """A run whose goal is a reward has it among the auxiliary ones if answers have an accuracy."""
+    held_out = {"val-core/x/acc/mean@1": 0.0, "val-aux/x/reward/mean@1": 0.5}
+    rows = (
+        {"step": 1, **held_out, "critic/score/mean": 0.25},
+        {"step": 2, "val-aux/x/reward/mean@1": 0.0},
+        {"step": 3},
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert last_evaluation(tmp_path, 1) == held_out
+    goal = ["trainer.stop_at=0.5", "trainer.stop_metric=reward", "trainer.test_freq=1"]
+    plan = make_plan(load(overrides=["model.path=m", *goal]))
+    assert [goal_reached(plan, last_evaluation(tmp_path, step)) for step in (1, 2, 3)] == [True, False, False]
+    assert last_evaluation(tmp_path, 3) == last_evaluation(None, 1) == {}
 
 
 def test_a_log_has_the_first_answer_to_each_of_some_problems(monkeypatch):

@@ -32,7 +32,7 @@ from verl_fn.levels import command, parity, provenance, training, verdict
 from verl_fn.levels import levels as levels_module
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
-from verl_fn.levels.report import Report
+from verl_fn.levels.report import Report, untested
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level, trap_in
 from verl_fn.levels.worker import PARTS, read_outcome
@@ -491,6 +491,14 @@ def test_an_environment_that_cannot_test_the_model_blocks(levels, config, words,
     status, report, of = levels(0, "--model", config("llama"), *words)
     assert (status, report["result"]) == (3, "Blocked") and reason in of["Level 0"]["reason"], of["Level 0"]
     assert report["sentence"].startswith("this is no evidence against the provider")
+
+
+def test_a_local_build_of_a_tested_version_is_tested():
+    name, (tested, *_) = next(iter(importing.TESTED.items()))
+    assert not [*untested({name: tested}), *untested({name: f"{tested}+cu12"}), *untested({"torch": "0"})]
+    for other in ("0.0.1", "0.0.1+cu12"):
+        (line,) = untested({name: other})
+        assert line.startswith(f"this project was tested with {name} {tested}") and line.endswith(f"not with {other}")
 
 
 def test_without_a_number_level_0_is_tested(levels, config):
