@@ -695,8 +695,9 @@ def test_a_cache_is_told_if_it_holds_fewer_rows_than_an_engine_gets(tiny, tmp_pa
 
 def test_what_helps_a_plan_is_told_from_the_smallest_change_on():
     ways = check_run_module._help
-    assert ways(["a=1", "b=2"], ["two"], (4, "four"), "less") == "set a=1, or b=2"
-    assert ways([], ["two", "three"], (4, "four"), "less") == "take the layout two"
+    assert ways(["a=1", "b=2"], ["two"], (4, "four"), None) == "set a=1, or b=2"
+    assert ways(["a=1"], [], (4, "four"), "less") == "set a=1; or adapters fit, with less"
+    assert ways([], ["two", "three"], None, None) == "take the layout two"
     assert ways([], [], (4, "four"), "less") == "4 such GPUs are enough, with four; or adapters fit, with less"
     assert ways([], [], None, "less") == "adapters fit, with less"
     assert ways([], [], None, None).startswith("no layout that was tried fits; take larger GPUs")

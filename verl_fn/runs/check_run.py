@@ -60,6 +60,7 @@ from .checks import (
 )
 from .continuing import changes, find_origin, finished, run_date, unused_settings
 from .fitting import (
+    FILLED,
     Fit,
     adapters,
     better_engine,
@@ -156,7 +157,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     lines += _cached_rows(plan, gpu, longest)
     lines += [f"on mocks    {' and '.join(failing)} failed on a made-up batch (see the note)"] if failing else []
     lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu, begun=origin is not None)
-    return Report("\n".join(lines), fits(plan, gpu))
+    return Report("\n".join(lines), fits(plan, gpu, 1.0))
 
 
 def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
@@ -303,25 +304,29 @@ def _proposals(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> Iterator[str]
     if more is not None:
         yield f"            {more[0]} such GPUs are enough: {more[1]}"
     most, room = largest(phases(plan, gpu)), f"{gpu / GIB:.4g} GiB"
+    takes = f"the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
     if fits(plan, gpu):
-        yield f"fits: the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
+        yield f"fits: {takes}"
+        return
+    lora = None if begun or found else adapters(plan, gpus, gpu)
+    ways = _help(remedies(plan, gpus, gpu, begun=begun), found, more, lora)
+    if fits(plan, gpu, 1.0):
+        yield f"fits, with less than {100 * (1 - FILLED):.0f} % to spare: {takes}; to spare more: {ways}"
     else:
-        changes = remedies(plan, gpus, gpu, begun=begun)
-        lora = None if begun or changes else adapters(plan, gpus, gpu)
-        yield f"does not fit: {_lacking(plan, gpu)}; {_help(changes, found, more, lora)}"
+        yield f"does not fit: {_lacking(plan, gpu)}; {ways}"
 
 
 def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iterator[str]:
     """Yields the layouts that fit, or what is missing for the one that needs least."""
-    machine = f"{gpus} x {gpu / GIB:.4g} GiB"
+    machine = f"{100 * FILLED:.0f} % of {gpus} x {gpu / GIB:.4g} GiB"
     if found:
-        yield f"layouts     with the largest budget of tokens that fits {machine}:"
+        yield f"layouts     with the largest budget of tokens, up to all of a step, that fits {machine}:"
         yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
         return
     what = "with the parameters and the moments of this config; the last line says what helps"
     yield f"layouts     none fits {machine} {what}"
     if (least := nearest(plan, gpus, gpu)) is not None:
-        lacking = (least.phase.nbytes - gpu) / GIB
+        lacking = (least.phase.nbytes - FILLED * gpu) / GIB
         what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"
         yield f"            the least is {least}: {what}"
         yield f"              {least.phase.describe()}"
@@ -338,11 +343,11 @@ def _lacking(plan: Plan, gpu: int) -> str:
 
 def _help(changes: Sequence[Fit], found: Sequence[Fit], more: tuple[int, Fit] | None, lora: Fit | None) -> str:
     """Returns what helps a plan that does not fit: the smallest changes, another layout, more GPUs, or adapters."""
-    if changes:
-        return f"set {', or '.join(map(str, changes))}"
-    if found:
-        return f"take the layout {found[0]}"
     ways = [f"{more[0]} such GPUs are enough, with {more[1]}"] if more is not None else []
+    if changes:
+        ways = [f"set {', or '.join(map(str, changes))}"]
+    elif found:
+        ways = [f"take the layout {found[0]}"]
     ways += [f"adapters fit, with {lora}"] if lora is not None else []
     return "; or ".join(ways) or "no layout that was tried fits; take larger GPUs, a smaller model or actor.lora_rank"
 

@@ -34,13 +34,14 @@ from .memory import (
     role_memory,
     share,
     sizes_of,
+    step_tokens,
 )
 
 STEP = 1024  # budgets of tokens are multiples of it
 MORE_MACHINES = (2, 4, 8, 16)
 Settings: TypeAlias = tuple[str, ...]
 Change: TypeAlias = Settings | Callable[[Plan, int], Settings | None]
-# What is chosen leaves a twentieth of the GPU to what activations take beyond their estimate.
+# What is chosen or proposed leaves a twentieth of the GPU to what activations take beyond their estimate.
 FILLED = 0.95
 MOST_SHARE, MOST_SLOTS = 0.9, 1024
 SHARES = [percent / 100 for percent in range(round(100 * MOST_SHARE), 0, -5)]
@@ -91,15 +92,17 @@ def with_settings(plan: Plan, settings: Sequence[str], gpu: int) -> Plan:
 def largest_budget(plan: Plan, gpu: int) -> Settings | None:
     """Returns the settings of the largest budget of tokens in a micro-batch that fits; None if no row fits.
 
-    More tokens than all rows of a rank have are not proposed.
+    More tokens than all rows of a rank have are not proposed, and nothing if the plan's own budget holds all of them.
     """
-    size, shared = ranks.training_ranks(plan), max(role.sharers for role in plan.roles.values())
-    least = -(-plan.rollout.longest // shared)
-    of_rank = -(-plan.data.train_batch_size * plan.rollout.n // size) * plan.rollout.longest
+    roles = plan.roles.values()
+    least = -(-plan.rollout.longest // max(role.sharers for role in roles))
+    of_rank = max(step_tokens(role, plan) for role in roles)
+    if of_rank <= min(role.ppo_max_token_len_per_gpu for role in roles) and fits(plan, gpu):
+        return ()
 
     def fitting(budget: int) -> bool:
         roles = {n: attrs.evolve(role, ppo_max_token_len_per_gpu=budget) for n, role in plan.roles.items()}
-        return fits(attrs.evolve(plan, roles=roles), gpu, FILLED)
+        return fits(attrs.evolve(plan, roles=roles), gpu)
 
     low, high = -(-least // STEP), max(1, -(-max(of_rank, least) // STEP))
     if not fitting(low * STEP):
@@ -431,7 +434,7 @@ def _row_bytes(plan: Plan) -> int:
     return model_sizes(r.folder, "lm").cache(r.longest, element_width(plan)) // r.tensor_parallel_size
 
 
-def fits(plan: Plan, gpu: int, filled: float = 1.0) -> bool:
+def fits(plan: Plan, gpu: int, filled: float = FILLED) -> bool:
     """Returns whether all phases fit into a part of the GPU, and the engine's weights into its share of it."""
     served = not (of_engine := share(plan, gpu)) or engine_weights(plan) <= of_engine
     return served and largest(phases(plan, gpu)).nbytes <= filled * gpu
@@ -439,13 +442,13 @@ def fits(plan: Plan, gpu: int, filled: float = 1.0) -> bool:
 
 def largest_share(plan: Plan, gpu: int) -> float | None:
     """Returns the largest share of a GPU with which vLLM fits beside what else is there; None if none does."""
-    return next((one for one in SHARES if fits(_with_share(plan, one), gpu, FILLED)), None)
+    return next((one for one in SHARES if fits(_with_share(plan, one), gpu)), None)
 
 
 def largest_slots(plan: Plan, gpu: int) -> int | None:
     """Returns the most rows at once, a part of the rows of a step, with which the embedded engine fits; or None."""
     slots = min(rows_of_engine(plan), MOST_SLOTS)
-    while slots and not fits(_with_slots(plan, slots), gpu, FILLED):
+    while slots and not fits(_with_slots(plan, slots), gpu):
         slots = slots * 3 // 4
     return slots or None
 

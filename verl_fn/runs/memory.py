@@ -273,7 +273,7 @@ def role_memory(role: RolePlan, plan: Plan, device: str = "cuda") -> RoleMemory:
     )
     whole = Allocation(f"{name} gathered gradients", _gathered_gradients(role, sizes, plan, ranks), free, exact=False)
     passing = (*((parameters,) if role.offload else ()), gathered)
-    forward, backward = _activations(role, sizes, _tokens(role, plan, ranks), width)
+    forward, backward = _activations(role, sizes, _tokens(role, plan), width)
     phases = []
     if plan.algorithm != "sft":
         names = ("values", "reward") if role.head == "value" else ("old_log_prob", "ref")
@@ -338,15 +338,19 @@ def _gathered_gradients(role: RolePlan, sizes: ModelSizes, plan: Plan, ranks: in
     return (sizes.trained + (0 if role.lora else sizes.ends)) * width_of(role.fsdp_config.reduce_dtype)
 
 
-def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
+def _tokens(role: RolePlan, plan: Plan) -> int:
     """Returns the most tokens of a micro-batch on a rank."""
-    if plan.algorithm == "sft":
-        return role.max_tokens // role.sharers
+    most = role.ppo_max_token_len_per_gpu
+    return most if plan.algorithm == "sft" else min(most, step_tokens(role, plan))
+
+
+def step_tokens(role: RolePlan, plan: Plan) -> int:
+    """Returns the most tokens that a rank has of a step's rows."""
     split = 1
     if role.strategy == "megatron":
         split = role.megatron.tensor_model_parallel_size * role.megatron.pipeline_model_parallel_size
-    rows = -(-plan.data.train_batch_size * plan.rollout.n * role.sharers * split // ranks)
-    return min(role.max_tokens, rows * plan.rollout.longest) // role.sharers
+    rows = -(-plan.data.train_batch_size * plan.rollout.n * role.sharers * split // training_ranks(plan))
+    return rows * plan.rollout.longest // role.sharers
 
 
 def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tuple[int, int, int, int, int]:
@@ -478,7 +482,7 @@ def host_memory(plan: Plan, gpu: int | None, ranks: int, saved: int = 0) -> Phas
             parts.append(Allocation(words, copies * state, "rollout.offload_trainer=false"))
         if role.trained and role.offload_activations:
             width = width_of(_dtype(role.dtype, role.folder, "cuda", _stamp(role.folder)))
-            kept = functools.partial(sizes_of(role).kept, _tokens(role, plan, everyone), width, checkpointing=True)
+            kept = functools.partial(sizes_of(role).kept, _tokens(role, plan), width, checkpointing=True)
             off = f"{role.table}.enable_activation_offload=false"
             inputs.append(Allocation(f"{name} inputs of layers", ranks * (kept() - kept(offload=True)), off))
     # Roles are updated one after the other.
