@@ -270,7 +270,7 @@ def mine(tmp_path):
 def test_a_check_refuses_what_only_processes_of_the_run_would_find(tiny, tmp_path, mine, settings, message):
     model = tiny
     if any("env.name" in setting for setting in settings):
-        model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+        model = new_model(tmp_path / "model", chars="abcdefghsu>\n", hidden_size=32, chat_template=True)
         _show_no_tools(model)
     more = ["data.max_prompt_length=64", *(setting.format(mine) for setting in settings)]
     plan = tiny_run(model, tmp_path / "run", *more)
