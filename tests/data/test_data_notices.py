@@ -99,7 +99,7 @@ def test_arguments_of_templates_beside_prompts_that_no_template_renders():
 
 def test_a_batch_larger_than_the_data():
     assert lines(problems("a", "b"), train_batch_size=3) == [
-        "data.train_batch_size is 3, and the prompts of data.train_files are 2: "
+        "data.train_batch_size is 3, but data.train_files has fewer prompts (2): "
         "a step takes some of them more than once"
     ]
 

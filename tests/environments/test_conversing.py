@@ -581,9 +581,9 @@ def test_messages_that_only_some_arguments_or_tools_leave_out_are_errors():
         renderer.check_seen((), asked, tool, "problem 3")
         with pytest.raises(EnvError, match=r"problem 3: .*leaves out content of message 0, of the role user"):
             renderer.check_seen((), asked, hidden, "problem 3")
-    unknown = TemplateArguments(({"function": {"name": "axe"}},))
-    with pytest.raises(EnvError, match=r"problem 3: .* name of a tool 'axe': it lacks 'e'"):
-        renderer.check_seen((), asked, unknown, "problem 3")
+    for function in ({"name": "axe"}, {"function": {"name": "axe"}}):
+        with pytest.raises(EnvError, match=r"problem 3: .* name of a tool 'axe': it lacks 'e'"):
+            renderer.check_seen((), asked, TemplateArguments((function,)), "problem 3")
     tokenizer.chat_template = tokenizer.chat_template.replace("if hide", "if tools")
     renderer = Renderer(tokenizer, [END])
     renderer.check_seen((), asked, hidden, "problem 3")

@@ -334,7 +334,7 @@ def test_epochs_of_files_that_cannot_be_counted():
     assert "append trainer.total_training_steps=N" in translation.not_possible[0] and not translation.complete
     # No run starts with another number of steps.
     text = translation.toml()
-    assert text.startswith("# not possible here: trainer.total_epochs: a run of 15 has rows // ")
+    assert text.startswith("# not possible here: trainer.total_epochs: the run has rows // ")
     with pytest.raises(ConfigError, match="total_training_steps: expected a whole number"):
         structure(tomllib.loads(text))
 

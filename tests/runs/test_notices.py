@@ -59,6 +59,24 @@ def test_a_run_says_each_of_them_once(tiny, tmp_path, capsys):
     assert "note: data.train_files: 1 of 2 prompts repeat an earlier one" in capsys.readouterr().out
 
 
+def test_a_run_says_that_its_batch_is_not_full(tiny, tmp_path):
+    """Only one of the two problems has responses of different rewards, and one call is allowed."""
+    rows = [
+        {"data_source": "mine", "prompt": text, "reward_model": {"ground_truth": text}} for text in ("ab>", "ba>")
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def longer(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(map(ord, solution_str)) if ground_truth == 'ab>' else 1\n"
+    )
+    more = [f"data.train_files={tmp_path}/a.jsonl", f"reward.functions={tmp_path}/mine.py:longer", "rollout.n=8"]
+    more += ["algorithm.name=dapo", "algorithm.filter_groups.max_num_gen_batches=1", "data.train_batch_size=2"]
+    lines = []
+    train(tiny_run(tiny, tmp_path / "run", *more, "algorithm.ppo_mini_batch_size=2"), lines.append)
+    notes = [line for line in lines if "the batch lacks 1 of data.train_batch_size groups" in line]
+    assert len(notes) == 1 and "50.0% of the groups" in notes[0]
+
+
 LEAVES_OUT = """
 import attrs
 from verl_fn import Algorithm, cross_entropy

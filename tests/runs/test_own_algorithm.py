@@ -411,7 +411,7 @@ def test_a_field_that_a_run_lacks_is_named_before_it(part, name, said, tiny, tmp
     [
         (True, "reward/style", None),
         (True, "reward/stile", r"did you mean reward/style\?"),
-        (True, "reward/length", "it has acc, "),
+        (True, "reward/length", None),
         (False, "reward/style", "it has acc, "),
     ],
 )

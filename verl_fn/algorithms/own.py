@@ -51,7 +51,8 @@ def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[s
     Numbers of a made-up batch are no reason to refuse one, and neither is an error that is raised in it.
 
     Args:
-        rewards: the fields ``reward/NAME`` that the run's reward functions write; None if they are not known.
+        rewards: fields ``reward/NAME`` that the run's reward functions write, of which other answers may get more;
+            empty if there are no such functions, and None if that is not known.
 
     Returns:
         A sentence about each that raises an error of its own, since a batch of the run may raise it too, by its key.
@@ -83,8 +84,8 @@ def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[s
             attempt()
         except MissingField as error:
             # Rewards and environments may write fields that this batch lacks.
-            unknown = rewards is not None and error.name.startswith("reward/")
-            if unknown or error.name in lacking or closest(error.name, error.args[1], 0.8):
+            none = rewards is not None and not rewards and error.name.startswith("reward/")
+            if none or error.name in lacking or closest(error.name, error.args[1], 0.8):
                 raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
         except LossError as error:
             raise ConfigError(f"algorithm.{name}: {error}") from error

@@ -274,8 +274,8 @@ def notices(
             )
     if not sizes and 0 < len(trained) < table.train_batch_size:
         yield (
-            f"data.train_batch_size is {table.train_batch_size}, and the prompts of data.train_files are "
-            f"{len(trained)}: a step takes some of them more than once"
+            f"data.train_batch_size is {table.train_batch_size}, but data.train_files has fewer prompts "
+            f"({len(trained)}): a step takes some of them more than once"
         )
     evaluated = {group.data_source for group, _ in held_out[: table.val_size].rows_of()}
     if left_out := sorted({group.data_source for group, _ in held_out.rows_of()} - evaluated):

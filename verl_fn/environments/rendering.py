@@ -220,7 +220,7 @@ class Renderer:
         if kind not in self._shown and all(m["content"] or m["role"] == "assistant" for m in messages):
             self._check_shown(said, messages, arguments, label)
             self._shown.add(kind)
-        for name in () if said else (tool["function"]["name"] for tool in arguments.tools):
+        for name in () if said else map(name_of, arguments.tools):
             if has_unknown(self._encode(name), self._tokenizer):
                 raise EnvError(f"{label}: {describe_unknown('name of a tool', name, self._tokenizer)}")
         self._check_fields(said, messages, arguments, label)

@@ -191,7 +191,7 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         keys, remark = (epochs_key,), f"{rows} rows, of which verl drops the last incomplete batch of an epoch"
         steps = rows // batch * values[epochs_key] if rows is not None else None
     if not steps:
-        why = f"a run of {values[epochs_key]} has rows // {batch} * {values[epochs_key]} steps, and "
+        why = f"the run has rows // {batch} * {values[epochs_key]} steps, and "
         few = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size"
         why += "data.train_files cannot be counted here" if rows is None else few
         where = "append trainer.total_training_steps=N to verl's words, or set it in the config"

@@ -131,6 +131,7 @@ NOT_SAVED = "the optimizer is AdamW with moments and weights in fp32"
 PROCESSOR_CACHE = ("mm_processor_cache_gb", "disable_mm_preprocessor_cache")
 
 Rule = tuple[tuple[Any, ...], str]
+REMOVE = "remove the key, or add the word ~KEY"
 # Patterns of keys that may only have these values, and what is missing here otherwise. Null is always allowed. The
 # first pattern that fits counts, before the patterns of NO_EFFECT.
 ONLY: Mapping[str, Rule] = {
@@ -165,7 +166,7 @@ ONLY: Mapping[str, Rule] = {
     "*.model.lora_dtype": ((), "adapters are trained in fp32"),
     "*.model.lora_exclude_modules": (([],), "name the layers in target_modules"),
     "*.model.lora_lora_B_init_method": (("zero",), "adapters start at zero"),
-    "actor_rollout_ref.ref.model.*": ((), "it is the actor's first state; remove it, or add the word ~KEY"),
+    "actor_rollout_ref.ref.model.*": ((), f"the reference is the actor's first state; {REMOVE}"),
     "*optim.optimizer": (("AdamW", "adamw", "adam", "Adam"), "the optimizer is AdamW"),
     "*optim.optimizer_impl": (("torch.optim",), "the optimizer is AdamW"),
     "*optim.override_optimizer_config": (({},), "the optimizer is AdamW"),
@@ -179,7 +180,7 @@ ONLY: Mapping[str, Rule] = {
     "*optim.main_grads_dtype": (("fp32", "float32", 32, "32"), NOT_SAVED),
     "*optim.exp_avg*_dtype": (("fp32", "float32", 32, "32"), NOT_SAVED),
     "*optim.master_weights": ((True,), NOT_SAVED),
-    "*model_dtype": (("fp32", "float32"), "master weights are fp32; remove it, or add the word ~KEY"),
+    "*model_dtype": (("fp32", "float32"), f"master weights are fp32; {REMOVE}"),
     "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
     "*.qat.enable": ((False,), "there is no training with quantized weights here; set it to False"),
     "*.router_replay.*_file": ((), "routes are kept in memory"),
@@ -198,7 +199,7 @@ ONLY: Mapping[str, Rule] = {
     ACTOR + "use_rollout_log_probs": ((False,), "set algorithm.rollout_correction.bypass_mode"),
     "*.model.model_type": (("language_model", "value_model"), "algorithms decide which model has a value head"),
     "*.model.target_parameters": ((), "name the layers in target_modules"),
-    ROLLOUT + "quantization*": ((), "the engine has the trainer's weights; remove it, or add the word ~KEY"),
+    ROLLOUT + "quantization*": ((), f"the engine has the trainer's weights, unquantized; {REMOVE}"),
     ROLLOUT + "logprobs_mode": (("processed_logprobs",), "log-probs belong to the drawn distribution"),
     ROLLOUT + "router_config_path": ((), "prompts are divided evenly among engines"),
     ROLLOUT + "disaggregation.enabled": ((False,), "each engine has a prompt and its response"),

@@ -521,8 +521,9 @@ def check_code(plan: Plan, *, here: bool = True) -> list[str]:
         if here and file.suffix == ".py" and not file.is_file() and not plan.ray.address:
             raise ConfigError(f"{key}: there is no file {file}")
     make(plan.algorithm, plan.options)
-    made_up, prompts = check_fields(plan.options), plan.data.train_batch_size
-    return [*made_up.values(), *hints(plan.options, prompts, plan.driver.max_lag)]
+    named = None if plan.reward.functions or plan.reward.url or plan.env.name else ()
+    made_up = check_fields(plan.options, named)
+    return [*made_up.values(), *hints(plan.options, plan.data.train_batch_size, plan.driver.max_lag)]
 
 
 def check_loggers(trainer: TrainerConfig) -> None:
@@ -609,14 +610,13 @@ def check_rewards(plan: Plan, source: Source | None) -> None:
     if any(_elsewhere(plan, name) for name in functions):
         return
     reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
-    if plan.reward.url or plan.env.name or source is None:
+    if not functions or plan.env.name or source is None:
         return
     sampled = source.train(Key.from_seed(0), 0, JUDGED) if plan.learns_from == "samples" and plan.needs_reward else ()
     problems = (*sampled, *source.held_out(JUDGED))
     tried = [(Answer(problem, problem.answer), *odd_answers(problem, problem.answer)) for problem in problems]
-    judged = reward.judge([answer for answers in tried for answer in answers]) if functions else ()
-    named = {name for scored in judged for name in scored} - {"score", "acc", "pred"}
-    check_fields(plan.options, [f"reward/{name}" for name in named])
+    named = {name for scored in reward.judge([one for answers in tried for one in answers]) for name in scored}
+    check_fields(plan.options, [f"reward/{name}" for name in named - {"score", "acc", "pred"}])
 
 
 def check_judge(plan: Plan, source: Source) -> Iterator[str]:

@@ -383,9 +383,9 @@ def cut_off(step: int, report: Report) -> str:
             return ""
         return (
             f"in step {step} {turns + length:.0%} of the conversations were cut off: {turns:.0%} at env.max_turns, "
-            f"{length:.0%} at env.max_turn_length or data.max_response_length. Their reward is 0, the "
-            "best that the policy can get if all others are below 0. Raise these keys, or look at some conversations "
-            "(generations.jsonl, and the files of trainer.rollout_data_dir)"
+            f"{length:.0%} at env.max_turn_length or data.max_response_length. The environment gives "
+            "them 0, and if it gives others less, the policy learns to be cut off. Raise these keys, or look at some "
+            "conversations (generations.jsonl, and the files of trainer.rollout_data_dir)"
         )
     share = report.get("response_length/clip_ratio", 0.0)
     if share <= MOST:
