@@ -19,7 +19,7 @@ from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread
 from verl_fn.runs.logs import last_evaluation, read_answers
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import initial_state
-from verl_fn.state import Batch
+from verl_fn.state import END_REASONS, Batch
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -56,6 +56,24 @@ def test_each_source_has_its_own_metrics_and_every_answer_its_row():
     assert [(a["problem"], a["sample"]) for a in answers] == [(7, 0), (7, 1), (7, 2), (8, 0), (8, 1), (8, 2)]
     assert [a["reward/length"] for a in answers] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert {a["response"] for a in answers} == {"b"}
+
+
+def test_named_rewards_and_ends_of_conversations_are_reported_by_source():
+    problems = [Problem("a", "b", id=7, data_source="x"), Problem("b", "b", id=8, data_source="y")]
+    style, other = [1.0, 0.0, 0.5, 0.5], [float("nan"), 3.0, 2.0, 4.0]
+    ends = {"env_end": [1, 1, 0, 1], "env_turns": [2, 4, 1, 1]}
+    batch = scored(2, [1.0, 0.0, 0.0, 0.0], **{"reward/style": style, "reward/reward": other}, **ends)
+    report, _ = evaluation_of(batch, problems, char_tokenizer("ab"), [2])
+    assert (report["val-aux/x/style/mean@2"], report["val-aux/x/style/best@2/mean"]) == (0.5, 1.0)
+    assert report["val-aux/y/style/mean@2"] == 0.5 and "val-aux/x/style/count" not in report
+    assert report["val-aux/x/reward/mean@2"] == 0.5, "the score, not a named reward of that name"
+    for source, turns, first, second in (("x", 3.0, 0.0, 1.0), ("y", 1.0, 0.5, 0.5)):
+        assert report[f"val-aux/{source}/env/turns/mean"] == turns
+        assert [report[f"val-aux/{source}/env/ended/{reason}"] for reason in END_REASONS[:2]] == [first, second]
+    batch = batch.with_rows(**{"reward/style": [*style[:3], float("nan")]})
+    both = [attrs.evolve(problem, data_source="z") for problem in problems]
+    report, _ = evaluation_of(batch, both, char_tokenizer("ab"), [2])
+    assert (report["val-aux/z/style/mean@2"], report["val-aux/z/style/count"]) == (0.5, 1.0)
 
 
 def test_an_answer_of_several_rows_has_the_input_of_the_first_and_the_score_of_the_last():

@@ -167,7 +167,29 @@ def evaluation_of(
             report |= spread(f"val-aux/{source}/reward", score[rows])
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
+        report |= _further(f"val-aux/{source}", batch, rows) | report
     return report, answers
+
+
+def _further(prefix: str, batch: Batch, rows: torch.Tensor) -> Report:
+    """Returns the named rewards of all answers to some problems and, of conversations, their replies and ends.
+
+    Args:
+        batch: the last row of each conversation, the same number for each problem.
+        rows: whether a problem counts, [problems].
+    """
+    fields = {name: field.reshape(len(rows), -1) for name, field in batch.per_row.items()}
+    report: dict[str, float] = {}
+    for name in [name for name in fields if name.startswith("reward/")]:
+        known, short = rows & ~fields[name].isnan().any(1), f"{prefix}/{name.removeprefix('reward/')}"
+        if 0 < int(known.sum()) < int(rows.sum()):
+            report[f"{short}/count"] = float(known.sum())
+        report |= spread(short, fields[name][known]) if bool(known.any()) else {}
+    if "env_end" in fields:
+        report[f"{prefix}/env/turns/mean"] = float(fields["env_turns"][rows].double().mean())
+        for number, reason in enumerate(END_REASONS):
+            report[f"{prefix}/env/ended/{reason}"] = float((fields["env_end"][rows] == number).double().mean())
+    return report
 
 
 def answers_of(
