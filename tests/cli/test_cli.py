@@ -13,6 +13,7 @@ from verl_fn import user_files
 from verl_fn.cli import commands, main
 from verl_fn.cli.commands import COMMANDS
 from verl_fn.cli.main import parse
+from verl_fn.config.names import load_object
 from verl_fn.errors import UsageError, UserError
 
 
@@ -317,6 +318,16 @@ def test_how_a_command_ends(error, status, said, monkeypatch, capsys):
         assert main(["doctor", *debug]) == status
         err = capsys.readouterr().err
         assert said in err and (err.startswith("Traceback") == bool(debug))
+
+
+def test_an_error_in_the_users_code_ends_with_a_line_that_names_it(monkeypatch, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def fails(args):\n    return 1 / 0\n")
+    monkeypatch.setitem(COMMANDS, "doctor", load_object(f"{tmp_path}/mine.py:fails", "a test"))
+    assert main(["doctor"]) == 1
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: ZeroDivisionError in code of yours, whose lines are above; ")
+    assert any(line.endswith('mine.py", line 2, in fails') for line in lines) and len(lines) <= 5
+    assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_an_error_of_the_system_without_a_file_is_no_users_mistake(monkeypatch):

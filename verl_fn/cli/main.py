@@ -326,8 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.debug or not lines:
                 raise
             with contextlib.suppress(OutputClosed):
-                complain("\n".join([*lines, "these are the lines of your files; --debug shows the whole traceback"]))
-            return 1
+                complain("\n".join(lines))
+            name = type(error).__name__
+            return _refuse(f"{name} in code of yours, whose lines are above; --debug shows the whole traceback", 1)
         if args.debug:
             complain(traceback.format_exc())
         return _refuse(error, 2 if isinstance(error, UsageError) else 1)
