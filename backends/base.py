@@ -302,7 +302,7 @@ class Base(abc.ABC):
 
     def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
         """Returns what ``apply_update`` does, for gradients on the device of the parameters."""
-        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+        return apply_update(self.optimizer, state, grads, donate=donate)
 
     def _slots(self, params: Params) -> Any:
         """Returns the first state of the optimizer."""

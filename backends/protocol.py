@@ -378,8 +378,8 @@ class TrainBackend(Protocol):
         """Returns a state with random parameters drawn from ``key``."""
         ...
 
-    def load_pretrained(self, folder: str | Path, key: Key) -> Handle[TrainState]:
-        """Returns a fresh state with the weights of a Hugging Face folder."""
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> Handle[TrainState]:
+        """Returns a fresh state with the weights of a Hugging Face folder, by default of the backend's own."""
         ...
 
     def forward(self, params: Handle[Params], batch: Batch, needs: Iterable[str]) -> Ref[TokenOutputs]:

@@ -159,7 +159,7 @@ def apply_kl_in_reward(
     kl = torch.where(mask != 0, kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind), 0.0)
     lengths = batch.sum_rows(mask)
     rows = lengths > 0
-    row_means = batch.sum_rows(kl)[rows] / lengths[rows]
+    row_means = batch.sum_rows(kl.double())[rows] / lengths[rows]
     current = float(row_means.mean()) if len(row_means) else 0.0
     metrics: Metrics = {
         "actor/reward_kl_penalty": Weighted(current, 1.0),

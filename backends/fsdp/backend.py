@@ -244,7 +244,7 @@ class Fsdp(SkeletonBackend):
             return t
 
         state, grads = locals_of(state), locals_of(grads)
-        state, reported = apply_update(self.optimizer, state, grads, donate_inputs=donate, reduce=reduce)
+        state, reported = apply_update(self.optimizer, state, grads, donate=donate, reduce=reduce)
         return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})
 
     @one_at_a_time

@@ -276,7 +276,7 @@ class Megatron(Base):
             return t
 
         optimizer = self._built().optimizer
-        return apply_update(optimizer, state, grads, donate_inputs=donate, reduce=self._reduce, total=total)
+        return apply_update(optimizer, state, grads, donate=donate, reduce=self._reduce, total=total)
 
     def _reduce(self, t: Tensor, name: str = "") -> Tensor:
         """Adds a sum over the elements of one parameter over the ranks that own others of it."""

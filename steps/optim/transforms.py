@@ -416,7 +416,7 @@ def apply_update(
     state: TrainState,
     grads: Grads,
     *,
-    donate_inputs: bool = True,
+    donate: bool = True,
     reduce: Reduce | None = None,
     total: Reduce | None = None,
 ) -> tuple[TrainState, Metrics]:
@@ -427,7 +427,7 @@ def apply_update(
 
     Args:
         optimizer: the optimizer; its ``init`` made ``state.optimizer``.
-        donate_inputs: whether state and gradients are donated, so that the result reuses their buffers.
+        donate: whether state and gradients are donated, so that the result reuses their buffers.
         reduce: adds a scalar over the processes that hold the other shards of the same tensors.
         total: adds a scalar over the processes that hold any other part of the model; by default ``reduce``.
 
@@ -447,13 +447,13 @@ def apply_update(
     # If the check fails, the arguments must not have been donated.
     check_update(optimizer, state, grads)
     update = Update.of(norm, state.scheduler, reduce)
-    groups = _groups(optimizer, state, grads) if donate_inputs else []
-    if donate_inputs:
+    groups = _groups(optimizer, state, grads) if donate else []
+    if donate:
         # The lists are the only references to the moved fields; a local variable would force copies.
         boxes = [taken(state, "apply_update")], [taken(grads, "apply_update")]
     else:
         boxes = [spare(state)], [spare(grads)]
-    befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups, donate_inputs)
+    befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups, donate)
     new = joined(afters)
     new = attrs.evolve(new, scheduler=new.scheduler + 1, step=new.step + 1)
     # Reading the norm is the only wait for the device, so it comes after all kernels are launched.

@@ -15,7 +15,7 @@ from verl_fn.config import GRPO, PPO
 from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
-from verl_fn.state import Batch, Key, Sampling, Sum, Weighted, tree
+from verl_fn.state import Batch, Key, Max, Min, Sampling, Sum, Weighted, tree
 from verl_fn.steps import adamw
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch, tiny_outputs
@@ -183,6 +183,8 @@ def test_metrics_of_updates_are_their_means():
     # The mean of a metric is over the updates that have it: only the first one of an exact run measures the entropy.
     updates[0][0]["actor/entropy"] = Weighted(0.5, 1.0)
     assert update_report("critic", updates) == pytest.approx(expected | {"actor/entropy": 0.5})
+    extremes = [({"top": Max(top), "low": Min(top)}, {}) for top in (1.0, 3.0, 2.0)]
+    assert update_report("actor", extremes) == {"actor/top": 3.0, "actor/low": 1.0}
 
 
 def test_metrics_of_a_batch_by_hand():

@@ -89,6 +89,21 @@ def test_remax_asks_for_a_greedy_response_to_each_prompt():
     assert state.step == 1 and "timing_s/gen_max" in report and "rollout/rows_compared_with_none" not in report
 
 
+def test_remax_leaves_out_problems_whose_greedy_conversation_failed():
+    class Failing(Listening):
+        def generate(self, requests, *, version=None):
+            samples = super().generate(requests, version=version)
+            return samples if len(self.calls) == 1 else samples[1:]
+
+    w = workers(rollout=Failing())
+    algorithm = remax(ReMax())
+    state = algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY)
+    problems = TASK.train(KEY, 4, 4)
+    experience = algorithm.sample(state, problems, w)
+    assert experience.batch["group"].tolist() == [p.id for p in problems[1:] for _ in range(3)]
+    assert algorithm.learn(state, experience, w)[0].step == 1
+
+
 @pytest.mark.parametrize("version", [None, 7])
 def test_weights_that_the_engine_holds_are_not_published_again(version):
     """As after an evaluation; a version of the workers' stands for the step."""

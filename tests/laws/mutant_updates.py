@@ -116,7 +116,7 @@ class AppliesAnother(Mock):
     applied = None
 
     def apply_update(self, state, grads, *, donate=True):
-        return apply_update(self.applied, state, grads, donate_inputs=donate)
+        return apply_update(self.applied, state, grads, donate=donate)
 
 
 class NeverClips(AppliesAnother):

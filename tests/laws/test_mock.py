@@ -124,7 +124,7 @@ def test_the_mock_makes_the_same_step_as_any_other_backend():
     backend = mutants.mock()
     state = backend.init(Key.from_seed(0))
     grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
-    expected, _ = apply_update(mutants.optimizer(), state, grads, donate_inputs=False)
+    expected, _ = apply_update(mutants.optimizer(), state, grads, donate=False)
     new, metrics = backend.apply_update(state, grads)
     assert torch.equal(new.params["logits"], expected.params["logits"])
     assert metrics["perf/residency_copies"].value == 0

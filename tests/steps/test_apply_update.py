@@ -55,8 +55,8 @@ def test_an_update_advances_step_position_and_metrics(optimizer):
 def test_a_gradient_that_is_not_finite_skips_the_update(optimizer, value, name):
     """Step advances; parameters, averages, their count and the schedule's position stay bitwise."""
     before = warm(optimizer)
-    for donate_inputs in (False, True):
-        after, metrics = apply_update(optimizer, before, spoiled(value, name), donate_inputs=donate_inputs)
+    for donate in (False, True):
+        after, metrics = apply_update(optimizer, before, spoiled(value, name), donate=donate)
         assert tree.equal(after, attrs.evolve(warm(optimizer), step=3))
         assert metrics["update_skipped"].value == 1.0 and not math.isfinite(metrics["grad_norm"].value)
         assert metrics["lr"].value == SCHEDULE(2) and metrics["perf/residency_copies"].value == 0.0
@@ -89,7 +89,7 @@ def test_inputs_can_be_kept(optimizer):
     """The result is the same bits either way, and the old state can be updated again."""
     state, grads = warm(optimizer), gradients(2, dtype=torch.float32)
     before = tree.digest((state, grads))
-    copied, _ = apply_update(optimizer, state, grads, donate_inputs=False)
+    copied, _ = apply_update(optimizer, state, grads, donate=False)
     assert tree.digest((state, grads)) == before
     shared = set(pointers(copied).items()) & set(pointers(state).items())
     assert {path for path, _ in shared} == {".params['base.weight']"}
@@ -163,12 +163,12 @@ def test_the_norm_covers_what_other_processes_hold():
     optimizer = OPTIMIZERS["clipped adamw"]
     state, grads = start(optimizer), gradients(2)
     squares = {name: g.square().sum() for name, g in grads.items()}
-    whole, whole_metrics = apply_update(optimizer, state, grads, donate_inputs=False)
+    whole, whole_metrics = apply_update(optimizer, state, grads, donate=False)
     for name, other in (TRAINED, TRAINED[::-1]):
         half = attrs.evolve(state, params=Params({name: state.params[name]}))
         half = attrs.evolve(half, optimizer=optimizer.init(half.params))
         new, metrics = apply_update(
-            optimizer, half, Grads({name: grads[name]}), donate_inputs=False, reduce=lambda x, y=squares[other]: x + y
+            optimizer, half, Grads({name: grads[name]}), donate=False, reduce=lambda x, y=squares[other]: x + y
         )
         assert metrics["grad_norm"].value == pytest.approx(whole_metrics["grad_norm"].value)
         torch.testing.assert_close(new.params[name], whole.params[name])
@@ -177,12 +177,12 @@ def test_the_norm_covers_what_other_processes_hold():
 @each_optimizer
 def test_leaves_that_require_gradients_are_updated_without_a_graph(optimizer):
     expected, _ = apply_update(optimizer, warm(optimizer), gradients(2, dtype=torch.float32))
-    for donate_inputs in (False, True):
+    for donate in (False, True):
         state, grads = warm(optimizer), gradients(2, dtype=torch.float32)
         for tensor in (*state.params.values(), *grads.values()):
             tensor.requires_grad_()
         del tensor
-        new, metrics = apply_update(optimizer, state, grads, donate_inputs=donate_inputs)
+        new, metrics = apply_update(optimizer, state, grads, donate=donate)
         assert tree.equal(new, expected) and metrics["perf/residency_copies"].value == 0.0
         assert all(leaf.grad_fn is None for leaf in tree.leaves(new) if isinstance(leaf, torch.Tensor))
 

@@ -252,7 +252,7 @@ def test_only_trained_leaves_have_optimizer_state():
 )
 def test_zero_gradients_leave_fresh_parameters_bitwise_alone(optimizer):
     before = start(optimizer, dtype=torch.float32)
-    after, _ = apply_update(optimizer, before, gradients(0, 0.0, torch.float32), donate_inputs=False)
+    after, _ = apply_update(optimizer, before, gradients(0, 0.0, torch.float32), donate=False)
     for name, tensor in before.params.items():
         assert torch.equal(after.params[name], tensor)
 

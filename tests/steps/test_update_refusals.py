@@ -50,7 +50,7 @@ def test_a_refused_update_donates_nothing(name, donate):
     state, grads = start(maker, dtype=torch.float32), gradients(0, dtype=torch.float32)
     before = tree.digest((state, grads))
     with pytest.raises((ValueError, ZeroDivisionError), match=message):
-        apply_update(optimizer, state, grads, donate_inputs=donate)
+        apply_update(optimizer, state, grads, donate=donate)
     assert not is_donated(state) and not is_donated(grads) and tree.digest((state, grads)) == before
 
 
@@ -108,7 +108,7 @@ def test_an_update_has_no_derivative():
 
     def after(leaves):
         state = attrs.evolve(start(sgd(0.1)), params=Params(leaves, frozenset(grads)))
-        return apply_update(sgd(0.1), state, grads, donate_inputs=False)[0].params["b.bias"].sum()
+        return apply_update(sgd(0.1), state, grads, donate=False)[0].params["b.bias"].sum()
 
     with pytest.raises(NotDifferentiable, match="apply_update has no derivative"):
         torch.func.grad(after)(dict(start(sgd(0.1)).params))
@@ -140,7 +140,7 @@ def test_an_update_does_not_depend_on_the_callers_settings():
             for donate in (True, False):
                 state, grads = start(optimizer, dtype=dtype), gradients(1, dtype=dtype)
                 with surroundings:
-                    new, _ = apply_update(optimizer, state, grads, donate_inputs=donate)
+                    new, _ = apply_update(optimizer, state, grads, donate=donate)
                 assert tree.equal(new, expected)
                 assert not any(t.is_inference() for t in tree.leaves(new) if isinstance(t, torch.Tensor))
 

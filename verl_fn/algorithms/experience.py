@@ -6,6 +6,8 @@ Metrics have verl's names.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -25,6 +27,7 @@ from verl_fn.state import (
     Batch,
     Key,
     Max,
+    Metric,
     Metrics,
     Min,
     Request,
@@ -458,20 +461,31 @@ def _place(state: Any, batch: Batch, w: Workers) -> str:
 
 
 def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Report:
-    """Returns the mean of every metric over a role's updates.
+    """Returns the mean of every metric over a role's updates; of ``Max`` and ``Min`` the extreme of all updates.
 
     Args:
         role: the family of metrics without a family of their own, as in ``actor/grad_norm``.
         updates: the metrics of ``forward_backward`` and of ``apply_update`` for each update.
+
+    Example:
+        >>> updates = [({"loss": Sum(2.0), "longest": Max(5.0)}, {}), ({"loss": Sum(4.0), "longest": Max(3.0)}, {})]
+        >>> update_report("actor", updates)
+        {'actor/loss': 3.0, 'actor/longest': 5.0}
     """
-    values_by_name: dict[str, list[float]] = {}
+    by_name: dict[str, list[Metric]] = {}
     for pair in updates:
         for metrics in pair:
             for name, metric in metrics.items():
                 if name.startswith("perf/"):
                     name = f"{name}/{role}"
-                values_by_name.setdefault(name if "/" in name else f"{role}/{name}", []).append(metric.value)
-    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+                by_name.setdefault(name if "/" in name else f"{role}/{name}", []).append(metric)
+    return {name: _over_updates(of_updates) for name, of_updates in by_name.items()}
+
+
+def _over_updates(of_updates: Sequence[Metric]) -> float:
+    if isinstance(of_updates[0], Max | Min):
+        return functools.reduce(operator.add, of_updates).value
+    return sum(metric.value for metric in of_updates) / len(of_updates)
 
 
 def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -> Report:

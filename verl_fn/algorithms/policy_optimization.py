@@ -168,7 +168,8 @@ def policy_optimization(
 def remax(options: ReMax) -> Algorithm[PolicyState]:
     """Makes ReMax: a step samples responses, and for each prompt the greedy one, whose reward is the baseline.
 
-    The greedy responses are not learned from; they count as dropped for the reason ``baseline``.
+    The greedy responses are not learned from; they count as dropped for the reason ``baseline``. Responses to a
+    problem whose greedy conversation failed are not learned from either.
 
     Example:
         >>> remax(ReMax()).outline.min_n
@@ -192,6 +193,8 @@ def sample_with_baseline(state: PolicyState, problems: Sequence[Problem], w: Wor
     generate = functools.partial(w.rollout.generate, version=version)
     samples = clock.run_all({phase: functools.partial(generate, asked) for phase, asked in requests.items()})
     batch, greedy = (batch_of(drawn, problems, w, clock) for drawn in samples.values())
+    # A greedy conversation whose environment failed leaves its problem without a baseline.
+    batch = batch.take(torch.isin(batch["group"], greedy["group"]).nonzero()[:, 0])
     return Experience(with_baselines(batch, greedy), len(problems), clock.seconds, dropped={"baseline": greedy})
 
 
@@ -215,8 +218,7 @@ def with_baselines(batch: Batch, greedy: Batch) -> Batch:
     groups = batch["group"].tolist()
     if lacking := [group for group in groups if group not in baselines]:
         raise ValueError(
-            f"there is no greedy response to problem {lacking[0]}, so its responses have no baseline: the rollout "
-            "engine gave none, or its environment failed"
+            f"there is no greedy response to problem {lacking[0]}, so its responses have no baseline; leave them out"
         )
     values = torch.tensor([baselines[group] for group in groups], dtype=greedy["score"].dtype)
     return batch.with_rows(reward_baselines=values)

@@ -85,8 +85,8 @@ class RemoteTrain:
     def init(self, key: Key) -> Remote[TrainState]:
         return self._keep_one("init", key)
 
-    def load_pretrained(self, folder: str | Path, key: Key) -> Remote[TrainState]:
-        return self._keep_one("load_pretrained", str(folder), key)
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> Remote[TrainState]:
+        return self._keep_one("load_pretrained", folder and str(folder), key)
 
     def restore(self, folder: str | Path) -> Remote[TrainState]:
         return self._keep_one("restore", str(folder))

@@ -28,6 +28,7 @@ NUMBERS = (
     ("actor/kl_loss", "ref_kl", ".4f"),
     ("actor/reward_kl_penalty", "ref_kl", ".4f"),
     ("actor/grad_norm", "grad", ".3g"),
+    ("train/grad_norm", "grad", ".3g"),
     ("response_length/mean", "length", ",.0f"),
     ("response_length/clip_ratio", "cut off", ".0%"),
     ("perf/time_per_step", "s/step", ",.3g"),

@@ -562,7 +562,7 @@ def check_updates(case: BackendCase, state: Handle[TrainState], optimizer: Optim
         gradient = case.made(scaled(factor), grads)
         new = _on_cpu(case.read(case.update(start, gradient, donate=False)[0]))
         old = _on_cpu(case.read(start))
-        expected, _ = apply_update(optimizer, old, _on_cpu(case.read(gradient)), donate_inputs=False)
+        expected, _ = apply_update(optimizer, old, _on_cpu(case.read(gradient)), donate=False)
         cause = (
             "an update that ascends, clips by another norm, or ignores the schedule's position or a setting of the "
             "optimizer"
