@@ -47,6 +47,7 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
+from verl_fn.steps.losses.contract import WEIGHTS
 from verl_fn.testing.compare import BARS, compare_numbers, missed_bars
 
 from . import first_step_chart as chart
@@ -228,8 +229,10 @@ def first_step(
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
     del from_reference, given
-    per_token, _ = loss(backend.forward(state.params, batch, loss.needs), batch)
-    result["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
+    outputs, result["scale"] = backend.forward(state.params, batch, loss.needs), 0.0
+    for term in loss.terms:
+        values, _ = Loss((term,))(outputs, batch)
+        result["scale"] += float((batch[WEIGHTS[term.level]] * values).abs().sum())
     state, updated = backend.apply_update(state, grads)
     result |= {"grad_norm": updated["grad_norm"].value, "copies": updated["perf/residency_copies"].value}
     tensors |= {f"update.{n}": t for n, t in changed(state).items()}
@@ -325,15 +328,17 @@ def main(argv: Sequence[str]) -> int:
         _place_model(folder / "model", args)
         _check_longest(folder / "model", args.longest)
         for reference in dict.fromkeys(layout.reference for layout in layouts):
-            wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
+            try:
+                wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
+            except RanksFailed as error:
+                failed[reference] = _told(reference, error)
+                continue
             bf16: dict[str, dict[str, Any]] = {}
             for layout in (one for one in layouts if one.reference == reference):
                 try:
                     measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
                 except RanksFailed as error:
-                    failed[layout.text] = error.cause
-                    print(error, file=sys.stderr)
-                    print(f"{layout.text}: FAILED {error.cause}", flush=True)
+                    failed[layout.text] = _told(layout.text, error)
                     continue
                 print(layout.text)
                 for loss, ours in zip(args.losses, measured, strict=True):
@@ -348,6 +353,13 @@ def main(argv: Sequence[str]) -> int:
     if args.png:
         chart.draw(results, BARS, {layout.text: layout.dtype for layout in layouts}, Path(args.png))
     return 1 if failed or any(r["missed"] for r in results) else 0
+
+
+def _told(layout: str, error: RanksFailed) -> str:
+    """Prints what the ranks of a layout wrote, and why they failed, which is returned."""
+    print(error, file=sys.stderr)
+    print(f"{layout}: FAILED {error.cause}", flush=True)
+    return error.cause
 
 
 def _place_model(place: Path, args: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.state import Batch
-from verl_fn.steps import aggregate
+from verl_fn.steps import aggregate, aggregate_rows
 
 # A gradient jumps where a loss begins to clip. The few tokens that bf16 would move across such a bound change the
 # gradient more than all other rounding does, so no token is this close to one.
@@ -39,7 +39,7 @@ def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
     per_row = {"group": group, "score": (torch.arange(rows) % 2).float(), "temperature": torch.ones(rows)}
     prompts = torch.tensor([max(1, n // 3) for n in lengths])
     batch = Batch.from_rows(tokens, {"response_mask": mask, **fields}, per_row | {"prompt_length": prompts})
-    return aggregate(batch, "token-mean")
+    return aggregate_rows(aggregate(batch, "token-mean"))
 
 
 def with_old(batch: Batch, head: str, output: Tensor, noise: Tensor) -> Batch:

@@ -120,6 +120,32 @@ def test_losses_that_share_a_name_keep_their_numbers(tmp_path, monkeypatch, caps
     assert "times(factor=1.0) " in out and "times(factor=3.0) " in out
 
 
+def test_a_loss_by_row_and_one_that_the_reference_cannot_compute(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import verl_fn as vf\n"
+        "@vf.loss(needs=['logprobs'], level='row')\n"
+        "def of_rows(outputs, batch):\n"
+        "    return batch['score'] * batch.sum_rows(outputs.logprobs), {}\n"
+        "@vf.loss(needs=['logprobs'])\n"
+        "def lacking(outputs, batch):\n    return batch['mine'] * outputs.logprobs, {}\n"
+    )
+    monkeypatch.setattr(first_step, "run_together", lambda command, *_: rank_here(command))
+    path = tmp_path / "result.json"
+    options = ["--layouts", "local", "--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(path)]
+    assert first_step.main([*options, "--losses", f"{tmp_path}/mine.py:of_rows", "sft"]) == 0
+    by_row, _ = json.loads(path.read_text())["results"]
+    assert by_row["missed"] == [] and by_row["found"]["loss"] < 0
+
+    def fails(command, *_):
+        raise RanksFailed("all that was printed", "MissingField: the batch has no mine")
+
+    monkeypatch.setattr(first_step, "run_together", fails)
+    assert first_step.main([*options, "--losses", f"{tmp_path}/mine.py:lacking"]) == 1
+    shown = capsys.readouterr()
+    assert "\nlocal: FAILED MissingField: the batch has no mine\n" in shown.out and "all that was" in shown.err
+    assert json.loads(path.read_text())["failed"] == {"local": "MissingField: the batch has no mine"}
+
+
 def rank_here(command):
     """The only rank of a layout, in this process."""
     with mock.patch.dict(os.environ, RANK="0"), mock.patch.object(os, "_exit", lambda status: None):

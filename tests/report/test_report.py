@@ -170,6 +170,22 @@ def test_runs_are_compared_by_the_keys_in_which_they_differ(tmp_path):
     assert "rollout.n" not in found.cells
 
 
+def test_runs_are_compared_by_code_and_data_of_another_content(tmp_path):
+    """As after an edit of a file between two runs of one config."""
+    same = {"torch": "version 2"}
+    before, after = {"/mine.py": "3 bytes, CRC 1", "/a": "1", **same}, {"/mine.py": "3 bytes, CRC 2", **same}
+    runs = []
+    for seed, inputs in enumerate((before, after, before)):
+        lines = [{"step": 1, "val-core/x/acc/mean@1": 0.5}]
+        runs.append(write(tmp_path / f"r{seed}", lines, overrides=[f"trainer.seed={seed}"]))
+        (runs[-1] / "inputs.json").write_text(json.dumps(inputs))
+    text, found = page(report(runs[:2], tmp_path / "page.html"))
+    at = found.cells.index("/mine.py")
+    assert found.cells[at : at + 3] == ["/mine.py", *(inputs["/mine.py"] for inputs in (before, after))]
+    assert {"torch", "/a"}.isdisjoint(found.cells) and "seeds only" not in text
+    assert "r0, r2 differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0]
+
+
 def test_keys_without_effect_are_not_among_the_differences(tmp_path):
     """They have one only with a task, an environment or vLLM. One that a run uses is shown for that run."""
     files = ['data.train_files=["x.parquet"]', 'data.val_files=["x.parquet"]', "trainer.save_freq=3"]

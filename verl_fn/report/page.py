@@ -36,7 +36,7 @@ from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
-from verl_fn.runs.history import run_meant
+from verl_fn.runs.history import recorded_inputs, run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, few_groups, settled, without_advantages, without_gradient
 
@@ -68,6 +68,7 @@ class RunRecord:
         unused: keys without effect in this run; none are known of a config that this version does not take.
         rows: the metrics, one row for each step.
         answers: the held-out answers by step, then by what was asked.
+        inputs: the fingerprints of the user's code, the data and the libraries by name.
         failure: how the run ended, if it failed.
     """
 
@@ -78,6 +79,7 @@ class RunRecord:
     unused: Collection[str]
     rows: Sequence[Mapping[str, Any]]
     answers: Mapping[int, Mapping[Asked, Mapping[str, Any]]]
+    inputs: Mapping[str, str]
     failure: str = ""
 
 
@@ -205,7 +207,7 @@ def _read(folder: Path, label: str) -> RunRecord:
         step, *problem = asked = line["step"], line["data_source"], line["prompt"], str(line["answer"])
         answers.setdefault(step, {})[*problem, seen[asked]] = line
         seen[asked] += 1
-    return RunRecord(label, folder, toml, config, ignored, rows, answers, failure)
+    return RunRecord(label, folder, toml, config, ignored, rows, answers, recorded_inputs(folder), failure)
 
 
 def _check_shown(config: Mapping[str, Any], file: Path) -> None:
@@ -319,6 +321,7 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key not in {*OF_ONE_RUN, *run.unused}}
+        settings |= run.inputs
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     for group in groups.values():
         last = {run.label: (metric, values[-1][0]) for run in group for metric, values in [_held_out(run)] if values}
@@ -505,7 +508,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         title, columns = "Config, where it is not the default", [runs[0].config, defaults]
         head = ["key", runs[0].label, "default"]
     else:
-        title, columns = "Config, where the runs differ", [run.config for run in runs]
+        title, columns = "Config, code and data, where the runs differ", [run.config for run in runs]
         head = ["key", *(run.label for run in runs)]
     rows = []
     for key in dict.fromkeys(key for column in columns for key in column):
@@ -516,11 +519,20 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         without = [key in run.unused or key not in run.config for run in runs]
         if len(set(values)) > 1 and not all(without):
             shown = [MISSING if missing else value for value, missing in zip_longest(values, without)]
-            cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in shown)
-            rows.append(f'<th scope="row"><code>{escaped(key)}</code></th>{cells}')
+            rows.append(_code_row(key, shown))
+    for name in dict.fromkeys(name for run in runs for name in run.inputs):
+        prints = [run.inputs.get(name, MISSING) for run in runs]
+        # An input that only some runs have is named by the config.
+        if len({*prints} - {MISSING}) > 1:
+            rows.append(_code_row(name, prints))
     body = table_of(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'
     left_out = '<p class="soft">Keys without effect are left out.</p>\n'
     return f"<h2>{title}</h2>\n{left_out}{body}"
+
+
+def _code_row(name: str, values: Iterable[str]) -> str:
+    cells = "".join(f"<td><code>{escaped(value)}</code></td>" for value in values)
+    return f'<th scope="row"><code>{escaped(name)}</code></th>{cells}'
 
 
 def _configs(runs: Sequence[RunRecord]) -> str:
