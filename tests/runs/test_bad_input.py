@@ -166,7 +166,8 @@ def test_a_reward_that_judges_nothing_has_no_accuracy(refused, tiny, tmp_path, c
     assert "before training: held-out reward" in capsys.readouterr().out
     of_answers = {"val/loss", "val-aux/reverse/nll/mean@1", "val-aux/reverse/token_acc/mean@1"}
     names = {name for name in read_metrics(tmp_path / "a")[0] if name.startswith("val")}
-    assert names == {"val-core/reverse/reward/mean@1"} | of_answers
+    ends = {"val-aux/reverse/response_length/clip_ratio"}
+    assert names == {"val-core/reverse/reward/mean@1"} | ends | of_answers
     more = [f"trainer.dir={tmp_path}/b", f"reward.functions={tmp_path}/mine.py:judged"]
     assert main([*args, *more]) == 0
     assert {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"} < read_metrics(tmp_path / "b")[0].keys()

@@ -468,9 +468,9 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
         updates: the metrics of ``forward_backward`` and of ``apply_update`` for each update.
 
     Example:
-        >>> updates = [({"loss": Sum(2.0), "longest": Max(5.0)}, {}), ({"loss": Sum(4.0), "longest": Max(3.0)}, {})]
+        >>> updates = [({"kl": Weighted(value, 1.0), "longest": Max(value)}, {}) for value in (2.0, 4.0)]
         >>> update_report("actor", updates)
-        {'actor/loss': 3.0, 'actor/longest': 5.0}
+        {'actor/kl': 3.0, 'actor/longest': 4.0}
     """
     by_name: dict[str, list[Metric]] = {}
     for pair in updates:

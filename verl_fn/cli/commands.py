@@ -420,6 +420,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from verl_fn.runs.checkpoints import step_of
     from verl_fn.runs.evaluate import evaluate_model
     from verl_fn.runs.history import config_file
+    from verl_fn.runs.progress import held_out_cut_off
 
     models = [model_of(model) for model in args.models]
     labels = names([Path(model) for model in args.models])
@@ -446,6 +447,8 @@ def evaluate(args: argparse.Namespace) -> int:
         say(f"evaluating {model} on {_summary(plan)}")
         with pruning(model):
             reports[label], own = evaluate_model(plan, say)
+        if said := held_out_cut_off(reports[label]):
+            say(f"note: {said}")
         answers += [{"model": label} | answer for answer in own]
     _show(reports, answers, plans[0].rollout.val_kwargs.n)
     if out is not None:

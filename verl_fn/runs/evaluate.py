@@ -96,9 +96,14 @@ def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:
         >>> held_out_value({"val-core/count/acc/mean@1": 0.5, "val-core/reverse/acc/mean@1": 1.0}, "acc")
         0.75
     """
-    name = re.compile(rf"val-(core|aux)/.+/{metric}/mean@\d+", re.DOTALL)
-    values = [value for key, value in report.items() if name.fullmatch(key) and value is not None]
+    values = _of_sources(report, metric)
     return sum(values) / len(values) if values else None
+
+
+def _of_sources(report: Mapping[str, Any], metric: str) -> list[float]:
+    """Returns the held-out ``acc`` or ``reward`` of each data source."""
+    name = re.compile(rf"val-(core|aux)/.+/{metric}/mean@\d+", re.DOTALL)
+    return [value for key, value in report.items() if name.fullmatch(key) and value is not None]
 
 
 def evaluation_line(report: Report, metric: str = "acc") -> str:
@@ -107,10 +112,13 @@ def evaluation_line(report: Report, metric: str = "acc") -> str:
     Example:
         >>> evaluation_line({"val-core/mine/reward/mean@1": 2.0})
         'held-out reward 2.000'
+        >>> evaluation_line({"val-core/easy/acc/mean@1": 1.0, "val-core/hard/acc/mean@1": 0.5})
+        'held-out acc 0.750 (mean of 2 sources)'
     """
     for name in (metric, "acc", "reward"):
-        if (value := held_out_value(report, name)) is not None:
-            return f"held-out {name} {value:.3f}"
+        if values := _of_sources(report, name):
+            more = f" (mean of {len(values)} sources)" if len(values) > 1 else ""
+            return f"held-out {name} {sum(values) / len(values):.3f}{more}"
     return f"held-out loss {report['val/loss']:.3f}" if "val/loss" in report else ""
 
 
@@ -172,7 +180,7 @@ def evaluation_of(
 
 
 def _further(prefix: str, batch: Batch, rows: torch.Tensor) -> Report:
-    """Returns the named rewards of all answers to some problems and, of conversations, their replies and ends.
+    """Returns how answers to some problems ended, their named rewards, and the number of replies of conversations.
 
     Args:
         batch: the last row of each conversation, the same number for each problem.
@@ -185,7 +193,9 @@ def _further(prefix: str, batch: Batch, rows: torch.Tensor) -> Report:
         if 0 < int(known.sum()) < int(rows.sum()):
             report[f"{short}/count"] = float(known.sum())
         report |= spread(short, fields[name][known]) if bool(known.any()) else {}
-    if "env_end" in fields:
+    if "env_end" not in fields:
+        report[f"{prefix}/response_length/clip_ratio"] = float((fields["finished"][rows] == 0).double().mean())
+    else:
         report[f"{prefix}/env/turns/mean"] = float(fields["env_turns"][rows].double().mean())
         for number, reason in enumerate(END_REASONS):
             report[f"{prefix}/env/ended/{reason}"] = float((fields["env_end"][rows] == number).double().mean())

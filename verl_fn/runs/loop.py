@@ -42,6 +42,7 @@ from .progress import (
     Say,
     Start,
     always_zero,
+    held_out_cut_off,
 )
 from .recorder import Drawn
 from .state import (
@@ -300,6 +301,7 @@ class _Loop:
             return {}
         report = self._evaluate(state)
         self.run.amend(state.step, report)
+        self._say_once("held-out answers", held_out_cut_off(report))
         return report
 
     def _evaluate(self, state: RunState) -> Report:

@@ -397,6 +397,20 @@ def cut_off(step: int, report: Report) -> str:
     )
 
 
+def held_out_cut_off(report: Report) -> str:
+    """Returns the sentence of ``cut_off`` about an evaluation, in which all data sources count alike; or nothing.
+
+    Example:
+        >>> held_out_cut_off({"val-aux/x/response_length/clip_ratio": 1.0, "val-aux/y/z/reward/mean@1": 0.5})[:54]
+        'in the evaluation 100% of the responses were cut off a'
+    """
+    means = dict[str, float]()
+    for name in ("response_length/clip_ratio", "env/ended/turn_limit", "env/ended/length"):
+        shares = [value for key, value in report.items() if key.startswith("val-aux/") and key.endswith(f"/{name}")]
+        means |= {name: sum(shares) / len(shares)} if shares else {}
+    return cut_off(0, means).replace("in step 0", "in the evaluation", 1)
+
+
 class Start:
     """The start of a run, from the command to the first step.
 
