@@ -397,7 +397,7 @@ def cut_off(step: int, report: Report) -> str:
     )
 
 
-def held_out_cut_off(report: Report) -> str:
+def held_out_cut_off(report: Mapping[str, float]) -> str:
     """Returns the sentence of ``cut_off`` about an evaluation, in which all data sources count alike; or nothing.
 
     Example:
