@@ -321,15 +321,22 @@ def _own_page(name: str) -> str:
 def _described(fn: object) -> str:
     """Says what a function can be by its parameters, with the options; nothing if it can be nothing.
 
-    Nothing of the user is called here, so what the function returns is not known.
+    An estimator begins with ``batch``, and an algorithm has ``options``. Nothing of the user is called here, so what
+    the function returns is not known.
     """
-    parameters = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
-    options = [one for one in parameters if one.default is not one.empty]
-    given = [one.kind for one in parameters if one.default is one.empty]
-    if not parameters or given not in ([], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
+    options = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if not options or options[0].name == "options" or any(one.kind not in by_name for one in options):
         return ""
-    key, makes = ("adv_estimator", "returns a batch") if given else ("policy_loss", "makes a loss")
-    lines = [f"  algorithm.{key}_kwargs.{one.name} = {one.default!r}" for one in options]
+    key, makes = "policy_loss", "makes a loss"
+    if options[0].name == "batch":
+        key, makes = "adv_estimator", "returns a batch"
+        del options[0]
+    lines = [
+        f"  algorithm.{key}_kwargs.{one.name}"
+        + (" must be set" if one.default is one.empty else f" = {one.default!r}")
+        for one in options
+    ]
     return "\n".join(
         [f"for algorithm.{key} if it {makes}; {'its options:' if options else 'it has no options'}", *lines]
     )
