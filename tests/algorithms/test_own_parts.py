@@ -146,9 +146,12 @@ def forgets(state, experience, w):
     return learn(state, experience, w)[0]
 
 
-def stays(state, experience, w):
-    after, report = learn(state, experience, w)
-    return attrs.evolve(after, step=0), report
+def ends_at(number):
+    def ends(state, experience, w):
+        after, report = learn(state, experience, w)
+        return attrs.evolve(after, step=number), report
+
+    return ends
 
 
 def lists(state, experience, w):
@@ -198,7 +201,10 @@ def keeps(state, experience, w):
             r"keeps .* returns a state whose actor cannot be used: this TrainState .* was donated to apply_update",
         ),
         (forgets, r"forgets \(.*test_own_parts.py:\d+\) returns a State; learn returns the next state and a report"),
-        (stays, "stays .* returns a state of step 0 after step 0; it must add 1 to step"),
+        *(
+            (ends_at(step), f"ends .* returns a state of step {step} after step 0; it must add 1 to step")
+            for step in (0, 2, -1, None)
+        ),
         (lists, "lists .* reports a list as 'scores'; a report has one number for each name"),
         (counts, "counts .* returns a int as its report; it is a dict of numbers by name"),
         (breaks, "breaks .* learns from advantages that are not finite, on 7|breaks .* not finite, on .* tokens"),

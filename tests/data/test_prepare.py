@@ -14,7 +14,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model, prepare_smollm2
 from verl_fn.cli import main
 from verl_fn.data.loading import read_files
-from verl_fn.data.prepare import SIZES, prepare_arithmetic, prepare_gsm8k
+from verl_fn.data.prepare import SIZES, prepare_arithmetic, prepare_gsm8k, write_answers
 from verl_fn.data.rows import DataError
 from verl_fn.errors import UsageError
 from verl_fn.rewards.reward import rule_for
@@ -246,3 +246,16 @@ def test_smollm2_is_written_whole_or_not_at_all(tmp_path, monkeypatch, packaged_
 def test_only_gsm8k_takes_raw_files(tmp_path, capsys, arguments):
     assert main(["prepare", *arguments, "--out", str(tmp_path / "out")]) == 2
     assert "prepare gsm8k needs the folder with its raw files" in capsys.readouterr().err
+
+
+def test_a_file_of_answers_has_the_columns_of_all_of_them(tmp_path):
+    """Reward functions may return a number for some answers only, and conversations have messages."""
+    messages = [{"role": "user", "content": "1+1?"}]
+    answers = [
+        {"problem": 0, "score": 1.0, "reward/style": 0.5},
+        {"problem": 1, "score": 0.0, "reward/length": 3.0, "messages": messages},
+    ]
+    first, second = pq.read_table(write_answers(tmp_path / "a.parquet", answers)).to_pylist()
+    assert first == {**answers[0], "reward/length": None, "messages": None}
+    assert json.loads(second.pop("messages")) == messages
+    assert second == {"problem": 1, "score": 0.0, "reward/style": None, "reward/length": 3.0}

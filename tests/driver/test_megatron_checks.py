@@ -37,6 +37,11 @@ def checked(model, ranks, *overrides):
         (4, [f"{SIZES}.tensor_model_parallel_size=4"], "tp = 4 does not divide the model's 2 key-value heads"),
         (3, [f"{SIZES}.pipeline_model_parallel_size=3"], "pp = 3 does not divide the model's 2 layers"),
         (2, [f"{SIZES}.expert_model_parallel_size=2"], "the model has no experts"),
+        (
+            4,
+            [f"{SIZES}.pipeline_model_parallel_size=2", f"{SIZES}.expert_model_parallel_size=4"],
+            "ep = 4 does not divide the 2 ranks of a pipeline stage",
+        ),
         (2, ["actor.router_replay.mode=R2"], "actor.router_replay.mode needs a model with experts, and .* has none"),
         (
             2,

@@ -51,8 +51,13 @@ def test_reduce_adds_what_other_processes_hold():
     assert float(sum_of_squares(grads().values(), lambda local: local + 11.0)) == pytest.approx(36.0)
 
 
-def test_a_norm_with_one_nan_is_not_finite():
-    assert not torch.isfinite(make(([1.0, float("nan")], [0.0] * 3)).global_norm())
+@pytest.mark.parametrize("size", [3, 2**15 + 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_norm_with_one_value_that_is_not_finite_is_not_finite(value, size):
+    for place in (0, size - 1):
+        values = torch.ones(size)
+        values[place] = value
+        assert not torch.isfinite(Grads({"a": values, "b": torch.zeros(3)}).global_norm())
 
 
 def test_addition_leaves_its_terms_alone():
@@ -114,6 +119,7 @@ def test_the_norm_of_many_elements_is_exact(size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e30, 0.3])
-def test_squares_do_not_overflow(scale, dtype):
-    value = Grads({"a": torch.full((3, 2), scale, dtype=dtype).t(), "b": torch.zeros(0, dtype=dtype)})
-    assert float(value.global_norm()) == pytest.approx(float(value["a"][0, 0]) * math.sqrt(6.0), rel=1e-6)
+@pytest.mark.parametrize("size", [3, 2**15 + 1])
+def test_squares_do_not_overflow(size, scale, dtype):
+    value = Grads({"a": torch.full((size, 2), scale, dtype=dtype).t(), "b": torch.zeros(0, dtype=dtype)})
+    assert float(value.global_norm()) == pytest.approx(float(value["a"][0, 0]) * math.sqrt(2.0 * size), rel=1e-6)

@@ -92,6 +92,25 @@ def test_the_gap_by_hand_and_in_parts():
     assert numbers(parts) == pytest.approx(numbers(rollout_gap(whole)))
 
 
+def test_the_gap_of_a_far_token_is_measured_without_bounds():
+    """One ratio of e^3 beside three of 1."""
+    batch, _ = pack([[0, 1, 1], [1, 1]], 0, *FIELDS)
+    engine = torch.full((5,), -4.0)
+    batch = batch.with_tokens(
+        old_log_probs=engine + torch.tensor([9.0, 0.0, 3.0, 0.0, 0.0]), rollout_log_probs=engine
+    )
+    found, far = numbers(rollout_gap(batch)), math.exp(3.0)
+    assert {name: value for name, value in found.items() if not name.startswith("training/")} == pytest.approx(
+        {
+            "rollout/log_prob_diff_mean": 0.75,
+            "rollout_corr/kl": -0.75,
+            "rollout_corr/k3_kl": (far - 4.0) / 4,
+            "rollout_corr/rollout_is_eff_sample_size": (far + 3) ** 2 / (4 * (far**2 + 3)),
+        },
+        rel=1e-6,
+    )
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_values_outside_the_mask_do_not_matter(level):
     batch, _ = pack([[0, 1, 1], [1, 0]], 0, *FIELDS)

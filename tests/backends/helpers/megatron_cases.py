@@ -351,6 +351,17 @@ def refused_token(folder, options):
     return error_of(lambda: backend.forward(backend.init(KEY).params, batch))
 
 
+def other_batches(folder, options):
+    """The same rows on each rank, with other positions or advantages."""
+    backend, batch, rank = megatron(folder, options), tiny_batch(), dist.get_rank()
+    moved = attrs.evolve(batch, positions=batch.positions + rank)
+    others, state = batch.with_tokens(advantages=batch["advantages"] + rank), backend.init(KEY)
+    return [
+        error_of(lambda: backend.forward(state.params, moved)),
+        error_of(lambda: backend.forward_backward(state, others, ppo_clip())),
+    ]
+
+
 def refused_need(folder, options, need):
     backend = megatron(folder, options)
     params = backend.init(KEY).params

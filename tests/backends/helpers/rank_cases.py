@@ -314,14 +314,13 @@ def few_rows(folder, options, rows):
 
 
 def other_batches(folder):
-    """A batch of its own on each rank: told, not hung."""
-    backend = Fsdp(folder, optimizer(), max_tokens=24)
-    state = backend.init(KEY)
-    batch = tiny_batch(KEY.fold_in(dist.get_rank()))
-    try:
-        backend.forward_backward(state, batch, ppo_clip())
-    except ValueError as error:
-        return str(error)
+    """Other rows on each rank, and the same rows with other advantages: told, not hung and not mixed."""
+    backend, batch, rank = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch(), dist.get_rank()
+    state, others = backend.init(KEY), batch.with_tokens(advantages=batch["advantages"] + rank)
+    return [
+        error_of(lambda own=own: backend.forward_backward(state, own, ppo_clip()))
+        for own in (tiny_batch(KEY.fold_in(rank)), others)
+    ]
 
 
 def refused(folder, options):

@@ -1,6 +1,7 @@
 """A call of a backend depends on its arguments alone: not on other threads, nor on the caller's settings of torch."""
 
 import contextlib
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -202,9 +203,11 @@ def test_arguments_of_other_kinds_are_named(tiny, name):
 
 
 @pytest.mark.parametrize("name", ["local", "mock"])
-@pytest.mark.parametrize("token", [-100, 10**6])
+@pytest.mark.parametrize("token", [-100, -1, "the first that is too large", 10**6])
 def test_tokens_that_the_model_does_not_know_are_named(tiny, name, token):
     backend, batch = BACKENDS[name](tiny), tiny_batch()
+    if isinstance(token, str):
+        token = backend.vocab_size if name == "mock" else json.loads((tiny / "config.json").read_text())["vocab_size"]
     tokens = batch.tokens.clone()
     tokens[int(batch.cu_seqlens[1])] = token
     state, batch = backend.init(Key.from_seed(0)), attrs.evolve(batch, tokens=tokens)

