@@ -1,6 +1,7 @@
 """Configs: what is accepted, and what each mistake is told."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from verl_fn.config import Config, ConfigError, describe, keys, load, make_plan, notes, origins, structure, to_table
 from verl_fn.config.algorithms import BUILT_IN
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
@@ -77,6 +79,9 @@ def test_recipes_load_and_round_trip(recipe):
         ("model.path=a/${NOWHERE}", "model.path: 'a/${NOWHERE}' has the variable ${NOWHERE}"),
         ("trainer.experiment_name=\udcff", "trainer.experiment_name: expected Unicode"),
         ("trainer.stop_metric=loss", "trainer.stop_metric: must be acc or reward"),
+        ("data.date=20270105", "data.date: must be a day as YYYY-MM-DD (got '20270105')"),
+        ("data.date=2027-W01-2", "data.date: must be a day as YYYY-MM-DD (got '2027-W01-2')"),
+        ("data.date=2027-02-29", "data.date: must be a day as YYYY-MM-DD (got '2027-02-29')"),
     ],
 )
 def test_every_mistake_names_its_key(override, message):
@@ -218,9 +223,11 @@ def test_vllm_needs_processes(algorithm):
 
 
 def test_a_group_estimator_needs_groups():
-    with pytest.raises(ConfigError, match=r"rollout\.n is 1"):
-        make_plan(load(overrides=["algorithm.name=grpo"]))
-    assert make_plan(load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"]))
+    other = "algorithm.adv_estimator=reinforce_plus_plus"
+    for words in (["grpo"], ["rloo"], ["dapo"], ["dapo", other], ["rejection"]):
+        with pytest.raises(ConfigError, match=r"rollout\.n is 1"):
+            make_plan(load(overrides=[f"algorithm.name={words[0]}", *words[1:]]))
+    assert make_plan(load(overrides=["algorithm.name=grpo", other]))
 
 
 def test_defaults_are_the_ones_of_verl_and_of_the_papers():
@@ -475,6 +482,22 @@ def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):
     cfg = load(overrides=["model.path=~/m", "trainer.dir=~/x", "data.train_files=~/a.jsonl", "critic.path=~/c"])
     assert (cfg.model.path, cfg.trainer.dir, cfg.critic.path) == ("/h/m", "/h/x", "/h/c")
     assert cfg.data.train_files == ("/h/a.jsonl",)
+    keys = ("reward.functions", "data.convert", "env.name", "algorithm.policy_loss")
+    code = [f"{key}=~/a.py:f" for key in keys]
+    made = make_plan(load(overrides=["model.path=m", "data.train_files=a.jsonl", *code]))
+    assert (made.reward.functions, made.data.convert) == (("/h/a.py:f",), ("/h/a.py:f",))
+    assert (made.env.name, made.options.policy_loss) == ("/h/a.py:f", "/h/a.py:f")
+    data = make_plan(load(overrides=["model.path=m", "data.task=verifiers:~/envs/my-env"])).data
+    assert data.task == "verifiers:/h/envs/my-env"
+    with pytest.raises(ConfigError, match=r"^data\.task: '~nosuchuser/x' names the home of a user"):
+        make_plan(load(overrides=["model.path=m", "data.task=verifiers:~nosuchuser/x"]))
+
+
+def test_an_algorithm_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "examples/custom_algorithm.py", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = make_plan(load(overrides=["algorithm.name=~/custom_algorithm.py:raft", "model.path=m", "rollout.n=2"]))
+    assert made.algorithm == f"{tmp_path}/custom_algorithm.py:raft"
 
 
 def test_a_described_config_is_the_config():

@@ -139,6 +139,8 @@ def test_a_picture_is_what_a_viewer_shows():
         (lambda: np.zeros((0, 5, 3), np.uint8), "no pixels"),
         (lambda: Image.open(io.BytesIO(written(picture(), "JPEG")[:-200])), "image 1 is damaged"),
         (lambda: "a\x00b", "cannot be read: embedded null"),
+        (lambda: "~a\x00b", "cannot be read: embedded null"),
+        (lambda: "~nosuchuser.png", r"~nosuchuser\.png cannot be read: No such file"),
         (lambda: "iVBORw0KGgo" * 99, "^.{0,300} cannot be read: File name too long"),
         (lambda: torch.zeros(3, 8, 9, dtype=torch.uint8), "write height x width x 3"),
     ],

@@ -252,6 +252,17 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
         restarts(died(), died(), died(), died())
 
 
+@pytest.mark.parametrize(("draws", "counted"), [(True, 0), (False, 2)])
+def test_only_answers_to_requests_end_the_count_of_an_engines_restarts(monkeypatch, draws, counted):
+    """An engine that dies in every draw answers publications in between."""
+    group = Group("rollout", ())
+    call = Call(group, "invoke", [()], list, range(1), draws=draws)
+    call.open[0], group.calls, group.restarts[0] = "end", [call], 2
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(ray, "get", lambda ref: None)
+    assert group.idle and group.restarts[0] == counted
+
+
 def test_an_engine_that_lacks_the_weights_that_were_asked_for_is_not_restarted():
     """It would lack them again."""
     error = StaleWeightsError("the engine holds version 1, not 2")

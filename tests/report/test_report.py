@@ -757,6 +757,8 @@ def test_no_curve_hides_an_equal_one(tmp_path):
     assert len({offset for _, offset in dashes}) == 3, "the dashes take turns"
     other = metrics(4, **{"perf/throughput": 5.0})
     assert [chart.same for chart in charts([metrics(4), other]) if chart.metric == "perf/throughput"] == [[[0], [1]]]
+    later = [row | {"step": row["step"] + 1} for row in metrics(4)]
+    assert all(chart.same == [[0], [1]] for chart in charts([metrics(4), later])), "equal values at other steps"
 
 
 def test_a_run_whose_rewards_say_nothing_of_right_answers(tmp_path):

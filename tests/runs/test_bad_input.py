@@ -97,6 +97,10 @@ def test_a_tokenizer_of_another_model(refused, tiny, tmp_path):
     char_tokenizer("abcdefgh>ijklmnopq").save_pretrained(other)
     found = refused(*start(other, tmp_path / "run"))
     assert "the tokenizer has 22 tokens" in found and "only 13" in found
+    tokenizer = char_tokenizer("abcdefgh>")
+    assert tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(other)
+    assert "the tokenizer has 14 tokens" in refused(*start(other, tmp_path / "run"))
 
 
 def test_rows_that_do_not_fit(refused, tiny, tmp_path):
@@ -488,6 +492,9 @@ def test_an_evaluation_asks_the_held_out_files_alone(tiny, tmp_path, capsys):
     """Training files may be gone, and their answers need not be what the model can say."""
     held = write_rows(tmp_path / "held.jsonl", [row(), row("b>")])
     args = [f"data.train_files={tmp_path}/gone.jsonl", f"data.val_files={held}", "rollout.val_kwargs.temperature=1"]
+    (tmp_path / "run.toml").write_text(f"[data]\ntrain_files = '{tmp_path}/gone.jsonl'\n")
+    assert main(["eval", str(tiny), "--config", str(tmp_path / "run.toml")]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("there are no held-out problems: set data.val_files")
     rewards = tmp_path / "one.py"
     rewards.write_text("def one(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert main(["eval", str(tiny), *args, f"reward.functions={rewards}:one"]) == 0
@@ -501,7 +508,7 @@ def test_of_each_data_source_one_problem_shows_whether_its_rule_can_score():
     assert _with_rules(traits_of(problems, char_tokenizer("abc"))) == [0, 1, 3, 4]
 
 
-def test_what_a_path_to_a_model_stands_for(tmp_path):
+def test_what_a_path_to_a_model_stands_for(tmp_path, monkeypatch):
     run, apart = tmp_path / "run", tmp_path / "checkpoints/step_1"
     for checkpoint in (run / "checkpoints/step_2", run / "checkpoints/step_10", apart):
         (checkpoint / "actor").mkdir(parents=True)
@@ -515,6 +522,10 @@ def test_what_a_path_to_a_model_stands_for(tmp_path):
     assert model_of(str(run)) == model_of(str(run / "model")) == (run / "checkpoints/step_2/actor", run)
     assert model_of(str(newest.parent)) == model_of(str(newest)) == (newest, run)
     assert model_of(str(apart)) == model_of(str(apart / "actor")) == (apart / "actor", None), "of no run"
+    for inside, path in ((newest.parent.parent, "step_10"), (newest.parent, "."), (newest, ".")):
+        monkeypatch.chdir(inside)
+        model, found = model_of(path)
+        assert (model.resolve(), found) == (newest, run), "a relative path"
     shutil.rmtree(run / "checkpoints/step_2")
     assert model_of(str(run)) == (newest, run), "the link points nowhere"
     shutil.rmtree(run / "checkpoints")

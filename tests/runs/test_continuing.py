@@ -137,6 +137,17 @@ def test_the_link_to_the_model_follows_the_checkpoint_that_a_run_goes_on_from(ti
     assert (folder / "model").resolve() == before / "actor"
 
 
+def test_what_was_kept_of_steps_that_are_done_again_is_removed(tiny, copy):
+    folder = copy / "a"
+    names = ("answers/step_{}.parquet", "samples/step_{}.safetensors")
+    files = {step: {folder / name.format(step) for name in names} for step in (1, 2)}
+    for file in files[1] | files[2]:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    Run(plan(tiny, copy), SILENT).start(1, origin=checkpoints(folder)[1])
+    assert all(file.exists() for file in files[1]) and not any(file.exists() for file in files[2])
+
+
 def test_changed_data_is_reported(tiny, copy, monkeypatch):
     more = "trainer.total_training_steps=3"
     with (copy / "data.jsonl").open("a") as file:

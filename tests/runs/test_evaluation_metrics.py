@@ -126,11 +126,11 @@ def test_without_acc_or_with_one_answer_there_is_no_pass_at_k():
 def test_the_best_and_the_majority_are_those_of_each_problem():
     """Among equally frequent answers the first counts."""
     values, preds = (
-        torch.tensor([[0.2, 0.8, 0.4, 0.0], [1.0, 0.0, 0.0, 0.0]]),
-        torch.tensor([[5, 7, 5, 7], [9, 3, 3, 4]]),
+        torch.tensor([[0.2, 0.8, 0.4, 0.0], [1.0, 0.0, 0.0, 0.0], [0.6, 0.0, 0.0, 0.0]]),
+        torch.tensor([[5, 7, 5, 7], [9, 3, 3, 4], [7, 5, 7, 5]]),
     )
     report = spread("x", values, preds)
-    expected = {"x/mean@4": 0.3, "x/best@4/mean": 0.9, "x/maj@4/mean": 0.1}
+    expected = {"x/mean@4": 0.25, "x/best@4/mean": 0.8, "x/maj@4/mean": 0.8 / 3}
     assert report == pytest.approx(expected)
     assert spread("x", values[:, :1], preds[:, :1]) == pytest.approx({"x/mean@1": 0.6})
 

@@ -53,6 +53,18 @@ def test_an_interrupted_run_saves_and_goes_on(kind, warm, warm_ray, tiny, tmp_pa
     assert [row["step"] for row in read_metrics(tmp_path / "a")] == list(range(last + 2))
 
 
+@pytest.mark.parametrize(
+    "last", [["trainer.total_training_steps=1"], ["trainer.stop_at=0.0", "trainer.test_freq=1"]], ids=str
+)
+def test_a_run_that_is_asked_to_stop_in_its_last_step_is_done(tiny, tmp_path, monkeypatch, last):
+    """The step may be the last one because it has reached the goal."""
+    signals, lines = contextlib.nullcontext([signal.SIGTERM]), []
+    monkeypatch.setattr(loop, "stop_requests", lambda say, *reply: contextlib.nullcontext([]) if reply else signals)
+    more = ["algorithm.name=sft", "trainer.val_before_train=false", *last]
+    train(tiny_run(tiny, tmp_path / "a", *more), lines.append)
+    assert lines[-1].startswith("done: 1 steps") and checkpoints(tmp_path / "a")[0].name == "step_1"
+
+
 def test_ctrl_c_after_the_last_step_ends_nothing_in_the_middle(tiny, tmp_path, monkeypatch):
     """The signal comes while processes are closed, and then again while Python ends."""
     lines, right = [], loop.workers

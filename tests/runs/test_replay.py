@@ -187,6 +187,11 @@ def test_what_the_state_holds_cannot_be_changed_in_place(run, tiny, copy):
     for other in ("trainer.seed=5", "algorithm.kl_ctrl.type=adaptive"):
         with pytest.raises(RunError, match=r"cannot change in a run that is continued .* Fork the run"):
             train(tiny_run(tiny, copy, *more, other, "trainer.total_training_steps=4"), SILENT)
+    for role in ("actor", "critic"):
+        for other in ("optim.moments_dtype=bfloat16", "lora_rank=2"):
+            told = rf"{role}\.{other.partition('=')[0]} cannot change .* is in {copy}/checkpoints/step_3/{role}$"
+            with pytest.raises(RunError, match=told):
+                train(tiny_run(tiny, copy, *more, f"{role}.{other}", "trainer.total_training_steps=4"), SILENT)
 
 
 def test_a_fork_takes_up_another_seed_and_controller(run, tmp_path):

@@ -28,7 +28,7 @@ from .algorithms import (
     uses_critic,
 )
 from .names import OWN_PARTS, SCORER, VERIFIERS, absolute, is_reference, reasoning_names, verifiers_name
-from .options import ConfigError
+from .options import ConfigError, check_path, home
 from .schema import (
     Config,
     DataConfig,
@@ -616,6 +616,9 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
 def absolute_task(task: str, folder: Path) -> str:
     """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
 
+    Raises:
+        ConfigError: no file can have this path.
+
     Example:
         >>> absolute_task("verifiers:envs/my-env", Path("/a")), absolute_task("verifiers:my-env", Path("/a"))
         ('verifiers:/a/envs/my-env', 'verifiers:my-env')
@@ -623,6 +626,9 @@ def absolute_task(task: str, folder: Path) -> str:
     name = verifiers_name(task)
     if not name:
         return task
-    path = (folder / Path(name).expanduser()).resolve()
+    try:
+        path = (folder / check_path(home(name))).resolve()
+    except ValueError as error:
+        raise ConfigError(f"data.task: {error}") from error
     is_file = "/" in name or path.with_name(f"{path.name.replace('-', '_')}.py").is_file()
     return f"{VERIFIERS}{path}" if is_file else task

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of, shown
+from verl_fn.config.options import home
 from verl_fn.data.rows import DataError, Row, one_line
 from verl_fn.data.tasks import Problem
 from verl_fn.state import RowImages
@@ -105,7 +106,7 @@ def _file(name: str, path: str, place: str) -> bytes:
             raise DataError(f"{name} is an address {path!r:.40} whose base64 is damaged: {error}") from error
     if "://" in path:
         raise DataError(f"{name} is the address {path!r:.60}; nothing is downloaded: write bytes, or a file's path")
-    file = Path(place.rpartition(", ")[0]).expanduser().parent / Path(path).expanduser()
+    file = Path(place.rpartition(", ")[0]).expanduser().parent / home(path)
     try:
         return FromFile(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -266,7 +266,7 @@ class _Loop:
                 if stop_signals:
                     self._save(state)
                     self.run.saved(self.w)
-                    if state.step < total:
+                    if state.step < total and not goal_reached(plan, self.evaluation):
                         raise Interrupted(
                             f"stopped after step {state.step} and saved {self.saved}; "
                             "the same command continues from there"
