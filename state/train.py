@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -171,4 +172,5 @@ def _by_rows(tensors: list[Tensor]) -> Tensor:
         if whole < len(flat):
             small.append(flat[whole:])
     total = _by_tensors(small) + (torch.cat(rows).double().square().sum() if rows else 0.0)
-    return total if not rows or bool(total.isfinite()) else _by_tensors(tensors)
+    # In fp32 the squares of large numbers overflow, and squares of tiny numbers keep few digits or become 0.
+    return total if not rows or 1e-30 < float(total) < math.inf else _by_tensors(tensors)

@@ -118,8 +118,8 @@ def test_the_norm_of_many_elements_is_exact(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e30, 0.3])
+@pytest.mark.parametrize("scale", [1e30, 0.3, 1e-21, 1e-25])
 @pytest.mark.parametrize("size", [3, 2**15 + 1])
-def test_squares_do_not_overflow(size, scale, dtype):
+def test_squares_neither_overflow_nor_vanish(size, scale, dtype):
     value = Grads({"a": torch.full((size, 2), scale, dtype=dtype).t(), "b": torch.zeros(0, dtype=dtype)})
     assert float(value.global_norm()) == pytest.approx(float(value["a"][0, 0]) * math.sqrt(2.0 * size), rel=1e-6)
