@@ -136,6 +136,16 @@ def test_a_replay_goes_through_steps_that_were_evaluated_by_a_loss(tiny, tmp_pat
     assert replay(tmp_path / "a", 2, say=SILENT).difference.startswith("metric val/loss: logged 7.5, now ")
 
 
+def test_updates_that_were_not_planned_are_told_after_the_first_step_of_each_start(tiny, tmp_path, monkeypatch):
+    asked, said = [], []
+    monkeypatch.setattr(loop, "unplanned", lambda role, plan, made, planned, step: asked.append((made, planned)) or "odd")
+    more = ("actor.optim.lr_scheduler_type=linear", "trainer.test_freq=0", "trainer.val_before_train=false")
+    for steps in (1, 3):
+        train(plan(tiny, tmp_path / "a", steps, *more), said.append)
+    # One minibatch of four rows in each step.
+    assert asked == [(1, 1), (2, 2)] and said.count("note: odd") == 2
+
+
 # Where a run begins
 
 

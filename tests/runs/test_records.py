@@ -15,7 +15,7 @@ from verl_fn.runs import RunError, history
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs.checkpoints import check_model_folder, checkpoints_at_once, identities, identity_at, seal
 from verl_fn.runs.folder import FAILURE, Run
-from verl_fn.runs.history import changed_inputs, fingerprints, record, recorded_inputs, run_config
+from verl_fn.runs.history import changed_inputs, changed_keys, fingerprints, record, recorded_inputs, run_config
 from verl_fn.runs.logs import GENERATIONS, METRICS, altered, loggers, read_answers, read_lines, read_metrics
 from verl_fn.runs.replay import replay
 
@@ -46,6 +46,9 @@ def test_an_identity_depends_on_the_one_before(tiny, tmp_path):
     for step, table in ((None, tables[0]), (2, tables[1]), (4, tables[0])):
         record(run, step, table, {})
         (run / f"checkpoints/step_{(step or 0) + 2}").mkdir(parents=True)
+        other = next(one for one in tables if one is not table)
+        assert changed_keys(run, table) == {}, "the newest checkpoint decides"
+        assert list(changed_keys(run, other)) == ["actor.optim.lr"]
     first, second, third = (identity_at(run, step) for step in (1, 3, 5))
     assert len({first, second, third}) == 3 and (identity_at(run, 2), identity_at(run, 4)) == (first, second)
     record(run, 4, tables[0], {"torch": "version 2"})

@@ -49,7 +49,7 @@ def test_conversations_are_counted_by_how_they_ended():
     failed = END_REASONS.index("env_crashed")
     per_row = {
         "group": [0, 0, 0, 1], "conversation": [0, 1, 1, 0], "env_turns": [2, 1, 4, 1],
-        "env_end": [END_REASONS.index("done"), -1, END_REASONS.index("length"), failed],
+        "env_end": [END_REASONS.index("done"), *[END_REASONS.index("length")] * 2, failed],
     }  # fmt: skip
     fields = {"response_mask": [[0.0, 1.0]] * 4, "versions": [[-1, 1]] * 4}
     batch = Batch.from_rows([[5, 6]] * 4, fields, per_row)
