@@ -99,7 +99,10 @@ def test_instances_that_fail_or_are_left_are_closed_whatever_that_raises(served,
     server.forget()
     server.forget()
     assert names(calls) == ["close", "close"]
-    playing.close(SimpleNamespace(close="no method"))
+    assert capsys.readouterr().err.count("it sticks") == 2
+    for other in (SimpleNamespace(close="no method"), object()):
+        playing.close(other)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_group_is_scored_when_all_have_ended_and_closed_even_if_that_fails(served):
@@ -137,6 +140,8 @@ def test_tools_are_a_list_of_schemas_or_none():
     def opened(**fields):
         return opening(SimpleNamespace(reset=lambda problem: [USER], **fields), None)
 
+    said = [{"role": "assistant", "content": "5"}]
+    assert opening(SimpleNamespace(reset=lambda problem: said), None) == {"messages": said}
     assert opened() == opened(tools=None) == opened(tools=[]) == {"messages": [USER]}
     assert opened(tools=({"a": 1},)) == {"messages": [USER], "tools": [{"a": 1}]}
     for tools in ("add", [{"a": 1}, "add"], {"a": 1}):

@@ -106,4 +106,7 @@ def test_work_tells_the_calls_that_may_have_failed_and_repeats_the_others():
 def test_garbage_is_shown_in_short():
     said = pool._garbled(b"x" * 1000)
     assert len(said) < 200 and said.startswith("sent b'xxxx") and "xxxx' in place of a result" in said
-    assert json.loads(json.dumps(worker.short("ab" * 100, 10))) == "ababa ... babab" and worker.short("a" * 10, 10) == "a" * 10
+    assert (
+        json.loads(json.dumps(worker.short("ab" * 100, 10))) == "ababa ... babab"
+        and worker.short("a" * 10, 10) == "a" * 10
+    )

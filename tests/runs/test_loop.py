@@ -5,7 +5,6 @@ import importlib
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -13,8 +12,9 @@ from run_configs import tiny_run
 
 from verl_fn.runs import RunError, continuing
 from verl_fn.runs.checkpoints import checkpoints, seal, verify
-from verl_fn.runs.continuing import find_origin, finished, run_date
+from verl_fn.runs.continuing import changes, find_origin, finished, run_date
 from verl_fn.runs.folder import FAILURE, Run
+from verl_fn.runs.history import record
 from verl_fn.runs.logs import EVALUATED, read_answers, read_metrics
 from verl_fn.runs.loop import Interrupted, train
 from verl_fn.runs.replay import replay
@@ -138,12 +138,27 @@ def test_a_replay_goes_through_steps_that_were_evaluated_by_a_loss(tiny, tmp_pat
 
 def test_updates_that_were_not_planned_are_told_after_the_first_step_of_each_start(tiny, tmp_path, monkeypatch):
     asked, said = [], []
-    monkeypatch.setattr(loop, "unplanned", lambda role, plan, made, planned, step: asked.append((made, planned)) or "odd")
+    monkeypatch.setattr(
+        loop, "unplanned", lambda role, plan, made, planned, step: asked.append((made, planned)) or "odd"
+    )
     more = ("actor.optim.lr_scheduler_type=linear", "trainer.test_freq=0", "trainer.val_before_train=false")
     for steps in (1, 3):
         train(plan(tiny, tmp_path / "a", steps, *more), said.append)
     # One minibatch of four rows in each step.
     assert asked == [(1, 1), (2, 2)] and said.count("note: odd") == 2
+
+
+def test_the_first_line_of_a_run_says_what_trains_where(tiny, tmp_path, monkeypatch):
+    local = plan(tiny, tmp_path / "a", 1)
+    assert loop._headline(local) == "sft on reverse, local driver, cpu"
+    monkeypatch.setattr(loop.ranks, "torchrun_size", lambda: 2)
+    files = attrs.evolve(local, data=attrs.evolve(local.data, train_files=("x.jsonl",)))
+    assert loop._headline(files) == "sft on files, local driver, cpu, 2 processes"
+    for ranks, processes in ((1, "1 training process"), (2, "2 training processes")):
+        ray, driver = attrs.evolve(local.ray, ranks=ranks), attrs.evolve(local.driver, kind="ray")
+        assert loop._headline(attrs.evolve(local, ray=ray, driver=driver)) == (
+            f"sft on reverse, starting Ray actors with {processes}"
+        )
 
 
 # Where a run begins
@@ -183,6 +198,20 @@ def test_a_fork_begins_where_it_is_told_to_and_only_in_a_folder_without_checkpoi
         begins(fork, "trainer.resume_mode=disable")
 
 
+def test_a_role_that_is_added_is_no_setting_that_the_state_holds(tiny, tmp_path):
+    """The checkpoint itself says what it lacks, in its own words."""
+    ppo = [tiny, tmp_path / "a", "algorithm.name=ppo"]
+    (tmp_path / "a").mkdir()
+    record(tmp_path / "a", None, tiny_run(*ppo).table, {})
+    saved(tmp_path / "a", 1, None)
+    other = tiny_run(*ppo, "algorithm.use_kl_in_reward=true", "trainer.seed=3")
+    said = changes(Run(other, SILENT), other)
+    assert any("trainer.seed: 0 -> 3" in line for line in said)
+    only_seed = tiny_run(*ppo, "trainer.seed=3")
+    with pytest.raises(RunError, match=r"trainer.seed cannot change in a run that is continued"):
+        changes(Run(only_seed, SILENT), only_seed)
+
+
 def test_a_run_that_starts_over_has_a_day_of_its_own(tiny, copy, monkeypatch):
     monkeypatch.setattr(continuing, "run_day", lambda: "2001-02-03")
     before = run_date(plan(tiny, copy, 3))
@@ -196,7 +225,9 @@ def test_a_fork_of_a_finished_run_has_nothing_to_evaluate(tiny, tmp_path):
     own, fork, longer = (plan(tiny, tmp_path / name, steps) for name, steps in (("other", 4), ("b", 4), ("other", 5)))
     assert finished(own, origin) is None and finished(fork, origin).step == 4
     Run(own, SILENT).log(4, {"val-core/reverse/acc/mean@1": 0.5})
-    assert finished(own, origin).evaluation == {"val-core/reverse/acc/mean@1": 0.5} and finished(longer, origin) is None
+    assert (
+        finished(own, origin).evaluation == {"val-core/reverse/acc/mean@1": 0.5} and finished(longer, origin) is None
+    )
     for goal, ended in ((0.5, True), (0.6, False)):
         trainer = attrs.evolve(longer.trainer, stop_at=goal)
         assert (finished(attrs.evolve(longer, trainer=trainer), origin) is not None) is ended

@@ -1,7 +1,6 @@
 """What a run's folder records, without any training: identities, inputs, logs, and the manifests of checkpoints."""
 
 import errno
-import json
 import shutil
 import sys
 from types import SimpleNamespace
@@ -198,6 +197,8 @@ def test_several_altered_steps_are_counted(run):
         f"{file} was changed: step 4 and 2 more is gone",
     ]
     file.write_text("".join(lines[:6]))
+    with (run.folder / "logs.crc").open("a") as sums:
+        sums.write(f"{METRICS} x 00000000\n{METRICS} 3\n\n")
     assert altered(run.folder) == [], "a kill may precede the line of the last checksum"
 
 
@@ -206,7 +207,11 @@ def test_only_the_last_line_of_a_log_may_be_cut_off(tmp_path):
     assert read_lines(file) == []
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_lines(file) == [{"step": 1}, {"step": 2}]
-    for line, problem in (('{"loss": 1}', "not a table with a step"), ("[1]", "not a table"), ('{"step": "1"}', "a step")):
+    for line, problem in (
+        ('{"loss": 1}', "not a table with a step"),
+        ("[1]", "not a table"),
+        ('{"step": "1"}', "a step"),
+    ):
         file.write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(RunError, match=f"log, line 2, is damaged: .*{problem}"):
             read_lines(file)
@@ -287,6 +292,49 @@ def test_the_memory_of_a_container_by_either_version_of_control_groups(tmp_path,
     assert "memory.limit_in_bytes" in limit
     (tmp_path / limit).write_text(f"{2**62}\n")
     assert files.free_memory() == 9_000, "the smallest room counts"
+
+
+def test_a_checkpoint_is_of_one_algorithm_and_its_roles(plan, tmp_path):
+    step = tmp_path / "checkpoints/step_4"
+    (step / "actor").mkdir(parents=True)
+    seal(step, {"algorithm": "grpo", "state": {".algorithm.step": 4}}, plan, None)
+    with pytest.raises(RunError, match="step_4 is of grpo with actor; the config asks for sft with actor"):
+        files.restore(step, None, plan, None)
+    (step / "critic").mkdir()
+    (step / "checkpoint.json").unlink()
+    seal(step, {"algorithm": "sft", "state": {".algorithm.step": 4}}, plan, None)
+    with pytest.raises(RunError, match="step_4 is of sft with actor, critic; the config asks for sft with actor"):
+        files.restore(step, None, plan, None)
+
+
+def test_a_save_by_threads_is_waited_for_and_one_elsewhere_is_refused(tiny, plan, tmp_path):
+    """Each role's state is saved as the run asks for it, and the manifest is written when all are."""
+    asked = []
+
+    def trainer(name):
+        return SimpleNamespace(
+            save=lambda state, folder, **more: (asked.append((name, more)), folder.mkdir())[1],
+            saved=lambda: asked.append((name, (tmp_path / "a/checkpoint.json").exists())),
+        )
+
+    both = tiny_run(tiny, tmp_path / "run", "algorithm.name=ppo")
+    w = SimpleNamespace(trainers={name: trainer(name) for name in both.roles})
+    state = SimpleNamespace(role=lambda name: None, waiting=(), without_roles=lambda plan: {"step": 3})
+    for later in (False, True):
+        (aside := tmp_path / "a").mkdir()
+        manifest = files.begin(state, aside, both, w, "name", later=later)
+        assert manifest["algorithm"] == "ppo" and manifest["run"] == "name" and "waiting" not in manifest
+        seal(aside, manifest, both, w, later=later)
+        more = {"later": True} if later else {}
+        assert asked == [*((name, more) for name in both.roles), *((name, False) for name in both.roles if later)]
+        shutil.rmtree(aside)
+        asked.clear()
+    w.trainers["critic"].save = lambda *args, **more: None
+    (tmp_path / "a").mkdir()
+    with pytest.raises(
+        RunError, match="the worker of critic wrote its checkpoint elsewhere than .*: no shared folder"
+    ):
+        files.begin(state, tmp_path / "a", both, w)
 
 
 # Replays that cannot begin
