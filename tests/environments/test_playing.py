@@ -16,9 +16,9 @@ USER = {"role": "user", "content": "x"}
 
 
 class Noting:
-    """Notes its calls; the first of them draws a number."""
+    """Notes its calls, and draws a number in each."""
 
-    calls = []
+    calls = ()
 
     def __init__(self, name="a"):
         self.name = name
@@ -126,7 +126,7 @@ def test_first_messages_are_a_list_and_may_hold_what_the_model_has_said():
         with pytest.raises(Failed, match=r"^returned .*; it must return a list of messages"):
             checked(value, first=True)
     for role, content in ((None, "x"), ("user", None), ("user", 7)):
-        with pytest.raises(Failed, match="role and content must be strings$"):
+        with pytest.raises(Failed, match=r"role and content must be strings$"):
             checked([{"role": role, "content": content}])
     with pytest.raises(Failed, match="images are shown only in the first messages, by the mark <image>"):
         checked([{"role": "tool", "content": [{"type": "text"}, {"type": "image_url"}]}])
@@ -145,7 +145,7 @@ def test_tools_are_a_list_of_schemas_or_none():
     assert opened() == opened(tools=None) == opened(tools=[]) == {"messages": [USER]}
     assert opened(tools=({"a": 1},)) == {"messages": [USER], "tools": [{"a": 1}]}
     for tools in ("add", [{"a": 1}, "add"], {"a": 1}):
-        with pytest.raises(Failed, match="has the tools .*; they must be a list of JSON schemas"):
+        with pytest.raises(Failed, match=r"has the tools .*; they must be a list of JSON schemas"):
             opened(tools=tools)
     with pytest.raises(Failed, match="returned tools that cannot be JSON"):
         opened(tools=[{"a": {1}}])
@@ -154,12 +154,12 @@ def test_tools_are_a_list_of_schemas_or_none():
 def test_the_end_of_a_conversation_is_two_numbers():
     assert checked(Done(-2, acc=0.25)) == {"end": [-2.0, 0.25]} and checked(Done(True, acc=1)) == {"end": [1.0, 1.0]}
     for reward, acc, problem in (
-        (1.0, 1.5, "returned 1.5 as acc; it must be from 0 to 1"), (1.0, -0.1, "as acc"), (None, 1.0, "Done with None"),
+        (1.0, 1.5, "returned 1.5 as acc; it must be"), (1.0, -0.1, "as acc"), (None, 1.0, "Done with None"),
         (float("inf"), 1.0, "finite"), (1.0, float("nan"), "finite|as acc"),
     ):  # fmt: skip
         with pytest.raises(Failed, match=problem):
             checked(SimpleNamespace(reward=reward, acc=acc))
     for values in ([Done(1.0)], [Done(1.0)] * 3, [Done(1.0), 0.5], None):
-        with pytest.raises(Failed, match="from score_group; it must return .* for each of the 2 conversations"):
+        with pytest.raises(Failed, match=r"from score_group; it must return .* for each of the 2 conversations"):
             scores(values, 2)
     assert scores((Done(1.0), Done(0.0)), 2) == {"ends": [[1.0, 1.0], [0.0, 0.0]]}

@@ -1,6 +1,5 @@
-"""The trainer's side of worker processes without any process: their environment, messages in parts, and failed work."""
+"""The trainer's side of worker processes without any process: variables, messages in parts, and failed work."""
 
-import json
 import socket
 import time
 
@@ -13,7 +12,8 @@ from verl_fn.pool.pool import Work, Worker, WorkerFailed, WorkerHangs
 def test_processes_get_variables_by_name_and_pattern_and_never_the_rest(monkeypatch):
     given = {
         "PATH": "/bin", "LC_ALL": "C", "MKL_NUM_THREADS": "3", "PYTHONPATH": "/own", "VIRTUAL_ENV": "/venv",
-        "PYTHONHASHSEED": "7", "HF_HOME": "/hub", "HF_TOKEN": "secret", "MY_KEY": "secret", "MY_PATH": "/", "lc_x": "1",
+        "PYTHONHASHSEED": "7", "HF_HOME": "/hub", "HF_TOKEN": "secret", "MY_KEY": "secret", "MY_PATH": "/",
+        "lc_x": "1",
     }  # fmt: skip
     monkeypatch.setattr(pool.os, "environ", given)
     usual = {name: given[name] for name in ("PATH", "LC_ALL", "MKL_NUM_THREADS", "HF_HOME")} | {"PYTHONHASHSEED": "0"}
@@ -96,7 +96,7 @@ def test_work_tells_the_calls_that_may_have_failed_and_repeats_the_others():
     for message in ([6, 1.0], [7], {"a": 1}, None, [None, None]):
         with pytest.raises(WorkerFailed, match="in place of a result"):
             made.report(message)
-    with pytest.raises(WorkerFailed, match="^no such module$"):
+    with pytest.raises(WorkerFailed, match=r"^no such module$"):
         made.report("no such module")
     made.report([7, None])
     made.report([7, {"end": [1, 1]}])
@@ -106,7 +106,4 @@ def test_work_tells_the_calls_that_may_have_failed_and_repeats_the_others():
 def test_garbage_is_shown_in_short():
     said = pool._garbled(b"x" * 1000)
     assert len(said) < 200 and said.startswith("sent b'xxxx") and "xxxx' in place of a result" in said
-    assert (
-        json.loads(json.dumps(worker.short("ab" * 100, 10))) == "ababa ... babab"
-        and worker.short("a" * 10, 10) == "a" * 10
-    )
+    assert worker.short("a" * 10, 10) == "a" * 10

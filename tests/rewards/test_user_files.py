@@ -166,9 +166,13 @@ def test_code_of_a_module_is_found_in_the_working_directory_and_not_of_a_library
 
 
 def test_the_place_of_an_error_is_the_users_last_line(tmp_path):
-    file = folder(tmp_path / "a", 1.0, "import json\n\ndef later(text):\n    return json.loads(text)\n")
+    file = folder(
+        tmp_path / "a",
+        1.0,
+        "import json\n\ndef later(text):\n    return json.loads(text)\n\nfirst = lambda text: later(text)\n",
+    )
     with pytest.raises(ValueError) as raised:
-        user_files.load(file).later("{")
+        user_files.load(file).first("{")
     assert user_files.place_of(raised.value, __file__) == f" (at {file}:4)"
     lines = user_files.own_traceback(raised.value, frames_only=True)
     assert [line for line in lines if "File" in line][-1] == f'  File "{file}", line 4, in later'

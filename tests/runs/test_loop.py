@@ -1,4 +1,4 @@
-"""The loop at its edges: runs that have ended, were stopped or failed, and what is evaluated and told when they go on."""
+"""The loop at its edges: runs that have ended, were stopped or failed, and what they do when they go on."""
 
 import contextlib
 import importlib
@@ -186,15 +186,15 @@ def test_a_fork_begins_where_it_is_told_to_and_only_in_a_folder_without_checkpoi
     made = Run(plan(tiny, folder, 9), SILENT)
     made.log(4, {"loss": 1.0})  # copied from the other run, and then the fork was killed
     assert begins(fork) == origin
-    with pytest.raises(RunError, match="has steps up to 4, but .* holds no checkpoint"):
+    with pytest.raises(RunError, match=r"has steps up to 4, but .* holds no checkpoint"):
         begins()
     made.log(5, {"loss": 1.0})
-    with pytest.raises(RunError, match="has steps up to 5, but .* holds no checkpoint"):
+    with pytest.raises(RunError, match=r"has steps up to 5, but .* holds no checkpoint"):
         begins(fork)
     assert begins(fork, "trainer.resume_mode=disable") == origin
     own = saved(folder, 5, None)
     assert begins() == begins(fork) == own and begins("trainer.resume_mode=disable") is None
-    with pytest.raises(RunError, match="fork holds checkpoints already, up to step_5; choose another trainer.dir"):
+    with pytest.raises(RunError, match=r"fork holds checkpoints already, up to step_5; choose another trainer.dir"):
         begins(fork, "trainer.resume_mode=disable")
 
 

@@ -76,7 +76,7 @@ def test_lists_of_files_are_known_by_their_names(tiny, tmp_path):
 
 
 def test_folders_from_the_hub_and_libraries_are_inputs(tiny, tmp_path, monkeypatch):
-    """The folders of all models and of data, the held-out data too, and the packages that a task or an engine needs."""
+    """The folders of all models and of all data, and the packages that a task or an engine needs."""
     critic, data = tmp_path / "critic", tmp_path / "set/parts"
     shutil.copytree(tiny, critic)
     data.mkdir(parents=True)
@@ -178,9 +178,9 @@ def test_an_error_of_another_disk_names_its_folder(run, tmp_path):
     assert said.startswith(f"responses cannot be written to {tmp_path}/no/such: No space left (")
     assert "; there is no checkpoint yet. Make room" in said
     (run.folder / "checkpoints/step_3").mkdir(parents=True)
-    with pytest.raises(RunError, match=rf"written to {run.folder}: .*the last intact checkpoint is .*/step_3\."):
-        with run.written("responses"):
-            raise OSError(errno.ENOSPC, "No space left")
+    intact = pytest.raises(RunError, match=rf"written to {run.folder}: .*the last intact checkpoint is .*/step_3\.")
+    with intact, run.written("responses"):
+        raise OSError(errno.ENOSPC, "No space left")
 
 
 # Logs
@@ -207,12 +207,9 @@ def test_only_the_last_line_of_a_log_may_be_cut_off(tmp_path):
     assert read_lines(file) == []
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_lines(file) == [{"step": 1}, {"step": 2}]
-    for line, problem in (
-        ('{"loss": 1}', "not a table with a step"),
-        ("[1]", "not a table"),
-        ('{"step": "1"}', "a step"),
-    ):
-        file.write_text(f'{{"step": 1}}\n{line}\n')
+    table = "not a table with a step"
+    for line, problem in (('{"loss": 1}', table), ("[1]", table), ('{"step": "1"}', table), ('{"st', "Untermin")):
+        file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
         with pytest.raises(RunError, match=f"log, line 2, is damaged: .*{problem}"):
             read_lines(file)
 
@@ -331,9 +328,7 @@ def test_a_save_by_threads_is_waited_for_and_one_elsewhere_is_refused(tiny, plan
         asked.clear()
     w.trainers["critic"].save = lambda *args, **more: None
     (tmp_path / "a").mkdir()
-    with pytest.raises(
-        RunError, match="the worker of critic wrote its checkpoint elsewhere than .*: no shared folder"
-    ):
+    with pytest.raises(RunError, match=r"of critic wrote its checkpoint elsewhere than .*: no shared folder"):
         files.begin(state, tmp_path / "a", both, w)
 
 

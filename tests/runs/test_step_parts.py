@@ -57,9 +57,8 @@ def test_conversations_are_counted_by_how_they_ended():
     assert report["env/turns/mean"] == pytest.approx((2 + 4 + 1) / 3) and report["rollout/rows_split"] == 1
     ended = {name: report[f"env/ended/{name}"] for name in END_REASONS}
     assert ended == dict.fromkeys(END_REASONS, 0.0) | dict.fromkeys(("done", "length", "env_crashed"), 1 / 3)
-    rows = [
-        report[f"rollout/rows_dropped/{name}"] for name in ("engine", "algorithm", "env_crashed", "env_timed_out")
-    ]
+    reasons = ("engine", "algorithm", "env_crashed", "env_timed_out")
+    rows = [report[f"rollout/rows_dropped/{reason}"] for reason in reasons]
     assert rows == [1, 0, 1, 0] and report["rollout/tokens_dropped/env_crashed"] == 1
 
 
@@ -92,9 +91,7 @@ def test_problems_may_be_taken_until_samples_are_waited_for():
 
 
 def test_recorded_samples_are_given_call_by_call_to_the_same_prompts():
-    calls = [
-        pack(mock().generate(requests_for(prompts, SAMPLING, Key.from_seed(0)))) for prompts in ([[5], [6]], [[7]])
-    ]
+    calls = [asked(workers(), *prompts) for prompts in ([[5], [6]], [[7]])]
     engine = Recorded(calls)
     assert engine.capabilities == Capabilities() and engine.version is None
     engine.publish(4, None)
