@@ -1,6 +1,7 @@
 """Files of the user: of one name in several folders, with neighbours, and in the processes that their code starts."""
 
 import importlib.util
+import json
 import pickle
 import shutil
 import subprocess
@@ -165,14 +166,27 @@ def test_code_of_a_module_is_found_in_the_working_directory_and_not_of_a_library
 
 
 def test_the_place_of_an_error_is_the_users_last_line(tmp_path):
-    file = folder(tmp_path / "a", 1.0, "import json\n\ndef later(text):\n    return json.loads(text)\n")
+    file = folder(
+        tmp_path / "a",
+        1.0,
+        "import json\n\ndef later(text):\n    return json.loads(text)\n\nfirst = lambda text: later(text)\n",
+    )
     with pytest.raises(ValueError) as raised:
-        user_files.load(file).later("{")
+        user_files.load(file).first("{")
     assert user_files.place_of(raised.value, __file__) == f" (at {file}:4)"
     lines = user_files.own_traceback(raised.value, frames_only=True)
     assert [line for line in lines if "File" in line][-1] == f'  File "{file}", line 4, in later'
     assert not any("JSONDecodeError" in line or "json/" in line for line in lines)
     assert user_files.own_traceback(raised.value)[-1].startswith("json.decoder.JSONDecodeError: ")
+    source = "from verl_fn.state import Batch\n\nmade = lambda: Batch.from_rows('x')\n"
+    with pytest.raises(Exception) as raised:
+        user_files.load(folder(tmp_path / "c", 1.0, source)).made()
+    assert user_files.place_of(raised.value, __file__) == f" (at {tmp_path}/c/reward.py:3)", "not in this package"
+    with pytest.raises(ValueError) as raised:
+        json.loads("{")
+    assert "json/" in user_files.place_of(raised.value, __file__) and user_files.own_traceback(raised.value) != []
+    inner = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    assert user_files.own_traceback(inner) == [], "no line of the user's"
     broken = folder(tmp_path / "b", 1.0, "x = 1\ny = = 2\n")
     with pytest.raises(SyntaxError) as raised:
         user_files.load(broken)

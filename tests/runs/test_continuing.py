@@ -18,7 +18,7 @@ from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints, saved_step
 from verl_fn.runs.continuing import changes
 from verl_fn.runs.folder import Run
-from verl_fn.runs.logs import TIMED, read_answers, read_metrics
+from verl_fn.runs.logs import EVALUATED, TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
 
@@ -110,7 +110,7 @@ def test_an_evaluation_that_fails_costs_nothing(tiny, copy, run, monkeypatch):
         train(plan(tiny, copy), SILENT)
     assert checkpoints(copy / "a")[0].name == "step_2"
     assert "train/loss" in read_metrics(copy / "a")[-1]
-    assert not any(name.startswith("val-") for name in read_metrics(copy / "a")[-1])
+    assert not any(name.startswith(EVALUATED) for name in read_metrics(copy / "a")[-1])
     evaluation = train(plan(tiny, copy), SILENT)
     assert numbers(copy / "a") == numbers(run / "a")
     assert read_answers(copy / "a") == read_answers(run / "a")
@@ -120,7 +120,7 @@ def test_an_evaluation_that_fails_costs_nothing(tiny, copy, run, monkeypatch):
 def test_a_kill_between_answers_and_metrics_leaves_no_answer_twice(tiny, copy, run):
     file = copy / "a/metrics.jsonl"
     rows = read_metrics(copy / "a")
-    rows[-1] = {name: value for name, value in rows[-1].items() if not name.startswith("val-")}
+    rows[-1] = {name: value for name, value in rows[-1].items() if not name.startswith(EVALUATED)}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train(plan(tiny, copy), SILENT)
     assert numbers(copy / "a") == numbers(run / "a")
@@ -220,7 +220,7 @@ def test_saves_and_evaluations_count_from_the_beginning_of_the_run(tiny, copy):
     every = ("trainer.save_freq=3", "trainer.test_freq=3", "trainer.max_ckpt_to_keep=9")
     said(tiny, copy, "trainer.total_training_steps=5", *every)
     assert [saved_step(one) for one in checkpoints(copy / "a")][:3] == [5, 3, 2]
-    evaluated = [row["step"] for row in read_metrics(copy / "a") if any(name.startswith("val-") for name in row)]
+    evaluated = [row["step"] for row in read_metrics(copy / "a") if any(name.startswith(EVALUATED) for name in row)]
     assert evaluated == [0, 2, 3, 5]
 
 

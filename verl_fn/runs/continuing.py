@@ -180,12 +180,7 @@ def _of_setting(key: str, values: str) -> str:
 
 def _other_rates(plan: Plan) -> list[str]:
     """Returns a sentence about learning rates that depend on the number of steps."""
-    optims = {role.table: role.optim for role in plan.roles.values() if role.trained}
-    falling = [
-        f"{table}.optim"
-        for table, optim in optims.items()
-        if optim.lr_scheduler_type != "constant" and optim.lr_decay_steps is None
-    ]
+    falling = dict.fromkeys(f"{role.table}.optim" for role in plan.roles.values() if role.falls)
     if not falling:
         return []
     return [

@@ -21,6 +21,7 @@ from . import RunError
 METRICS, GENERATIONS, JOURNAL = "metrics.jsonl", "generations.jsonl", "journal.jsonl"
 LOGS = (METRICS, GENERATIONS, JOURNAL)
 SUMS = "logs.crc"
+EVALUATED = ("val-", "val/")  # families of metrics of an evaluation
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/engine_restarts")
 
 Row = dict[str, Any]
@@ -59,7 +60,7 @@ def read_journal(folder: str | Path) -> dict[int, Row]:
 def last_evaluation(folder: Path | None, step: int) -> Report:
     """Returns the logged metrics of the evaluation after ``step``; empty if there was none, or no folder."""
     rows = [row for row in read_metrics(folder) if row["step"] == step] if folder is not None else []
-    return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
+    return {k: v for row in rows for k, v in row.items() if k.startswith(EVALUATED)}
 
 
 def read_lines(file: Path) -> list[Row]:

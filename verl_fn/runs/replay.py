@@ -20,7 +20,7 @@ from .evaluate import validate
 from .fitting import sized
 from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
-from .logs import metrics_row, read_journal, read_metrics
+from .logs import EVALUATED, metrics_row, read_journal, read_metrics
 from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
@@ -126,7 +126,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             if recorded:
                 for report_of_step in (report, rows[at]):
                     report_of_step.pop(ROWS_WAITING, None)
-            if at == step and any(name.startswith("val-") for name in rows[step]):
+            if at == step and any(name.startswith(EVALUATED) for name in rows[step]):
                 report |= validate(state, source.held_out(plan.data.val_size), w, plan)[0]
             compared, difference = _compare(
                 folder, plan, w, state, drawn, rows[at], report, journal.get(at), at == step
@@ -209,7 +209,7 @@ def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:
 
     Counters of work (``perf/``) say how a step was computed, and a continued run may have computed it otherwise.
     """
-    excluded = HOW if evaluated else (*HOW, "val-")
+    excluded = HOW if evaluated else (*HOW, *EVALUATED)
     return {name: value for name, value in row.items() if not name.startswith(excluded)}
 
 
