@@ -394,7 +394,11 @@ def test_metrics_of_the_users_functions_have_charts_and_built_in_ones_do_not():
     rows = [{"step": i} | own | theirs for i in range(3)]
     assert [chart.metric for chart in charts([rows])] == sorted(own)
     named = re.findall(r"`([a-z_-]+(?:/[A-Za-z0-9_@*]+)+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
-    spelled = {name.replace("*", "mean") for name in named if not name.startswith(("reward/NAME", "reward/FUNCTION", "token_acc"))}
+    spelled = {
+        name.replace("*", "mean")
+        for name in named
+        if not name.startswith(("reward/NAME", "reward/FUNCTION", "token_acc"))
+    }
     assert len(spelled) > 60 and all(BUILT_IN.fullmatch(name) for name in spelled)
 
 
