@@ -86,7 +86,8 @@ def test_what_was_not_shown_is_said_once(tmp_path):
     ]
     assert [line[:7] for line in of(ASKED)] == [f"level {n}" for n in (1, 2, 3, 4)]
     for change, said in (
-        ({"dummy": True}, "weights are random"), ({"bridge": ""}, "no checkout"), ({"device": "cpu"}, "ranks were CPUs"),
+        ({"dummy": True}, "weights are random"), ({"bridge": ""}, "no checkout"),
+        ({"device": "cpu"}, "ranks were CPUs"),
         ({"engine": "sampler"}, "the embedded engine"), ({"data": ""}, "questions are the project's"),
         ({"reward_model": ""}, "a rule gave"), ({"ray": ""}, "processes were started on this machine"),
     ):  # fmt: skip
@@ -212,7 +213,7 @@ def test_gains_are_from_the_first_to_the_last_evaluation():
     score = "val-core/count/acc/mean@1"
     rows = lambda *values: [{"step": i, score: value} for i, value in enumerate(values)]  # noqa: E731
     for ours, theirs, held in (
-        ((0.1, 0.9, 0.3), (0.1, 0.5), [True, True]), ((0.1, 0.15), (0.1, 0.2), [False, True]),
+        ((0.1, 0.9, 0.3), (0.1, 0.49), [True, True]), ((0.1, 0.15), (0.1, 0.2), [False, True]),
         ((0.1, 0.3), (0.1, 0.6), [True, False]), ((0.1,), (0.1, 0.2), [False, False]),
     ):  # fmt: skip
         assert [check.held for check in training.gains(rows(*ours), rows(*theirs), 0.2 - 1e-9)] == held, ours
