@@ -213,7 +213,7 @@ def test_gains_are_from_the_first_to_the_last_evaluation():
     score = "val-core/count/acc/mean@1"
     rows = lambda *values: [{"step": i, score: value} for i, value in enumerate(values)]  # noqa: E731
     for ours, theirs, held in (
-        ((0.1, 0.9, 0.3), (0.1, 0.49), [True, True]), ((0.1, 0.15), (0.1, 0.2), [False, True]),
+        ((0.1, 0.9, 0.3), (0.1, 0.49), [True, True]), ((0.1, 0.15), (0.1, 0.19), [False, True]),
         ((0.1, 0.3), (0.1, 0.6), [True, False]), ((0.1,), (0.1, 0.2), [False, False]),
     ):  # fmt: skip
         assert [check.held for check in training.gains(rows(*ours), rows(*theirs), 0.2 - 1e-9)] == held, ours
