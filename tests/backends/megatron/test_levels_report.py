@@ -118,6 +118,7 @@ def test_a_report_passes_only_if_a_level_did(tmp_path):
     probed = {"versions": {"torch": "2", "ray": "3"}}
     alone = Report.of(request, [checks, level(0, Verdict.NOT_REQUESTED)], "c", [], {})
     assert (alone.result, alone.follow_ups, alone.curves) == (Verdict.BLOCKED, ("none",), {})
+    assert Report.of(request, [checks, level(0, Verdict.FAIL)], "c", [], {}).result == Verdict.FAIL
     (tmp_path / "level_5_baseline/run").mkdir(parents=True)
     (tmp_path / "level_5_baseline/run/metrics.jsonl").write_text("")
     report = Report.of(request, [checks, level(0, Verdict.PASS)], "c", [Repository("x", "/x", "abc")], probed)
@@ -199,7 +200,7 @@ def test_metrics_of_a_run_are_judged_one_by_one():
         ([0, 0], "always", True), ([0], "always", False), ([0, 1], "always", False), ([0, 0], "never", False),
     ):  # fmt: skip
         assert training._verified([{"step": 0}, *({lag: one} for one in lags)], verify).held is held
-    for steps, held in (([0, 1, 2], True), ([0, 1], False), ([0, 1, 1, 2], False), ([0], False)):
+    for steps, held in (([0, 1, 2], True), ([0, 1], False), ([0, 1, 1, 2], False), ([0, 1, 3], False), ([0], False)):
         assert training._completed([{"step": step} for step in steps], 2).held is held
     gap = "rollout_corr/k3_kl"
     for gaps, held in (([5e-9, 1e-9], True), ([1e-9, 6e-9], False), ([-1e-9], True), ([], False)):
