@@ -270,7 +270,8 @@ def test_a_warning_of_this_package_is_printed_as_a_note(place, category, note, m
 
 def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):
     sampling = ["rollout.temperature=0.7", "rollout.n=4", "rollout.top_p=0.5", "rollout.top_k=3"]
-    given = [*sampling, "actor.optim.lr=1", "trainer.seed=3", "data.val_size=1", "data.max_response_length=2"]
+    given = [*sampling, "actor.optim.lr=1", "critic.dtype=float32", "trainer.seed=3"]
+    given += ["data.val_size=1", "data.max_response_length=2"]
     assert main(["eval", str(tiny), "data.task=reverse", *given]) == 0
     out = capsys.readouterr().out
     said = [line for line in out.splitlines() if "has no effect in an evaluation" in line]
@@ -278,6 +279,7 @@ def test_an_evaluation_names_settings_of_training(tiny, tmp_path, capsys):
     assert said == [
         *(f"note: {key} has no effect in an evaluation; set {key.replace('.', '.val_kwargs.')}" for key in keys),
         "note: actor.optim.lr has no effect in an evaluation",
+        "note: critic.dtype has no effect in an evaluation",
     ]
 
 

@@ -1,6 +1,7 @@
 """What ``verl-fn doctor`` finds on machines with and without GPUs, old drivers and missing packages."""
 
 import importlib.metadata
+import py_compile
 import sys
 from types import SimpleNamespace
 
@@ -49,6 +50,12 @@ def test_an_old_driver_is_missing_and_named_with_the_one_that_torch_needs(machin
     monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "12.8")
     machine(["NVIDIA A100, 550.54.15, 40960"])
     assert found("driver").mend == ""
+    # Of a CUDA that this version does not know, the newest driver that it knows is the least.
+    monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: "14.0")
+    assert "needs a driver from 580 on" in found("driver").mend
+    # As of a GPU that shares its memory with the CPU.
+    machine(["NVIDIA GB10, 580.95.05, [N/A]"])
+    assert "nvidia-smi finds none" in found("GPU").mend
 
 
 def test_a_torch_without_cuda_beside_a_gpu(machine, monkeypatch):
@@ -66,6 +73,13 @@ def test_packages_without_bytecode_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     one = found("bytecode")
     assert "torch, transformers" in one.mend and f"{sys.executable} -m compileall" in one.mend and not one.needed
+    # Bytecode that is there counts, whether it may be written or not.
+    (tmp_path / "heavy.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "LARGE", ("heavy", "no_such_package"))
+    assert found("bytecode").mend.startswith(f"every process compiles the sources of {tmp_path.name} ")
+    py_compile.compile(str(tmp_path / "heavy.py"))
+    assert (found("bytecode").found, found("bytecode").mend) == ("of all large packages", "")
 
 
 def test_the_cuda_of_torch_is_read_from_its_files():

@@ -2,36 +2,26 @@
 
 import importlib.util
 import json
-import math
+import os
 import re
 import tomllib
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tomli_w
 
 from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
-from verl_fn.report.page import MISSING, OF_EACH, SHOWN, ReportError, colors, headline, names, report
+from verl_fn.report.page import MISSING, OF_EACH, SHOWN, ReportError, about, colors, headline, names, report
 from verl_fn.report.plots import (
-    BUILT_IN,
     CHARTS,
     COLORS,
-    MOST_OWN,
-    OF_ENGINE,
-    Chart,
-    Curve,
-    bars,
     charts,
-    smooth,
     svg,
-    window,
 )
-from verl_fn.state import END_REASONS
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
@@ -346,6 +336,11 @@ def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
     assert "a: at step 4." in text and "b: at step 2." in text
     samples = text[text.index("<h2>Held-out answers") : text.index("<h2>Config")]
     assert "<td>–</td>" not in samples  # noqa: RUF001
+    # The last evaluations decide.
+    c = write(tmp_path / "c", brief(4), [answer(0), answer(4, prompt="1,2,3>", response="c4")])
+    text, found = page(report([b, c], tmp_path / "page.html"))
+    at = found.cells.index("1,2,3>")
+    assert found.cells[at + 2 : at + 4] == ["b2✓ right reward 1", "c4✓ right reward 1"]
 
 
 def test_only_the_first_prompts_are_shown(tmp_path):
@@ -388,27 +383,35 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     assert line.count("M") == 2 and drawing.count("<use") == 7
 
 
-def test_metrics_of_the_users_functions_have_charts_and_built_in_ones_do_not():
-    own = {"running/mean": 1.0, "actor/tanh_far": 0.5, "reward/level/mean": 2.0}
-    theirs = {"actor/lr": 1e-6, "timing_s/gen": 1.0, "rollout/rows_dropped/learn": 0.0, "reward/level/count": 3.0}
-    rows = [{"step": i} | own | theirs for i in range(3)]
-    assert [chart.metric for chart in charts([rows])] == sorted(own)
-    named = re.findall(r"`([a-z_-]+(?:/[A-Za-z0-9_@*]+)+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
-    spelled = {name.replace("*", "mean") for name in named if not name.startswith(("reward/NAME", "token_acc"))}
-    assert len(spelled) > 60 and all(BUILT_IN.fullmatch(name) for name in spelled)
+def test_a_page_names_the_folders_and_the_time_of_their_last_lines(tmp_path):
+    runs = [write(tmp_path / name, [{"step": 1}]) for name in ("a", "b<")]
+    for run, time in zip(runs, (0, 86400), strict=True):
+        os.utime(run / "metrics.jsonl", (time, time))
+    footer = unescape(page(report(runs, tmp_path / "page.html"))[0].partition("<footer>")[2])
+    for run, day in zip(runs, (1, 2), strict=True):
+        assert f"{run.name}: <code>{run}</code>, last logged 1970-01-0{day} 00:00 UTC" in footer
 
 
-def test_the_whole_loss_is_drawn_for_runs_without_a_policy_loss():
-    whole = [{"step": i, "actor/loss": 1.0} for i in range(3)]
-    assert [chart.title for chart in charts([whole])] == ["Loss of the actor"]
-    logged = [row | {"actor/pg_loss": 0.5} for row in whole]
-    assert [chart.metric for chart in charts([logged, logged])] == ["actor/pg_loss"]
-    assert [chart.metric for chart in charts([[], [{"step": 1, "train/loss": 1.0}], logged])] == [
-        "actor/pg_loss",
-        "train/loss",
-    ]
-    # A loss of one's own is compared by the metric that both runs have.
-    assert [chart.metric for chart in charts([whole, logged])] == ["actor/pg_loss", "actor/loss"]
+def test_conversations_are_shown_as_they_were(tmp_path):
+    said = [{"role": "user", "content": "a<"}, {"role": "assistant", "content": "b"}]
+    run = write(tmp_path / "a", [{"step": 1}], [answer(1, response="all", messages=said, ended="turn_limit")])
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert "usera<assistantb✓ right reward 1, ended: turn_limit" in found.cells
+    assert '<div class="soft">user</div><div class="text">a&lt;</div>' in text
+
+
+def test_all_runs_of_a_page_have_one_axis_and_gaps_say_of_which_run_they_are(figures, tmp_path):
+    known = {"critic/score/mean": 0.5, "actor/grad_norm": 1.0, "val-core/x/acc/mean@1": 0.01}
+    rows = [{"step": step, **known, "critic/score/mean": None if step == 3 else 0.5} for step in (2, 3, 9)]
+    rows[-1] |= {"actor/grad_norm": 1e5}
+    runs = [write(tmp_path / "a", [{"step": 4, **known}]), write(tmp_path / "b", rows)]
+    text, _ = page(report(runs, tmp_path / "page.html"))
+    assert "b: 1 value is not finite, shown as gaps" in text and "a: 1 value" not in text
+    assert {axes.get_xlim() for axes in figures[-1].axes} == {(2 - 0.14, 9 + 0.14)}
+    titles = [axes.get_title(loc="left") for axes in figures[-1].axes]
+    assert titles[2] == "Gradient norm, actor (actor/grad_norm, log scale)" and "log" not in titles[1]
+    share, reward = figures[-1].axes[:2]
+    assert share.get_ylim() == pytest.approx((-0.03, 1.03)) and reward.get_ylim()[1] < 1
 
 
 def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path, capsys, monkeypatch):
@@ -425,6 +428,7 @@ def test_how_a_run_failed_is_shown_and_a_page_that_is_replaced_is_named(tmp_path
         report([other], "page.html")
     with pytest.raises(ReportError, match=r"one is no run: it has no config.toml; did you mean runs/one\?"):
         report(["one"], "page.html")
+    assert about(report([one], "page.html", labels=["<a> & b"])) == "<a> & b"
 
 
 def test_a_curve_says_what_its_points_are(tmp_path):
@@ -455,16 +459,6 @@ def test_the_picture_has_the_first_charts_of_all_runs(figures, tmp_path):
     assert [line.get_color() for line in legend.get_lines()] == [light for light, _ in COLORS[:2]]
 
 
-def test_charts_come_in_their_order_and_not_too_many_are_the_users():
-    own = {f"mine/{i:02d}": 1.0 for i in range(MOST_OWN + 2)}
-    built_in = [name for _, name, _ in (*CHARTS, *OF_ENGINE) if not name.endswith("/") and name != "actor/loss"]
-    rows = [{"step": 1, "mine/gap": None} | own | dict.fromkeys(built_in, 2.0)]
-    before = len(built_in) - len(OF_ENGINE)
-    assert [chart.metric for chart in charts([rows])] == [
-        *built_in[:before], *list(own)[:MOST_OWN], *built_in[before:]
-    ]  # fmt: skip
-
-
 def test_curves_that_are_asked_for_come_first(tmp_path):
     more = {"train/num_gen_batches": 2.0, "train/groups_kept": 0.5, "actor/ppo_kl": 0.0, "mine/a[b]": 1.0}
     run = write(tmp_path / "a", [row | more for row in brief(3)])
@@ -484,30 +478,6 @@ def test_curves_that_are_asked_for_come_first(tmp_path):
     assert "curves=[&#x27;train/*&#x27;]" in page(report([run], out, labels=["x"], curves=["train/*"]))[0]
     with pytest.raises(ReportError, match="no run logged train/groups; did you mean train/groups_kept"):
         report([run], out, curves=["train/groups"])
-
-
-def test_the_turns_and_ends_of_conversations_have_curves():
-    ends = dict.fromkeys([f"env/ended/{reason}" for reason in END_REASONS], 0.0)
-    logged = ends | {"env/turns/mean": 2.0, "env/ended/done": 0.5, "env/ended/length": 0.5, "training/acc": 1.0}
-    assert [chart.metric for chart in charts([[{"step": i} | logged for i in range(3)]])] == [
-        "training/acc", "env/turns/mean", "env/ended/done", "env/ended/length"
-    ]  # fmt: skip
-
-
-def test_bars_have_the_seconds_and_the_colour_of_each_run(figures):
-    many = dict.fromkeys(range(len(COLORS) + 1), (1.0, ""))
-    bars({"gen": {0: (4.0, ", in all 8 s"), 1: (2.0, "")}, "adv": {1: (0.5, "")}, "many": many})
-    (axes,) = figures[-1].axes
-    widths = [bar.get_width() for bar in axes.patches]
-    assert widths[:3] == [4.0, 2.0, 0.5] and axes.get_xlim() == (0.0, 8.0)
-    middles = [bar.get_y() + bar.get_height() / 2 for bar in axes.patches]
-    assert middles[:3] == pytest.approx([0.0, 1.0, 2.5]) and axes.get_ylim()[0] > middles[-1] > axes.get_ylim()[1]
-    assert axes.get_yticks()[:2].tolist() == pytest.approx([0.5, 2.5])
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["gen", "adv", "many"]
-    assert [text.get_text() for text in axes.texts][:2] == ["4 s, in all 8 s", "2 s"]
-    first, again = axes.patches[3], axes.patches[-1]
-    assert first.get_facecolor()[:3] == again.get_facecolor()[:3] != axes.patches[4].get_facecolor()[:3]
-    assert first.get_alpha() > again.get_alpha()
 
 
 def test_light_pages_have_the_first_colours_and_dark_ones_the_second():
@@ -533,6 +503,10 @@ def test_phases_have_their_seconds_and_their_sum(tmp_path):
     assert "80 s, in all 2m40s" in text and "0.25 s, in all 0.5 s" in text
     assert "all steps and evaluations took 4m00s<" in text, "of one run that has logged no start"
     assert re.findall(r">(gen|adv|testing)</text>", text) == ["gen", "testing", "adv"]
+    # Of several runs, the longest counts.
+    slow = write(tmp_path / "b", [{"step": 1, "timing_s/gen": 1.0, "timing_s/adv": 99.0}])
+    text = report([tmp_path / "a", slow], tmp_path / "page.html").read_text()
+    assert re.findall(r">(gen|adv|testing)</text>", text) == ["adv", "gen", "testing"]
 
 
 def dead(step):
@@ -668,9 +642,10 @@ def test_an_answer_is_right_if_it_is_wholly_right(tmp_path):
 def test_an_answer_of_white_space_is_no_empty_box_and_a_prompt_shows_what_the_model_reads(tmp_path):
     answer = {"data_source": "x", "prompt": "user: a?", "input": "<bos>a?\n", "response": "\n\n", "answer": "b"}
     answer |= {"step": 1, "score": 0.0, "acc": 0.0, "finished": True}
-    run = write(tmp_path / "a", metrics(2), [answer])
+    run = write(tmp_path / "a", brief(2), [answer, answer | {"prompt": "b?", "input": "b?"}])
     text, _ = page(report([run], tmp_path / "page.html"))
     assert "(only white space: &quot;\\n\\n&quot;)" in text
+    assert text.count("as the model reads it") == 1, "the other prompt is what the model reads"
     assert 'as the model reads it</summary><div class="text">&lt;bos&gt;a?' in text
 
 
@@ -681,13 +656,6 @@ def test_a_line_about_a_run(tmp_path):
         "a: step 2 of 100, held-out acc 0.500 (best 0.500, step 0), training reward 0.125 (best 0.250, step 1), "
         "2 s/step"
     )
-
-
-def test_evaluations_are_drawn_as_they_were_however_many():
-    rows = [{"step": i, "val-core/reverse/acc/mean@1": i % 2} for i in range(200)]
-    drawing = svg(charts([rows])[0], ["a"], (0, 199), window([rows]))
-    assert "opacity" not in drawing
-    assert drawing.count("<use") == 200
 
 
 def test_a_damaged_last_line_is_left_out(tmp_path):
@@ -721,7 +689,11 @@ def test_what_cannot_be_reported_is_told(tmp_path):
     broken = write(tmp_path / "broken", metrics(2))
     (broken / "config.toml").write_text("a = = 1")
     partial = write(tmp_path / "partial", metrics(2), [{"prompt": "ab>"}])
+    other = write(tmp_path / "other", metrics(2), overrides=["data.train_files=['/a', '/b']"])
+    config = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(config.replace('"/b"', "3"))
     for runs, message in [
+        ([other], r"other/config\.toml: data\.train_files has a value of another kind, \['/a', 3\]"),
         ([tmp_path / "missing"], r"missing is no run: it has no config\.toml"),
         ([empty], "empty has no metrics yet"),
         ([broken], r"broken/config\.toml is not TOML"),
@@ -736,15 +708,6 @@ def test_what_cannot_be_reported_is_told(tmp_path):
     with pytest.raises(ReportError, match=r"does not end in \.html"):
         report([run], tmp_path / "page.png")
     assert not out.exists()
-
-
-@pytest.mark.parametrize("name", ["actor/entropy", "train/grad_norm", "val-core/reverse/acc/mean@1"])
-def test_extremes_that_almost_agree_are_drawn(name):
-    """The log of their difference is out of range, or their ticks fall on one number."""
-    for low in (0.5, 1.0, 1e-300, 5e-324, 1e300, -3.0, 0.0):
-        for high in (low, math.nextafter(low, math.inf)):
-            rows = [{"step": 1, name: low}, {"step": 2, name: high}]
-            assert "var(--run0)" in svg(charts([rows])[0], ["a"], (1, 2), 1)
 
 
 def test_no_curve_hides_an_equal_one(tmp_path):
@@ -769,52 +732,9 @@ def test_a_run_whose_rewards_say_nothing_of_right_answers(tmp_path):
     assert "✓ right" not in text and "✗ wrong" not in text and "a: from step 1 to step 2<" in text
 
 
-def test_a_log_axis_only_where_values_span_decades():
-    def chart(values, scale):
-        return Chart("", "x", scale, {0: Curve(np.arange(len(values)), np.array(values))})
-
-    wide, narrow = [1e-3, 1.0, 50.0], [1.0, 2.0]
-    assert chart(wide, "log").log
-    assert not chart(narrow, "log").log
-    assert not chart(wide, "linear").log
-    assert not chart([0.0, 50.0], "log").log
-    smoothed = chart([1.0, 10.0, 1000.0], "log").smooth(Curve(np.arange(3), np.array([1.0, 10.0, 100.0])), 3)
-    assert smoothed.values[1] == pytest.approx(10.0)
-
-
-def test_smoothing_means_over_known_points_only():
-    values = np.array([1.0, math.nan, 3.0, 5.0])
-    assert smooth(values, 3).tolist() == pytest.approx([1.0, math.nan, 4.0, 4.0], nan_ok=True)
-    assert smooth(np.ones(4), 9).tolist() == [1.0] * 4
-    assert (window([[{}] * 40]), window([[{}] * 400, []]), window([[{}] * 10**5])) == (1, 21, 101)
-
-
-def test_a_long_curve_is_thinned_but_keeps_its_spike():
-    values = np.zeros(20_000)
-    values[7_777] = 10.0
-    rows = [{"step": i, "actor/entropy": v} for i, v in enumerate(values.tolist())]
-    chart = charts([rows])[0]
-    drawing = svg(chart, ["a"], (0, len(rows)), window([rows]))
-    assert len(drawing) < 40_000
-    assert Curve(np.arange(3.0), np.array([1.0, math.nan, 2.0])).gaps == 1
-    heights = [float(y) for y in re.findall(r"L [0-9.]+ ([0-9.]+)", drawing)]
-    assert max(heights) - min(heights) > 100, "the spike is there"
-
-
 def test_the_picture_of_the_demo_is_drawn_of_any_run(tmp_path):
     spec = importlib.util.spec_from_file_location("demo", ROOT / "scripts/demo.py")
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     runs = [write(tmp_path / "a", metrics(4)), write(tmp_path / "b", [{"step": 1, "train/loss": None}])]
     assert demo.reward_curves(runs, tmp_path / "p.png", labels=["$x^", "b"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_thinning_keeps_gaps_and_lonely_points():
-    values = np.where(np.arange(9000) % 100 == 50, np.nan, 1.0)
-    thinned = Curve(np.arange(9000.0), values).thinned()
-    assert thinned.gaps == 90 and thinned.steps[0] == 0 and thinned.steps[-1] == 8999
-    for spike in (-10.0, 10.0):
-        values = np.where(np.arange(9000) == 7777, spike, 1.0)
-        assert spike in Curve(np.arange(9000.0), values).thinned().values
-    lonely = Curve(np.arange(4.0), np.array([1.0, math.nan, 2.0, 3.0]))
-    assert lonely.alone.tolist() == [True, False, False, False]

@@ -90,6 +90,20 @@ def test_auto_takes_the_faster_engine(folder, case):
     assert (plan.rollout.lora is not None) == (case == "adapters alone")
 
 
+def test_exact_log_probs_and_random_models_take_the_embedded_engine(folder):
+    plan = plan_of(folder("qwen3-30b-a3b"), "rollout.name=auto")
+    exact = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, exact="audit"))
+    for one, engine in ((plan, "vllm"), (exact, "sampler"), (attrs.evolve(plan, new_model=object()), "sampler")):
+        assert with_engine(one).rollout.name == engine
+
+
+def test_adapters_help_a_plan_that_has_none(folder):
+    plan = sized(plan_of(folder("qwen3-8b"), "actor.lora_rank=8"), 80 * GIB)
+    assert fitting.adapters(plan, 8, 80 * GIB) is None
+    found = fitting.adapters(sized(plan_of(folder("qwen3-8b")), 80 * GIB), 8, 80 * GIB)
+    assert found.settings[0] == "actor.lora_rank=32"
+
+
 def test_an_engine_that_was_named_stays(folder):
     assert with_engine(plan_of(folder("qwen3-8b"))).rollout.name == "vllm"
 

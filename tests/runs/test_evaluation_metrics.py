@@ -15,7 +15,16 @@ from verl_fn.data.tasks import Problem
 from verl_fn.driver.ranks import local_workers
 from verl_fn.runs import loop
 from verl_fn.runs.continuing import goal_reached
-from verl_fn.runs.evaluate import evaluate_model, evaluation_of, pass_at, spread, validate
+from verl_fn.runs.evaluate import (
+    evaluate_model,
+    evaluation_line,
+    evaluation_of,
+    has_held_out,
+    held_out_value,
+    pass_at,
+    spread,
+    validate,
+)
 from verl_fn.runs.logs import last_evaluation, read_answers
 from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import initial_state
@@ -87,6 +96,10 @@ def test_an_answer_of_several_rows_has_the_input_of_the_first_and_the_score_of_t
     assert [(a["problem"], a["input"], a["response"], a["score"], a["ended"]) for a in answers] == [
         (7, "<bos>a", "b\nc", 1.0, "stop"), (8, "<bos>b", "c", 0.5, "stop"),
     ]  # fmt: skip
+    # Each row of a conversation has the messages up to it.
+    said = [SimpleNamespace(outcome=SimpleNamespace(messages=messages)) for messages in ('["a"]', '["a", "b"]', "")]
+    _, answers = evaluation_of(batch, problems, char_tokenizer("abc"), [2], said)
+    assert answers[0]["messages"] == ["a", "b"] and "messages" not in answers[1]
 
 
 def test_a_response_names_the_row_of_its_problem_and_has_short_numbers(tiny, tmp_path):
@@ -133,6 +146,36 @@ def test_the_best_and_the_majority_are_those_of_each_problem():
     expected = {"x/mean@4": 0.25, "x/best@4/mean": 0.8, "x/maj@4/mean": 0.8 / 3}
     assert report == pytest.approx(expected)
     assert spread("x", values[:, :1], preds[:, :1]) == pytest.approx({"x/mean@1": 0.6})
+
+
+def test_answers_without_an_accuracy_have_a_majority_of_rewards_and_each_source_its_share_that_is_cut_off():
+    problems = [Problem("a", "b", data_source=name) for name in "xy"]
+    scores = {"score": [1.0, 3.0, 3.0, 0.0, 0.0, 0.0], "pred": [5, 7, 7, 1, 1, 1], "finished": [0.0] + [1.0] * 5}
+    report, _ = evaluation_of(scored(3, [0.0] * 6, **scores).without("acc"), problems, char_tokenizer("ab"), [2])
+    assert [report[f"val-core/x/reward/{kind}"] for kind in ("maj@3/mean", "best@3/mean")] == [3.0, 3.0]
+    shares = [report[f"val-aux/{name}/response_length/clip_ratio"] for name in "xy"]
+    assert shares == pytest.approx([1 / 3, 0.0])
+
+
+def test_the_line_of_an_evaluation_has_the_metric_of_the_goal_and_leaves_out_values_that_are_not_known():
+    """A log has null in place of a value that is not finite."""
+    report = {"val-core/x/acc/mean@1": 0.5, "val-aux/x/reward/mean@1": 2.0, "val-core/y/acc/mean@1": None}
+    assert [evaluation_line(report, metric) for metric in ("acc", "reward")] == [
+        "held-out acc 0.500", "held-out reward 2.000",
+    ]  # fmt: skip
+    assert held_out_value(report, "acc") == 0.5 and held_out_value({"val-core/y/acc/mean@1": None}, "acc") is None
+    assert (evaluation_line({"critic/score/mean": 1.0}), evaluation_line({"val/loss": 0.25})) == (
+        "",
+        "held-out loss 0.250",
+    )
+
+
+def test_what_a_plan_says_of_held_out_problems():
+    for settings, has in (
+        ([], True), (["data.train_files=a"], False), (["data.train_files=a", "data.val_files=b"], True),
+        (["data.task=verifiers:x"], False), (["data.task=verifiers:x", "data.val_files=b.jsonl"], True),
+    ):  # fmt: skip
+        assert has_held_out(make_plan(load(overrides=["model.path=m", "algorithm.name=sft", *settings]))) is has
 
 
 def test_a_goal_is_reached_by_the_value_itself():

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms.judged import DPOState, dpo
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
-from verl_fn.config import DPO
+from verl_fn.config import DPO, ConfigError, evaluation_plan, load
 from verl_fn.data.judged import Judged
-from verl_fn.runs.evaluate import evaluation_line
+from verl_fn.runs.evaluate import evaluate_model, evaluation_line
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import Key, TokenOutputs
@@ -118,3 +118,28 @@ def test_preferences_report_their_loss_on_held_out_rows(chatty, tmp_path):
     before, after = run(chatty, tmp_path / "scores", "reward_model", [pair] * 2, [pair])
     margin = before["val-aux/preferences/margin/mean@1"]
     assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(torch.tensor(margin))), rel=1e-4)
+
+
+def test_a_model_is_evaluated_by_what_can_be_known_without_a_run(chatty, tmp_path):
+    """Its own loss on given answers; not a comparison with a model that is not there."""
+    rows = [{"prompt": "a", "completion": "bc"}, {"prompt": talk("a"), "chosen": "b", "rejected": "cd"}]
+    for name, row in zip(("answers", "pairs"), rows, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def evaluate(name, *more):
+        settings = [
+            f"algorithm.name={name}",
+            f"model.path={chatty}",
+            "driver.device=cpu",
+            f"trainer.dir={tmp_path}/x",
+        ]
+        return evaluate_model(evaluation_plan(load(overrides=[*settings, *more])), lambda line: None)
+
+    report, answers = evaluate("sft", f"data.val_files={tmp_path}/answers.jsonl")
+    ((logprobs, _),) = scores(chatty, ([BOS, A], [B, C, END]))
+    assert report["val/loss"] == pytest.approx(float(-logprobs.mean()), rel=1e-5) and answers == []
+    with pytest.raises(ConfigError, match="held-out responses have no ground truth to judge answers by"):
+        evaluate("dpo", f"data.val_files={tmp_path}/pairs.jsonl")
+    plan = tiny_run(chatty, tmp_path / "x", "algorithm.name=sft", f"data.train_files={tmp_path}/answers.jsonl")
+    with pytest.raises(ConfigError, match=r"there are no held-out problems: set data\.val_files"):
+        evaluate_model(plan, lambda line: None)

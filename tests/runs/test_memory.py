@@ -603,3 +603,42 @@ def test_megatron_fsdp_divides_the_copy_too(folder):
     sizes = parts(plan, 4, 140 * GIB)["update_actor"]
     assert sizes["actor bfloat16 copy"] == 2 * (n // 4 + ends) and sizes["actor gradient buffer"] == 4 * (n // 4)
     assert sizes["actor gathered layers"] == 2 * (2 * (n - ends) // 24)
+
+
+def test_experts_of_megatron_by_hand(tmp_path):
+    """Ranks that share experts have a part of them each, and all of the rest."""
+    model = new_model(tmp_path / "m", chars="ab", arch="qwen3_moe")
+    sizes, config = model_sizes(model, "lm"), read_config(model)
+    rest, ends = sizes.total - sizes.experts - sizes.ends, sizes.ends
+    inner = config.num_experts_per_tok * config.moe_intermediate_size
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    assert sizes.layer(3, 2) == 6 * (4 * config.hidden_size + heads + 3 * inner) and sizes.experts > 0
+    two = ["actor.megatron.expert_model_parallel_size=2", "ray.ranks=2", "algorithm.use_kl_loss=true"]
+    update = parts(plan_of(model, *MEGATRON, *two), 2, 140 * GIB)["update_actor"]
+    assert update["actor gradient buffer"] == 4 * (rest + sizes.experts // 2 + ends)
+    # One rank owns each frozen expert, and the other weights lie on both.
+    assert update["reference bfloat16 copy"] == 2 * (rest + ends)
+
+
+def test_what_makes_the_state_of_a_role_smaller(folder):
+    ranks = "more ranks (ray.ranks)"
+    for settings, said in (
+        ([], "more ranks (actor.strategy=fsdp, ray.ranks)"),
+        (["actor.strategy=fsdp"], f"{ranks} or actor.fsdp_config.offload_policy=true"),
+        (["actor.strategy=fsdp", "actor.fsdp_config.offload_policy=true"], ranks),
+        (["actor.strategy=megatron"], f"{ranks} or a larger actor.megatron.tensor_model_parallel_size"),
+    ):
+        plan = plan_of(folder("tiny"), *settings, "algorithm.name=grpo", "rollout.n=8")
+        counted = phases(plan, GIB)[-1].parts
+        assert {part.lower for part in counted if part.name == "actor parameters"} == {said}
+
+
+def test_phases_without_logits_and_runs_without_log_probs(folder):
+    model, few = (
+        folder("0.5b"),
+        ["data.train_batch_size=1", "data.max_prompt_length=6", "data.max_response_length=10"],
+    )
+    counted = parts(plan_of(model, *few, "algorithm.ppo_mini_batch_size=1"))
+    of = {name: counted[name]["activations of 16 tokens"] for name in ("old_log_prob", "values")}
+    assert of["old_log_prob"] - of["values"] == 16 * 151936 * 2, "a value head has none"
+    assert list(parts(plan_of(model, "algorithm.name=sft"))) == ["start", "update_weights", "gen", "update_actor"]

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from run_configs import tiny_run
@@ -156,6 +157,46 @@ def test_what_takes_long_says_so_ever_more_rarely(monkeypatch, tmp_path):
     with waiting(lines.append, "quick"):
         pass
     assert not any("quick" in line for line in lines)
+
+
+def test_each_line_about_a_wait_takes_twice_as_long_as_the_one_before(monkeypatch):
+    lines, asked = [], []
+    ended = SimpleNamespace(set=lambda: None, wait=lambda seconds: asked.append(round(seconds, 1)) or len(asked) > 4)
+    monkeypatch.setattr(progress.threading, "Event", lambda: ended)
+    monkeypatch.setattr(progress.threading, "Thread", lambda target, **more: SimpleNamespace(start=target, join=set))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 100.0)
+    with waiting(lines.append, "models"):
+        pass
+    assert asked == [5.0, 10.0, 20.0, 40.0, 80.0]
+    assert lines == [f"models: {at} so far" for at in ("0m05s", "0m10s", "0m20s", "0m40s")]
+
+
+def test_a_phase_that_comes_again_in_the_next_step_begins_anew(monkeypatch):
+    lines = []
+    pulse = Pulse(0, 9, 10.0, lines.append)
+    monkeypatch.setattr(progress, "RUNNING", ["gen"])
+    began = pulse._began
+    pulse.beat(began)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: began + 100)
+    pulse.done(1, {})
+    pulse.beat(began + 111)
+    assert lines == ["step 2/9  gen for 0m00s, 0m11s into the step"]
+
+
+def test_updates_are_skipped_if_any_is_and_not_if_none_is():
+    assert numbers({"train/loss": 1.0, "actor/update_skipped": 0.0}) == "loss 1.000"
+    assert numbers({"actor/update_skipped": 0.0, "critic/update_skipped": 0.25}) == "updates skipped"
+
+
+def test_held_out_answers_that_are_cut_off_are_counted_over_all_sources_alike():
+    """Also if the answers to one source all are."""
+    name = "response_length/clip_ratio"
+    for last, share in ((0.0, None), (0.04, 52)):
+        said = progress.held_out_cut_off({f"val-aux/x/{name}": 1.0, f"val-aux/y/{name}": last, name: 1.0})
+        assert bool(said) == (share is not None)
+        assert not share or said.startswith(f"in the evaluation {share}% of the responses were cut off at data.max_r")
+    ends = {f"val-aux/{source}/env/ended/{end}": 0.5 for source in "xy" for end in ("turn_limit", "length")}
+    assert "in the evaluation 100% of the conversations were cut off: 50% at env" in progress.held_out_cut_off(ends)
 
 
 def test_a_run_says_what_it_waits_for(tiny, tmp_path, monkeypatch):

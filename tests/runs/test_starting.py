@@ -15,7 +15,7 @@ from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs.checkpoints import check_disk, checkpoint_bytes, checkpoints, checkpoints_at_once
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import make_model_folder, workers
-from verl_fn.runs.progress import PARTS, Start
+from verl_fn.runs.progress import LONG_PART, PARTS, Start
 
 loop, prepare = (importlib.import_module(f"verl_fn.runs.{name}") for name in ("loop", "prepare"))
 Usage = namedtuple("Usage", "total used free")
@@ -137,7 +137,7 @@ def test_the_headline_of_a_run(settings, size, line, tiny, tmp_path, monkeypatch
     assert loop._headline(plan) == line
 
 
-def test_only_a_long_start_is_announced():
+def test_only_a_long_start_is_announced(monkeypatch):
     lines = []
     Start(lines.append).announce()
     assert lines == []
@@ -146,6 +146,14 @@ def test_only_a_long_start_is_announced():
         pass
     start.announce()
     assert len(lines) == 1 and "imports" in lines[0] and "models 0.0" in lines[0]
+    # The time between parts counts too.
+    for seconds, told in ((LONG_PART - 0.01, False), (LONG_PART, True)):
+        monkeypatch.setattr("time.monotonic", lambda seconds=seconds: 7.0 + seconds)
+        lines.clear()
+        start = Start(lines.append, began=7.0)
+        start.seconds = {"imports": 1.0, "load": 2.5}
+        start.announce()
+        assert lines == (["started in 5.0 s: imports 1.0, models 2.5"] if told else [])
 
 
 @pytest.mark.parametrize(("named", "settings", "threads"), [("3", [], 3), ("3", ["driver.num_threads=2"], 2)])

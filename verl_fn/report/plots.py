@@ -484,7 +484,7 @@ def evaluation_plot(reports: Reports, out: str | Path) -> Path:
     panels = _panels(reports)
     steps = [step_of(Path(label)) for label in reports]
     one_run = len({Path(label).parent for label in reports}) == 1
-    by_step = one_run and None not in steps and len(set(steps)) == len(steps)
+    by_step = one_run and None not in steps
     places = [float(step or 0) if by_step else float(i) for i, step in enumerate(steps)]
     order = sorted(range(len(places)), key=places.__getitem__)
     figure = figure_of(6.4, 3.4 * len(panels))
