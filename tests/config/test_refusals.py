@@ -1,13 +1,10 @@
 """Settings that do not go together are refused with a reason, and their neighbours that do are taken."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
-from verl_fn.config.algorithms import Outline, Role
-from verl_fn.config.plan import check_room
+from verl_fn.config import ConfigError, load, make_plan
 
 GRPO = ["algorithm.name=grpo", "rollout.n=2"]
 APART = ["driver.kind=ray", "rollout.placement=apart"]
