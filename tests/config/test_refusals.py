@@ -12,6 +12,7 @@ EXACT = [*GRPO, "rollout.exact=audit"]
 GDPO = [*GRPO, "algorithm.adv_estimator=gdpo", 'algorithm.gdpo_reward_keys=["length"]']
 LORA = ["driver.kind=ray", "rollout.name=vllm", "actor.lora_rank=2", "rollout.adapters=alone"]
 AHEAD = [*GRPO, *APART, "driver.max_lag=1"]
+REWARDED = "algorithm.reward_model=r"
 IN_FLIGHT = "rollout.in_flight_weight_updates=true"
 DISTILL = [*APART, "driver.max_lag=1", "algorithm.name=distill", "algorithm.teacher=t"]
 
@@ -23,14 +24,14 @@ def planned(*words):
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ([*AHEAD, IN_FLIGHT], [*GRPO, *APART, IN_FLIGHT], "with driver.max_lag = 0 they do not; set driver.max_lag=1"),
+        ([*AHEAD, IN_FLIGHT], [*GRPO, *APART, IN_FLIGHT], "with driver.max_lag = 0 they do not; set driver"),
         (
             [*AHEAD, IN_FLIGHT, "actor.strategy=megatron", "actor.router_replay.mode=R2"],
             [*AHEAD, IN_FLIGHT, "actor.strategy=megatron", "actor.router_replay.mode=R3"],
             "may send earlier tokens to other experts",
         ),
         (AHEAD, [*GRPO, "driver.max_lag=1"], "driver.kind = local has one process for both"),
-        (AHEAD, [*GRPO, "driver.kind=ray", "driver.max_lag=1"], "rollout.placement = colocated lets them share a GPU"),
+        (AHEAD, [*GRPO, "driver.kind=ray", "driver.max_lag=1"], "rollout.placement = colocated lets them share"),
         ([*DISTILL, "algorithm.top_k=4"], DISTILL, "set algorithm.top_k=64 or so"),
         (
             ["data.truncation=left", *GRPO],
@@ -42,7 +43,7 @@ def planned(*words):
             ["data.truncation=middle", "env.name=e.py:E"],
             "data.truncation is middle, which cuts prompts that are sampled from; conversations are not cut",
         ),
-        ([*LORA, "actor.strategy=fsdp"], [*LORA, "actor.strategy=megatron"], "set rollout.adapters=merged for megatron"),
+        ([*LORA, "actor.strategy=fsdp"], [*LORA, "actor.strategy=megatron"], "rollout.adapters=merged for megatron"),
         (GDPO, GDPO[:-1], "compares numbers that reward functions return: name them in algorithm.gdpo_reward_keys"),
         (EXACT, [*EXACT, "actor.strategy=megatron"], "megatron has kernels of its own"),
         (EXACT, [*EXACT, "driver.kind=ray", "rollout.name=vllm"], "the engine vllm has kernels of its own"),
@@ -97,16 +98,16 @@ def planned(*words):
             "data.task_options.chain_sum is 2, but must be a table of options",
         ),
         ([], ["data.task_options.chain_sum.min_terms=2"], "of a set that data.task names (none)"),
-        (["data.date=2026-02-28"], ["data.date=2026-02-30"], "data.date: must be a day as YYYY-MM-DD (got '2026-02-30')"),
+        (["data.date=2026-02-28"], ["data.date=2026-02-30"], "must be a day as YYYY-MM-DD (got '2026-02-30')"),
         ([], ["data.date=20260228"], "data.date: must be a day as YYYY-MM-DD (got '20260228')"),
         (
             ["algorithm.name=remax"],
-            ["algorithm.name=remax", "algorithm.reward_model=r"],
+            ["algorithm.name=remax", REWARDED],
             "remax needs the score of the greedy response while it samples",
         ),
         (
-            ["algorithm.name=dapo", "rollout.n=2", "algorithm.reward_model=r", "algorithm.filter_groups.enable=false"],
-            ["algorithm.name=dapo", "rollout.n=2", "algorithm.reward_model=r"],
+            ["algorithm.name=dapo", "rollout.n=2", "algorithm.filter_groups.enable=false", REWARDED],
+            ["algorithm.name=dapo", "rollout.n=2", REWARDED],
             "dynamic sampling needs scores while it samples, and a reward model scores later",
         ),
         (["rollout.top_k=-1"], ["rollout.top_k=-2"], "rollout.top_k: must be -1 (keeps all) or at least 1 (got -2)"),
@@ -115,7 +116,7 @@ def planned(*words):
         (["trainer.seed=9223372036854775807"], ["trainer.seed=9223372036854775808"], "of at most 64 bits"),
         (["actor.optim.lr=1"], ["actor.optim.lr=-1"], "actor.optim.lr: must be >= 0"),
     ],
-)  # fmt: skip
+)
 def test_of_two_neighbours_one_is_refused(right, wrong, message):
     assert planned(*right)
     with pytest.raises(ConfigError, match=re.escape(message)):
