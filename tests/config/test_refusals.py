@@ -114,6 +114,27 @@ def planned(*words):
         ([], ["trainer.dir=x", "trainer.dir.y=x"], "trainer.dir.y: dir is a value, not a table of keys"),
         (["actor.optim.betas=[0.9, 0.99]"], ["actor.optim.betas=[0.9, 0.99, 0.5]"], "expected 2 values"),
         (["trainer.seed=9223372036854775807"], ["trainer.seed=9223372036854775808"], "of at most 64 bits"),
+        (
+            ["reward.url=http://h:1/v1", "reward.model=j"],
+            ["reward.url=http://h:0/v1", "reward.model=j"],
+            "reward.url: must be an address such as http://localhost:8000/v1",
+        ),
+        (
+            ["reward.prompt='{response} {colour}'"],
+            ["reward.prompt='{response} {responce}'"],
+            "{responce} stands for nothing; write {response}",
+        ),
+        ([], ["reward.prompt='{response} {solution}'"], "{solution} stands for nothing; write {response}"),
+        ([], ["reward.prompt='{prompt}'"], "reward.prompt: must contain {response}"),
+        ([], [f"actor.optim.betas={'[' * 5000}"], "is not a list; strings in it need quotes"),
+        *(
+            (
+                [*GRPO, f"algorithm.rollout_is={kind}"],
+                [*GRPO, f"algorithm.rollout_is={kind}s"],
+                f"did you mean {kind}",
+            )
+            for kind in ("token", "sequence", "geometric")
+        ),
         (["actor.optim.lr=1"], ["actor.optim.lr=-1"], "actor.optim.lr: must be >= 0"),
     ],
 )
@@ -121,3 +142,13 @@ def test_of_two_neighbours_one_is_refused(right, wrong, message):
     assert planned(*right)
     with pytest.raises(ConfigError, match=re.escape(message)):
         planned(*wrong)
+
+
+def test_a_number_in_place_of_a_path_is_a_name_without_spaces():
+    assert load(overrides=["model.path= 7 ", "data.train_files= 2027-01-05 "]).model.path == "7"
+    assert load(overrides=["data.train_files= 2027-01-05 "]).data.train_files == ("2027-01-05",)
+
+
+def test_the_file_of_a_reference_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.name: there is no file {tmp_path}/mine.py")):
+        load(overrides=[f"algorithm.name={tmp_path}/mine.py:mine"])
