@@ -8,10 +8,10 @@ import torch
 from test_own_parts import learn, own, sample
 from test_without_critic import step, workers
 
-from verl_fn.algorithms import AlgorithmError, Workers
+from verl_fn.algorithms import Algorithm, AlgorithmError, Workers
 from verl_fn.algorithms.own import check_fields
 from verl_fn.algorithms.workers import Roles
-from verl_fn.config import GRPO, ConfigError
+from verl_fn.config import GRPO, ConfigError, Outline, Role
 from verl_fn.state import Sampling
 from verl_fn.steps import dr_grpo, loss
 
@@ -122,3 +122,24 @@ def test_a_field_that_no_reward_and_no_environment_writes_is_named(key, name, re
     with pytest.raises(ConfigError) as error:
         check_fields(options, rewards)
     assert message in str(error.value) and str(error.value).startswith(f"algorithm.{key}: me:{name}: ")
+
+
+def test_a_function_that_a_run_cannot_call_is_named_with_its_call():
+    def learns(state, experience, w):
+        return state, {}
+
+    def counts(role):
+        return 1
+
+    for functions, name, call in (
+        ({"outline": Outline(updates=counts)}, "counts", r"updates\(role, prompts, steps\), and it takes \(role\)"),
+        ({"evaluate": counts}, "counts", r"evaluate\(state, problems, workers\), and it takes \(role\)"),
+        ({"init": learns}, "learns", r"init\(states, key\), and it takes \(state, experience, w\)"),
+        ({"sample": counts}, "counts", r"sample\(state, problems, workers\), and it takes"),
+    ):
+        with pytest.raises(AlgorithmError, match=rf"{name} \(.* of an algorithm, which is called as {call}"):
+            Algorithm(**{"learn": learns} | functions)
+    with pytest.raises(AlgorithmError, match="learns from pairs needs a sample"):
+        Algorithm(learn=learns, outline=Outline(learns_from="pairs"))
+    with pytest.raises(AlgorithmError, match="with the roles policy needs an init"):
+        Algorithm(learn=learns, outline=Outline({"policy": Role()}))

@@ -14,10 +14,12 @@ import pytest
 import ray
 import torch.distributed as dist
 
+from verl_fn import build
 from verl_fn.backends import agreement
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.plan import check_address, check_room
+from verl_fn.driver import ranks
 from verl_fn.driver.host import Host
 from verl_fn.driver.ranks import process_group, torchrun_rank, torchrun_size, training_ranks
 from verl_fn.driver.ray import placements, runtime_env
@@ -293,3 +295,29 @@ def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(size, her
             {"store", "rank", "world_size"} if size == 1 else set()
         )
     assert not opened, "the group is closed"
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "grouped"), [("fsdp", "local", True), ("local", "fsdp", True), ("local", "local", False)]
+)
+def test_a_process_by_itself_has_a_process_group_if_any_role_is_sharded(actor, critic, grouped, monkeypatch):
+    class Begun(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def group(plan, size):
+        assert size == 1
+        groups.append(True)
+        yield
+        groups.append(False)
+
+    def set_up(driver, ranks, *, by_user):
+        raise Begun
+
+    groups = []
+    monkeypatch.setattr(ranks, "process_group", group)
+    monkeypatch.setattr(build, "set_up_process", set_up)
+    words = [f"actor.strategy={actor}", f"critic.strategy={critic}", "driver.device=cpu"]
+    with pytest.raises(Begun), ranks.local_workers(make_plan(load(overrides=words))):
+        pass
+    assert groups == [True] * grouped
