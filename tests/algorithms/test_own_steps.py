@@ -10,10 +10,12 @@ from test_without_critic import step, workers
 
 from verl_fn.algorithms import Algorithm, AlgorithmError, Workers
 from verl_fn.algorithms.own import check_fields
+from verl_fn.algorithms.policy import estimator, policy_loss
 from verl_fn.algorithms.workers import Roles
 from verl_fn.config import GRPO, ConfigError, Outline, Role
 from verl_fn.state import Sampling
 from verl_fn.steps import dr_grpo, loss
+from verl_fn.testing.advantages import estimator_batch
 
 
 def test_what_sample_reports_and_has_taken_is_in_the_report_of_the_step():
@@ -98,6 +100,43 @@ def too_early(batch):
     return dr_grpo(batch).with_tokens(advantages=batch["advantages"])
 
 
+@loss(needs=["logprobs"], together="pair")
+def of_pairs(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs, {}
+
+
+def counts(batch):
+    return batch.with_tokens(advantages=batch["response_mask"].long())
+
+
+def fails(batch):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """References to the functions of this file."""
+    monkeypatch.setattr(
+        "verl_fn.algorithms.policy.load_object", lambda reference, key: globals()[reference.partition(":")[2]]
+    )
+
+
+def test_a_loss_of_ones_own_takes_no_options_and_keeps_no_rows_together(here):
+    with pytest.raises(ConfigError, match="me:misspelled is a loss and takes no options, but weight are given"):
+        policy_loss(GRPO(policy_loss="me:misspelled", policy_loss_kwargs={"weight": 1}))
+    with pytest.raises(ConfigError, match="me:of_pairs keeps rows together by 'pair', but the minibatches"):
+        policy_loss(GRPO(policy_loss="me:of_pairs"))
+
+
+def test_an_estimators_whole_numbers_are_advantages_and_its_errors_name_it(here):
+    batch = estimator_batch()
+    advantages = estimator(GRPO(adv_estimator="me:counts"))(batch)["advantages"]
+    assert advantages.dtype == torch.float32 and torch.equal(advantages, batch["response_mask"])
+    with pytest.raises(RuntimeError, match="no such kernel") as error:
+        estimator(GRPO(adv_estimator="me:fails"))(batch)
+    assert error.value.__notes__ == ["raised in algorithm.adv_estimator = me:fails"]
+
+
 @pytest.mark.parametrize(
     ("key", "name", "rewards", "message"),
     [
@@ -111,10 +150,7 @@ def too_early(batch):
         ("adv_estimator", "too_early", None, "the batch has no field 'advantages'"),
     ],
 )
-def test_a_field_that_no_reward_and_no_environment_writes_is_named(key, name, rewards, message, monkeypatch):
-    monkeypatch.setattr(
-        "verl_fn.algorithms.policy.load_object", lambda reference, key: globals()[reference.partition(":")[2]]
-    )
+def test_a_field_that_no_reward_and_no_environment_writes_is_named(here, key, name, rewards, message):
     options = GRPO(**{key: f"me:{name}"})
     if message is None:
         assert check_fields(options, rewards) == {}
