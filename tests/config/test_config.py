@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 import tomli_w
 from hypothesis import given, settings
@@ -230,9 +231,62 @@ def test_defaults_are_the_ones_of_verl_and_of_the_papers():
     assert (grpo.kl_loss_coef, grpo.kl_loss_type, grpo.norm_adv_by_std_in_grpo) == (0.001, "low_var_kl", True)
     assert (dapo.clip_ratio_low, dapo.clip_ratio_high, dapo.filter_groups.enable) == (0.2, 0.28, True)
     assert (dpo.label_smoothing, dpo.desirable_weight, dpo.undesirable_weight) == (0.1, 1.0, 1.0)
+    assert (grpo.tau_pos, grpo.tau_neg, grpo.clip_cov_ratio, grpo.clip_cov_lb, grpo.clip_cov_ub) == (
+        1,
+        1.05,
+        2e-4,
+        1,
+        5,
+    )
+    assert (grpo.kl_cov_ratio, grpo.ppo_kl_coef, grpo.top_entropy_quantile) == (0.0002, 0.1, 1.0)
+    assert (ppo.rollout_is_threshold, ppo.rollout_is_threshold_lower, ppo.rollout_is_outside) == (
+        2.0,
+        0.0,
+        "truncate",
+    )
+    assert attrs.astuple(ppo.kl_ctrl) == ("fixed", 0.001, 0.1, 10000) and ppo.kl_penalty == "kl"
+    assert (ppo.ppo_mini_batch_size, ppo.shuffle, ppo.use_kl_loss, ppo.use_kl_in_reward) == (256, False, False, False)
+    assert (dapo.filter_groups.max_num_gen_batches, dapo.overlong_buffer.len, dapo.overlong_buffer.penalty_factor) == (
+        10, 0, 1.0
+    )  # fmt: skip
+    assert (dpo.loss_type, dpo.simpo_gamma, BUILT_IN["reward_model"]().center_rewards_coefficient) == (
+        "dpo",
+        1.0,
+        0.0,
+    )
+    assert {options().loss_agg_mode for name, options in BUILT_IN.items() if name not in ("dpo", "reward_model")} == {
+        "token-mean"
+    }
     for optim, lr in ((Config().actor.optim, 1e-6), (Config().critic.optim, 1e-5)):
         assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (lr, (0.9, 0.999), 1e-8, 0.01)
         assert (optim.clip_grad, optim.lr_warmup_steps, optim.min_lr_ratio) == (1.0, 0, 0.0)
+
+
+def test_a_run_is_what_its_documentation_says_if_nothing_else_is_set():
+    cfg = Config()
+    trainer, data, rollout, reward, env = cfg.trainer, cfg.data, cfg.rollout, cfg.reward, cfg.env
+    assert (trainer.seed, trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (0, 100, 50, -1)
+    assert (trainer.max_ckpt_to_keep, trainer.max_skipped_steps, trainer.log_val_generations) == (2, 5, 8)
+    assert (trainer.val_before_train, trainer.async_save, trainer.resume_mode) == (True, False, "auto")
+    assert (data.train_batch_size, data.max_prompt_length, data.max_response_length) == (256, 512, 16)
+    assert (data.shuffle, data.filter_overlong_prompts, data.truncation) == (True, False, "error")
+    assert (rollout.n, rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_restarts) == (
+        1,
+        1.0,
+        -1,
+        1.0,
+        3,
+    )
+    assert attrs.astuple(rollout.val_kwargs) == (1, 0.0, -1, 1.0) and rollout.free_cache_engine
+    assert (reward.timeout, reward.retries, reward.concurrency, reward.unreadable_score) == (30.0, 3, 16, 0.0)
+    assert (env.max_turns, env.max_turn_length, env.timeout, env.num_workers) == (8, None, 30.0, 1)
+    assert (cfg.actor.lora_rank, cfg.actor.lora_alpha, cfg.actor.target_modules) == (0, 16.0, ("all-linear",))
+    assert (cfg.ray.timeout, cfg.ray.placement, cfg.driver.max_lag, cfg.driver.deterministic) == (
+        600.0,
+        "PACK",
+        0,
+        True,
+    )
 
 
 def test_a_part_of_a_table_keeps_the_other_defaults():
