@@ -158,3 +158,39 @@ def test_arguments_that_a_reward_function_takes(tmp_path):
         assert flat(translation.table).get("reward.arguments.scale") == 2
         refused = f"compute_score in {file} has no parameter scale"
         assert any(refused in line for line in translation.not_possible) is not taken
+
+
+@pytest.mark.parametrize(
+    ("named", "layers"),
+    [
+        (
+            ["linear_qkv", "linear_proj", "linear_fc1"],
+            ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"],
+        ),
+        (["linear_fc2", "linear_fc1", "linear_proj", "linear_qkv"], None),
+    ],
+)
+def test_all_of_megatrons_layers_are_the_default(named, layers):
+    words = f"{MODEL}lora.rank=8 {MODEL}lora.target_modules=[{','.join(named)}]"
+    assert flat(translated(f"{MEGATRON} {words}").table).get("actor.target_modules") == layers
+
+
+def test_fields_of_megatron_that_its_backend_chooses_are_left_out():
+    start = f"{ACTOR}megatron.override_transformer_config."
+    ours = "actor.megatron.override_transformer_config."
+    for words, found in (
+        ("attention_backend=flash", {}),
+        ("recompute_modules=[core_attn]", {}),
+        ("recompute_modules=[mlp]", {"recompute_modules": ["mlp"]}),
+        ("recompute_method=uniform", {"recompute_method": "uniform"}),
+    ):
+        table = flat(translated(f"{MEGATRON} {start}{words}").table)
+        assert {k.removeprefix(ours): v for k, v in table.items() if k.startswith(ours)} == found
+
+
+def test_a_name_on_the_hub_is_one_that_is_no_folder_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/mine").mkdir(parents=True)
+    for name, remarked in (("models/mine", False), ("models/other", True), ("./models/other", False)):
+        lines = [line for line in translated(f"{MEGATRON} {MODEL}path={name}").translated if "model.path =" in line]
+        assert ("a name on the hub" in lines[0]) == remarked and f'"{name}"' in lines[0]

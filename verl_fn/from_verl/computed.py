@@ -520,7 +520,7 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
 def tower(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
     """Yields that adapters leave out the tower of a model with images."""
     exclude = MODEL + "exclude_modules"
-    if values.get(exclude) and values.get(MODEL + "lora_rank") and "visual" in str(values[exclude]):
+    if "visual" in str(values.get(exclude)):
         yield Move((exclude,), "actor.freeze_vision_tower", True, "adapters leave the tower as it is")
 
 
