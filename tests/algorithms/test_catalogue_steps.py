@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.algorithms import Workers, grpo, make, ppo
+from verl_fn.algorithms import Workers, experience, grpo, make, policy_optimization, ppo
 from verl_fn.algorithms.experience import batch_report, selecting, update_report
 from verl_fn.algorithms.policy import select_tokens, selected_by
 from verl_fn.backends.hf.new_model import char_tokenizer
@@ -16,7 +16,7 @@ from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
 from verl_fn.state import Batch, Key, Max, Min, Sampling, Sum, Weighted, tree
-from verl_fn.steps import adamw
+from verl_fn.steps import adamw, minibatches
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch, tiny_outputs
 
@@ -173,6 +173,23 @@ def test_every_update_and_every_step_selects_with_a_key_of_its_own():
     selects = [selecting(actor, options, w, key.fold_in(step)) for step in range(2)]
     chosen = [tuple(select(state, batch, number)["cov_selected"].tolist()) for select in selects for number in (0, 1)]
     assert len(set(chosen)) == 4
+
+
+def test_every_step_selects_and_shuffles_with_a_key_of_its_own(monkeypatch):
+    keys = []
+
+    def select(backend, options, w, key):
+        keys.append(tree.digest(key))
+        return selecting(backend, options, w, key)
+
+    def cut(batch, rows, *, epochs, shuffle):
+        keys.append(tree.digest(shuffle))
+        return minibatches(batch, rows, epochs=epochs, shuffle=shuffle)
+
+    monkeypatch.setattr(policy_optimization, "selecting", select)
+    monkeypatch.setattr(experience, "minibatches", cut)
+    run(GRPO(shuffle=True))
+    assert len(set(keys)) == len(keys) == 4
 
 
 def test_metrics_of_updates_are_their_means():

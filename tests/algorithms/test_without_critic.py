@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_fn import steps
-from verl_fn.algorithms import Algorithm, Workers, dapo, distill, grpo, remax, rloo
+from verl_fn.algorithms import Algorithm, Workers, dapo, distill, grpo, rejection, remax, rloo, sft
 from verl_fn.algorithms import workers as parts
 from verl_fn.algorithms.experience import draw, update_batches
 from verl_fn.algorithms.policy import estimator, policy_loss
@@ -16,7 +16,20 @@ from verl_fn.algorithms.policy_optimization import NoSignal, joined, split_by_si
 from verl_fn.algorithms.workers import Clock, no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.protocol import Through
-from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, Distill, Outline, ReMax, load, make_plan, notes
+from verl_fn.config import (
+    DAPO,
+    GRPO,
+    RLOO,
+    SFT,
+    ConfigError,
+    Distill,
+    Outline,
+    Rejection,
+    ReMax,
+    load,
+    make_plan,
+    notes,
+)
 from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import ArgumentError
@@ -239,6 +252,30 @@ def test_what_is_dropped_has_no_advantage_and_nothing_is_lost(seed):
 def test_batches_without_rows_are_left_out_of_a_whole():
     one, none = Batch.from_rows([[1]], per_row={"score": [1.0]}), Batch.from_rows([[1]]).take([])
     assert len(joined(none, one, none)) == 1 and len(joined(none, none)) == 0
+
+
+@pytest.mark.parametrize(
+    "algorithm", [sft(SFT()), grpo(GRPO()), rejection(Rejection()), rejection(Rejection(min_score=9))]
+)
+def test_a_step_reports_what_sample_has_measured(algorithm):
+    w = workers()
+    state = algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY)
+    drawn = algorithm.sample(state, TASK.train(KEY, 0, 4), w)
+    drawn = attrs.evolve(drawn, seconds={"gen": 50.0, "reward": 10.0}, report={"mine/number": 3.0})
+    after, report = algorithm.learn(state, drawn, w)
+    assert after.step == 1 and report["mine/number"] == 3.0
+    assert report["timing_s/gen"] == 50.0 and 60.0 < report["timing_s/step"] == report["perf/time_per_step"] < 600.0
+    assert report["perf/throughput"] == drawn.batch.num_tokens / report["timing_s/step"]
+    tokens = {name: value for name, value in report.items() if name.endswith(("global_tokens", "total_num_tokens"))}
+    assert list(tokens.values()) == [drawn.batch.num_tokens]
+
+
+def test_the_rows_that_rejection_keeps_are_fewer_than_the_problems():
+    """Of the problems 0 to 3, the best responses to 0 and 3 are worth 0.25."""
+    experience, _, report = step(rejection(Rejection(min_score=0.3)), workers())
+    kept = experience.batch["score"]
+    assert report["rejection/rows_kept"] == len(kept) == 2 and experience.problems == 4
+    assert report["rejection/score/mean"] == pytest.approx(float(kept.mean())) and bool((kept >= 0.3).all())
 
 
 def test_a_phase_has_the_time_of_its_calls_and_of_the_waits_for_their_results(monkeypatch):

@@ -5,6 +5,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 import tomli_w
 from hypothesis import given, settings
@@ -182,6 +183,38 @@ def test_a_goal_for_the_reward_may_be_any_number():
         load(overrides=["trainer.stop_at=7", "trainer.test_freq=1"])
 
 
+GDPO = ["algorithm.name=grpo", "rollout.n=2", "algorithm.adv_estimator=gdpo", 'algorithm.gdpo_reward_keys=["x"]']
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.critic_warmup=99"],
+        ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm", "rollout.engines=4"],
+        # On CPUs engines and ranks share no GPUs.
+        ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm", "driver.device=cpu"],
+        ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm", "rollout.placement=apart"],
+        [*GDPO, "reward.functions=a.py:f"],
+        [*GDPO[:2], "reward.functions=a.py:f", "reward.weights=[2]"],
+        ["algorithm.name=sft", "trainer.journal=digests"],
+        ["trainer.journal=samples"],
+        # A generated task has held-out problems, and an answer is drawn for each.
+        [
+            "rollout.val_kwargs.temperature=0.5",
+            "rollout.val_kwargs.top_k=5",
+            "trainer.test_freq=3",
+            "data.val_size=9",
+        ],
+        ["algorithm.name=sft", "reward.functions=a.py:f", "rollout.val_kwargs.temperature=0.5"],
+        ["trainer.rollout_data_dir=x"],
+        ["reward.url=http://h/v1", "reward.model=j", "reward.timeout=3"],
+        ["driver.kind=ray", "ray.separate=critic"],
+    ],
+)
+def test_settings_that_are_meant_are_not_noted(overrides):
+    assert notes(None, overrides) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "noted"),
     [
@@ -195,6 +228,15 @@ def test_a_goal_for_the_reward_may_be_any_number():
             "rollout.engines = 8 puts up to 2 engines on each of 4 GPUs",
         ),
         (["actor.optim.lr=0"], "actor.optim.lr is 0: the weights of the actor stay as they are"),
+        (["actor.optim.lr=0", "algorithm.use_kl_loss=true"], "the weights of the actor stay as they are"),
+        (
+            [*GDPO, 'reward.functions=["a.py:f", "a.py:g"]', "reward.weights=[1, 2]"],
+            "reward.weights do not count in what gdpo learns from: algorithm.gdpo_reward_weights do",
+        ),
+        (
+            ["algorithm.reward_model=r", "reward.url=http://h/v1", "reward.model=j"],
+            "algorithm.reward_model is the only reward of training: reward.url judges held-out answers",
+        ),
         (["critic.optim.lr=0.0"], "critic.optim.lr is 0: the weights of the critic stay as they are"),
         (["algorithm.name=sft", "trainer.journal=samples"], "keeps digests alone"),
         (
@@ -237,9 +279,60 @@ def test_defaults_are_the_ones_of_verl_and_of_the_papers():
     assert (grpo.kl_loss_coef, grpo.kl_loss_type, grpo.norm_adv_by_std_in_grpo) == (0.001, "low_var_kl", True)
     assert (dapo.clip_ratio_low, dapo.clip_ratio_high, dapo.filter_groups.enable) == (0.2, 0.28, True)
     assert (dpo.label_smoothing, dpo.desirable_weight, dpo.undesirable_weight) == (0.1, 1.0, 1.0)
+    assert (grpo.tau_pos, grpo.tau_neg, grpo.clip_cov_ratio, grpo.clip_cov_lb, grpo.clip_cov_ub) == (
+        1,
+        1.05,
+        2e-4,
+        1,
+        5,
+    )
+    assert (grpo.kl_cov_ratio, grpo.ppo_kl_coef, grpo.top_entropy_quantile) == (0.0002, 0.1, 1.0)
+    assert (ppo.rollout_is_threshold, ppo.rollout_is_threshold_lower, ppo.rollout_is_outside) == (
+        2.0,
+        0.0,
+        "truncate",
+    )
+    assert attrs.astuple(ppo.kl_ctrl) == ("fixed", 0.001, 0.1, 10000) and ppo.kl_penalty == "kl"
+    assert (ppo.ppo_mini_batch_size, ppo.shuffle, ppo.use_kl_loss, ppo.use_kl_in_reward) == (256, False, False, False)
+    assert dapo.filter_groups.max_num_gen_batches == 10 and attrs.astuple(dapo.overlong_buffer) == (0, 1.0)
+    assert (dpo.loss_type, dpo.simpo_gamma, BUILT_IN["reward_model"]().center_rewards_coefficient) == (
+        "dpo",
+        1.0,
+        0.0,
+    )
+    assert {options().loss_agg_mode for name, options in BUILT_IN.items() if name not in ("dpo", "reward_model")} == {
+        "token-mean"
+    }
     for optim, lr in ((Config().actor.optim, 1e-6), (Config().critic.optim, 1e-5)):
         assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (lr, (0.9, 0.999), 1e-8, 0.01)
         assert (optim.clip_grad, optim.lr_warmup_steps, optim.min_lr_ratio) == (1.0, 0, 0.0)
+
+
+def test_a_run_is_what_its_documentation_says_if_nothing_else_is_set():
+    cfg = Config()
+    trainer, data, rollout, reward, env = cfg.trainer, cfg.data, cfg.rollout, cfg.reward, cfg.env
+    assert (trainer.seed, trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (0, 100, 50, -1)
+    assert (trainer.max_ckpt_to_keep, trainer.max_skipped_steps, trainer.log_val_generations) == (2, 5, 8)
+    assert (trainer.val_before_train, trainer.async_save, trainer.resume_mode) == (True, False, "auto")
+    assert (data.train_batch_size, data.max_prompt_length, data.max_response_length) == (256, 512, 16)
+    assert (data.shuffle, data.filter_overlong_prompts, data.truncation) == (True, False, "error")
+    assert (rollout.n, rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_restarts) == (
+        1,
+        1.0,
+        -1,
+        1.0,
+        3,
+    )
+    assert attrs.astuple(rollout.val_kwargs) == (1, 0.0, -1, 1.0) and rollout.free_cache_engine
+    assert (reward.timeout, reward.retries, reward.concurrency, reward.unreadable_score) == (30.0, 3, 16, 0.0)
+    assert (env.max_turns, env.max_turn_length, env.timeout, env.num_workers) == (8, None, 30.0, 1)
+    assert (cfg.actor.lora_rank, cfg.actor.lora_alpha, cfg.actor.target_modules) == (0, 16.0, ("all-linear",))
+    assert (cfg.ray.timeout, cfg.ray.placement, cfg.driver.max_lag, cfg.driver.deterministic) == (
+        600.0,
+        "PACK",
+        0,
+        True,
+    )
 
 
 def test_a_part_of_a_table_keeps_the_other_defaults():
@@ -304,8 +397,6 @@ def test_options_of_an_algorithm_that_an_override_replaces_have_no_effect(tmp_pa
 
 def test_every_key_has_documentation():
     import typing
-
-    import attrs
 
     def walk(cls):
         hints = typing.get_type_hints(cls)

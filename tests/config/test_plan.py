@@ -393,6 +393,71 @@ def test_an_evaluation_has_no_optimizer_and_one_process():
     assert evaluation_plan(load(overrides=half), HERE).roles["actor"].dtype is None
 
 
+def test_an_evaluation_draws_from_the_sets_that_training_draws_from():
+    sets = ["data.task=reasoning_gym:chain_sum,leg_counting", "data.weights=[1, 3]"]
+    files = ['data.train_files=["a.jsonl", "b.jsonl"]', "data.weights=[1, 3]", "data.val_files=c.jsonl"]
+    of_sets, of_files = (evaluation_plan(load(overrides=["model.path=m", *w]), HERE).data for w in (sets, files))
+    assert of_sets.weights == (1.0, 3.0) and (of_files.train_files, of_files.weights) == ((), ())
+
+
+def test_only_what_is_trained_has_adapters_and_a_frozen_tower():
+    """A reward model and a teacher are other models than the actor."""
+    words = ["actor.lora_rank=2", "actor.freeze_vision_tower=true"]
+    scored = plan(*words, "algorithm.name=grpo", "rollout.n=2", "algorithm.reward_model=r").roles
+    taught = plan(*words, "algorithm.name=distill", "algorithm.teacher=t").roles
+    whole = plan(words[1], "algorithm.use_kl_loss=true").roles
+    assert {name: bool(role.lora) for name, role in (scored | taught).items()} == {
+        "actor": True, "reward_model": False, "teacher": False
+    }  # fmt: skip
+    towers = {name: role.freeze_vision_tower for name, role in (scored | taught | whole).items()}
+    assert [name for name, frozen in towers.items() if frozen] == ["actor"]
+    assert (scored["reward_model"].folder, taught["teacher"].folder) == ("/somewhere/r", "/somewhere/t")
+    assert (scored["reward_model"].head, taught["teacher"].head) == ("value", "lm")
+
+
+@pytest.mark.parametrize("strategy", ["local", "fsdp", "megatron"])
+def test_settings_of_one_strategy_say_nothing_of_another(strategy):
+    own = ["fsdp_config.offload_policy=true", "fsdp_config.ulysses_sequence_parallel_size=2"]
+    own += ["megatron.context_parallel_size=4", "enable_gradient_checkpointing=true", "ppo_max_token_len_per_gpu=10"]
+    role = plan(f"actor.strategy={strategy}", *(f"actor.{word}" for word in own)).roles["actor"]
+    assert (role.sharers, role.max_tokens) == {"local": (1, 10), "fsdp": (2, 20), "megatron": (4, 40)}[strategy]
+    assert role.offload == (strategy == "fsdp") and role.recomputes == (strategy != "megatron")
+    assert not role.offload_activations
+
+
+@pytest.mark.parametrize(
+    ("words", "shares", "sleeps"),
+    [
+        (["rollout.name=vllm"], True, True),
+        (["rollout.name=vllm", "rollout.free_cache_engine=false"], True, False),
+        (["rollout.name=vllm", "rollout.placement=apart"], False, False),
+        (["rollout.name=sampler"], False, False),
+    ],
+)
+def test_an_engine_sleeps_where_it_shares_a_gpu_and_frees_its_memory(words, shares, sleeps):
+    rollout = plan("driver.kind=ray", *words).rollout
+    assert (rollout.shares, rollout.sleeps) == (shares, sleeps)
+    assert rollout.longest == 512 + 16
+
+
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        (["algorithm.name=rloo"], 2),
+        (["algorithm.name=dapo", "algorithm.adv_estimator=reinforce_plus_plus"], 2),
+        (["algorithm.name=rejection"], 2),
+        (["algorithm.name=grpo", "algorithm.adv_estimator=me.py:mine"], 1),
+        (["algorithm.name=grpo", "algorithm.adv_estimator=tir_optimal_token_baseline"], 2),
+        (["algorithm.name=remax"], 1),
+    ],
+)
+def test_algorithms_that_compare_responses_need_two(words, least):
+    assert plan(*words, f"rollout.n={least}")
+    if least > 1:
+        with pytest.raises(ConfigError, match="compares responses within a group and needs at least 2 a prompt"):
+            plan(*words, "rollout.n=1")
+
+
 OWN = """
 import attrs
 from verl_fn.algorithms import Algorithm

@@ -12,12 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch.distributed as dist
 
+from verl_fn import build
+from verl_fn.backends import agreement
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.config.plan import check_address, check_room
+from verl_fn.driver import ranks
 from verl_fn.driver.host import Host
-from verl_fn.driver.ranks import torchrun_rank, torchrun_size, training_ranks
+from verl_fn.driver.ranks import process_group, torchrun_rank, torchrun_size, training_ranks
 from verl_fn.driver.ray import placements, runtime_env
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
@@ -270,3 +274,50 @@ def test_torchrun_is_known_by_both_of_its_variables(variables, size, rank, monke
     assert (torchrun_size(), torchrun_rank()) == (size, rank)
     assert training_ranks(ray_plan("ray.ranks=3")) == 3
     assert training_ranks(make_plan(load(overrides=["ray.ranks=3"]))) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "here", "loopback"), [(1, None, True), (4, "4", True), (4, "2", False), (2, None, False)]
+)
+def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(size, here, loopback, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if here:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    opened, said = {}, []
+    monkeypatch.setattr(agreement, "use_loopback", said.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **more: opened.update(more, kind=kind))
+    monkeypatch.setattr(dist, "destroy_process_group", opened.clear)
+    with process_group(make_plan(load(overrides=["ray.timeout=7", "driver.device=cpu"])), size):
+        assert said == ["127.0.0.1"] * loopback and opened["kind"] == "gloo"
+        assert opened["timeout"].total_seconds() == 7.0
+        assert {"store", "rank", "world_size"} & opened.keys() == (
+            {"store", "rank", "world_size"} if size == 1 else set()
+        )
+    assert not opened, "the group is closed"
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "grouped"), [("fsdp", "local", True), ("local", "fsdp", True), ("local", "local", False)]
+)
+def test_a_process_by_itself_has_a_process_group_if_any_role_is_sharded(actor, critic, grouped, monkeypatch):
+    class Begun(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def group(plan, size):
+        assert size == 1
+        groups.append(True)
+        yield
+        groups.append(False)
+
+    def set_up(driver, ranks, *, by_user):
+        raise Begun
+
+    groups = []
+    monkeypatch.setattr(ranks, "process_group", group)
+    monkeypatch.setattr(build, "set_up_process", set_up)
+    words = [f"actor.strategy={actor}", f"critic.strategy={critic}", "driver.device=cpu"]
+    with pytest.raises(Begun), ranks.local_workers(make_plan(load(overrides=words))):
+        pass
+    assert groups == [True] * grouped

@@ -291,6 +291,28 @@ def test_progress_is_that_of_each_rank_that_answers(monkeypatch):
     assert cluster.progress_of(members) is None
 
 
+@pytest.mark.parametrize(
+    ("status", "alive"),
+    [
+        ("7 (python) S 1 7", True),
+        ("7 (python) R 1 7", True),
+        # Killed, and its parent has not looked yet.
+        ("7 (python) Z 1 7", False),
+        ("7 (python) X 1 7", False),
+        # A process chooses its name.
+        ("7 (a) Z 1 7) S 1 7", True),
+        ("7 (a) S 1 7) Z 1 7", False),
+    ],
+)
+def test_a_process_runs_until_it_has_ended(status, alive, monkeypatch):
+    def file(name):
+        assert name == "/proc/7/stat"
+        return SimpleNamespace(read_text=lambda: status)
+
+    monkeypatch.setattr(processes, "Path", file)
+    assert runs(7) == alive
+
+
 def test_processes_that_stay_are_killed_after_their_time(monkeypatch):
     """Also ones that others have started meanwhile; one that cannot be killed is left."""
     clock, killed, asked = [50.0], [], []

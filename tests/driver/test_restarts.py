@@ -15,7 +15,9 @@ import torch
 from vision_cases import encoded, seeing, seen_batch
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.protocol import PublicationFailed, StaleWeightsError
+from verl_fn.backends.weight_sync import IncompleteWeights
+from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.benchmarks import faults
 from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
@@ -25,6 +27,7 @@ from verl_fn.driver.group import Call, Group, curable
 from verl_fn.driver.ranks import ActorDied
 from verl_fn.driver.ray import ray_workers
 from verl_fn.driver.remote import RemoteRollout
+from verl_fn.errors import UserError
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import Key, Sampling, requests_for
@@ -267,6 +270,30 @@ def test_an_engine_that_lacks_the_weights_that_were_asked_for_is_not_restarted()
     """It would lack them again."""
     error = StaleWeightsError("the engine holds version 1, not 2")
     assert not curable(error) and not curable(ray.exceptions.RayTaskError("generate", "", error))
+
+
+class Told(UserError, RuntimeError):
+    """As PyTorch's own errors are RuntimeErrors."""
+
+
+@pytest.mark.parametrize(
+    ("error", "cured"),
+    [
+        (MemoryError("no room"), True),
+        (RuntimeError("CUDA error"), True),
+        (IncompleteWeights("a tensor is missing"), True),
+        (PublicationFailed("half of it"), True),
+        # The process at the other end is a training rank, which is not restarted.
+        (SenderFailed("the trainer ended"), False),
+        (Told("a prompt is empty"), False),
+        (NotImplementedError("no top_k"), False),
+        (ValueError("a prompt is empty"), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_an_engine_is_restarted_for_errors_that_another_process_may_not_have(error, cured):
+    assert curable(error) == curable(ray.exceptions.RayTaskError("generate", "", error)) == cured
+    assert curable(ray.exceptions.RayActorError())
 
 
 def test_an_update_of_another_role_neither_drops_nor_copies_the_weights_of_engines():

@@ -72,6 +72,25 @@ def test_routes_of_experts_are_not_fetched_until_they_are_used(distant, monkeypa
     assert torch.equal(joined + 1, expected + 1) and tree.digest(joined) == tree.digest(expected)
 
 
+def test_routes_are_used_as_a_tensor_is_along_every_axis(distant):
+    for use in (
+        lambda t: t[:, 1:],
+        lambda t: t[2:9:3],
+        lambda t: t[torch.tensor([4, 2]), torch.tensor([0, 1])],
+        lambda t: torch.cat(t.split([1, 2], dim=1)[::-1], dim=1),
+        lambda t: torch.cat([t, t], dim=2),
+        lambda t: torch.cat([t, ROUTES[:1]]),
+        lambda t: t.sum((1, 2)),
+    ):
+        assert torch.equal(torch.as_tensor(opened(use(distant))), use(ROUTES))
+
+
+def test_only_large_tensors_travel_as_arrays(monkeypatch):
+    monkeypatch.setattr(serialization, "SMALL_BYTES", 60)
+    small, large = packed([ROUTES[:9], ROUTES])
+    assert isinstance(small, torch.Tensor) and isinstance(large, serialization.Array)
+
+
 def test_routes_of_two_answers_are_joined(distant):
     ref = ray.put(packed(TokenOutputs({"routed_experts": ROUTES + 100})))
     other = opened(ray.get(ref), ref=ref).by_name["routed_experts"]

@@ -2,15 +2,20 @@
 
 import gc
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
+from verl_fn import torchrun
 from verl_fn.backends import agreement
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.driver.ranks import ActorDied, ActorHangs
 from verl_fn.driver.remote import RemoteTrain
 from verl_fn.state import Batch, DonatedError, Key, TrainState, tree
 from verl_fn.steps import adamw, cross_entropy
@@ -129,3 +134,111 @@ def test_a_value_that_two_calls_returned_is_there_until_it_is_dropped(actor):
     gc.collect()
     backend.map(len, "")
     assert not other.values
+
+
+def under_torchrun(monkeypatch, rank, size=2):
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setenv("RANK", str(rank))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["driver.kind=ray"], "driver.kind=ray starts its training processes itself: run it without torchrun"),
+        (["driver.kind=ray", "algorithm.name=sft"], "driver.kind=ray starts its training processes itself"),
+        (["algorithm.name=ppo"], "for ppo set driver.kind=ray and ray.ranks=2, and run it without torchrun"),
+    ],
+)
+def test_torchrun_is_for_algorithms_that_sample_nothing(words, message, monkeypatch):
+    under_torchrun(monkeypatch, 0)
+    plan = make_plan(load(overrides=["model.path=m", *words]))
+    with pytest.raises(ConfigError, match=message), torchrun.leading(plan):
+        pytest.fail("the plan was taken")
+
+
+def test_one_process_leads_none_and_others_are_led_once(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with torchrun.leading(make_plan(load(overrides=["model.path=m"]))) as led:
+        assert led is None
+    under_torchrun(monkeypatch, 0)
+    monkeypatch.setattr(torchrun, "_ranks", led := Torchrun(None))
+    with torchrun.leading(make_plan(load(overrides=["model.path=m"]))) as again:
+        assert again is led, "an evaluation within a run has its processes"
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What a process hears from the first one, which is nothing at first; errors are raised. No signal is set."""
+    calls = []
+
+    def broadcast(self, message):
+        call = calls.pop(0)
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    monkeypatch.setattr(Torchrun, "_broadcast", broadcast)
+    monkeypatch.setattr(Torchrun, "_gather", staticmethod(agreement.alone))
+    monkeypatch.setattr(torchrun.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(torchrun.time, "sleep", lambda seconds: None)
+    return calls
+
+
+def test_a_process_follows_the_first_until_it_ends(heard):
+    ranks = Torchrun(None)
+    ranks.host.values[4] = "a value"
+    # After an error, which the first process tells, the others wait for its end.
+    heard += [
+        cloudpickle.dumps(([4], "map", (divmod, None, 1, 0))),
+        cloudpickle.dumps(([], "map", (len, None, "ab"))),
+    ]
+    heard += [None]
+    assert ranks.follow() == 0 and not heard and not ranks.host.values
+    heard += [ActorDied("the first one has ended")]
+    assert ranks.follow() == 1
+    heard += [ActorHangs("the first one hangs")]
+    with pytest.raises(ActorHangs):
+        ranks.follow()
+
+
+def test_the_first_process_lets_the_others_end_only_if_they_wait_for_a_call(heard):
+    for error in (ActorDied("one has ended"), ActorHangs("one hangs"), None):
+        heard.append(error)
+        Torchrun(None).end()
+        assert not heard
+    # An error between sending a call and its end leaves the others in the call.
+    ranks = Torchrun(None)
+    heard.append(ActorDied("one has ended"))
+    with pytest.raises(ActorDied):
+        ranks.run("map", len, None, "ab")
+    ranks.end()
+    assert not heard
+
+
+@pytest.mark.parametrize(("rank", "ignores", "stops"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_the_first_process_stops_if_another_is_told_to(rank, ignores, stops, monkeypatch):
+    under_torchrun(monkeypatch, rank)
+    sent = []
+    monkeypatch.setattr(agreement, "gathered", lambda own: [own, (ValueError("of another"), True)])
+    monkeypatch.setattr(torchrun.os, "kill", lambda pid, number: sent.append((pid, number)))
+    handler = signal.default_int_handler if ignores else (lambda number, frame: None)
+    monkeypatch.setattr(torchrun.signal, "getsignal", lambda number: handler)
+    own, other = Torchrun(None)._gather(None)
+    assert own is None and str(other) == "of another"
+    assert sent == [(os.getpid(), signal.SIGTERM)] * stops
+
+
+def test_what_errors_of_gloo_mean(monkeypatch):
+    under_torchrun(monkeypatch, 1)
+    ignored = []
+    monkeypatch.setattr(torchrun.signal, "signal", lambda *given: ignored.append(given))
+    gone, late = RuntimeError("Connection closed by peer"), RuntimeError("Timed out waiting 4000ms for recv")
+    for errors, kind in (
+        ((gone,), ActorDied),
+        ((gone, None), ActorDied),
+        ((late,), ActorHangs),
+        ((gone, late), ActorHangs),
+    ):
+        meant = torchrun._ended(*errors)
+        assert type(meant) is kind and ("rank 1 waited" in str(meant)) == (kind is ActorHangs)
+    assert ignored == [(signal.SIGTERM, signal.SIG_IGN)] * 4, "torchrun ends processes before they have said why"

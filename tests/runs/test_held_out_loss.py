@@ -8,35 +8,72 @@ import torch
 from run_configs import tiny_run
 from transformers import AutoModelForCausalLM
 
+from verl_fn.algorithms import sft
 from verl_fn.algorithms.judged import DPOState, dpo
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
-from verl_fn.config import DPO, ConfigError, evaluation_plan, load
+from verl_fn.config import DPO, SFT, ConfigError, evaluation_plan, load
 from verl_fn.data.judged import Judged
+from verl_fn.data.tasks import Problem
+from verl_fn.errors import ArgumentError
 from verl_fn.runs.evaluate import evaluate_model, evaluation_line
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
-from verl_fn.state import Key, TokenOutputs
+from verl_fn.state import Key, Sampling, TokenOutputs
+
+
+def role(logprob, asked=None):
+    """A model that gives each token the same log-probability."""
+
+    def forward(params, batch, needs):
+        if asked is not None:
+            asked.append((needs, len(batch)))
+        return TokenOutputs({"logprobs": torch.full((batch.num_tokens,), logprob)})
+
+    return SimpleNamespace(forward=forward)
+
+
+def parts(actor, **more):
+    trainers = {"actor": actor, "reference": role(-3.0)}
+    return SimpleNamespace(
+        trainers=trainers, tokenizer=char_tokenizer("ab"), end_tokens=(2,), get=lambda value: value, **more
+    )
+
+
+STATE = DPOState(SimpleNamespace(params=None), SimpleNamespace(params=None), Key.from_seed(0), 0)
+PAIR = Judged("a", "", 2, "pairs", chosen=("bbb",), rejected=("b",))
 
 
 def test_a_labelled_response_has_gained_if_it_is_above_the_reference_point():
     """Each token gains 2 nats, so responses of 2 and 4 tokens gain 4 and 8, and the reference point is 6 or 7."""
-
-    def role(logprob):
-        def forward(params, batch, needs):
-            return TokenOutputs({"logprobs": torch.full((batch.num_tokens,), logprob)})
-
-        return SimpleNamespace(forward=forward)
-
-    trainers = {"actor": role(-1.0), "reference": role(-3.0)}
-    w = SimpleNamespace(trainers=trainers, tokenizer=char_tokenizer("ab"), end_tokens=(2,), get=lambda value: value)
-    state = DPOState(SimpleNamespace(params=None), SimpleNamespace(params=None), Key.from_seed(0), 0)
     for good, right in (("b", 0.0), ("bbb", 1.0)):
         other = "bbb" if good == "b" else "b"
         known = [Judged("a", "", 0, "s", chosen=(good,)), Judged("aa", "", 1, "s", rejected=(other,))]
-        pair = Judged("a", "", 2, "pairs", chosen=("bbb",), rejected=("b",))
-        report = dpo(DPO(loss_type="kto")).evaluate(state, [*known, pair], w)
+        report = dpo(DPO(loss_type="kto")).evaluate(STATE, [*known, PAIR], parts(role(-1.0)))
         assert report["val-aux/s/label_acc/mean@1"] == right
         assert report["val-aux/pairs/preference/mean@1"] == 1.0 and report["val-aux/pairs/margin/mean@1"] == 4.0
+
+
+def test_held_out_rows_that_a_loss_cannot_compare_are_left_out():
+    unjudged = Problem("a", "", 0, "s")
+    several = Judged("a", "", 1, "s", chosen=("b", "bb"), rejected=("a",))
+    good, bad = Judged("a", "", 0, "s", chosen=("b",)), Judged("aa", "", 1, "s", rejected=("bb",))
+    for kind, right in (("dpo", [PAIR]), ("simpo", [PAIR]), ("kto", [good, bad])):
+        algorithm, w = dpo(DPO(loss_type=kind)), parts(role(-1.0))
+        others = [unjudged] if kind == "kto" else [unjudged, several, good]
+        report = algorithm.evaluate(STATE, right, w)
+        assert "val/loss" in report and algorithm.evaluate(STATE, [*others, *right], w) == report
+        # The reference point of a labelled response needs another prompt.
+        assert algorithm.evaluate(STATE, [*others, good], w) == {}
+    with pytest.raises(ArgumentError, match="learns from judged responses, and a problem has none"):
+        dpo(DPO()).sample(STATE, [PAIR, unjudged], w)
+
+
+def test_the_likeliest_tokens_are_asked_for_where_the_model_gives_them():
+    for gives in (False, True):
+        w = parts(role(-2.0, asked := []), gives_likeliest=gives, sampling=Sampling(8))
+        report = sft(SFT()).evaluate(STATE, [Problem("a", "b", 0, "s"), Problem("a", "bb", 1, "s")], w)
+        assert asked == [(("logprobs", *["top_ids_1"] * gives), 2)]
+        assert report == {"val/loss": 2.0, "val-aux/s/nll/mean@1": 2.0}
 
 
 def talk(*contents):

@@ -185,7 +185,7 @@ def sample_with_baseline(state: PolicyState, problems: Sequence[Problem], w: Wor
     """Draws responses to ``problems`` and, with a second request at temperature 0, the greedy one to each."""
     clock, key = Clock(w.get), state.key.fold_in(state.step)
     version = clock.run("update_weights", publish, w, state.actor, state.step)
-    likeliest = attrs.evolve(w.sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
+    likeliest = attrs.evolve(w.sampling, n=1, temperature=0.0)
     requests = {
         "gen": requests_of(problems, w, w.sampling, key.fold_in("rollout")),
         "gen_max": requests_of(problems, w, likeliest, key.fold_in("greedy")),

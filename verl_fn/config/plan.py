@@ -314,7 +314,6 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
     role = outline.roles[name]
     table, settings = _table(cfg, outline.roles, name)
     steps, prompts = cfg.trainer.total_training_steps, cfg.data.train_batch_size
-    has_adapters = settings.lora_rank and (role.trained or role.copy_of)
     return RolePlan(
         **_values(settings, TrainedConfig) | {"strategy": settings.strategy or "local"},
         name=name,
@@ -323,7 +322,7 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
         folder=role.path or (cfg.critic.path if table == "critic" else "") or model,
         trained=role.trained,
         total_updates=outline.updates(name, prompts, steps) if role.trained else 0,
-        lora=_adapters(settings) if has_adapters else None,
+        lora=_adapters(settings) if settings.lora_rank and role.trained else None,
         row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
         exact=name == "actor" and cfg.rollout.exact != "off",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -243,7 +244,7 @@ def _schedule(values: Values, verl: str, ours: str, steps: int, updates: int) ->
     # Megatron's engine has min_lr, and the others a share. A key that is not 0 counts, whichever engine it is of.
     lr, keys = values[verl + "lr"], (verl + "min_lr", verl + "min_lr_ratio")
     lowest, share = (values.get(key) or 0.0 for key in keys)
-    if lowest and share and lowest != share * lr:
+    if lowest and share and not math.isclose(lowest, share * lr):
         yield Move(keys, problem="they name two lowest learning rates; leave one of them")
     else:
         yield Move(keys, ours + "min_lr_ratio", share or (lowest / lr if lr else 0.0))
@@ -519,7 +520,7 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
 def tower(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
     """Yields that adapters leave out the tower of a model with images."""
     exclude = MODEL + "exclude_modules"
-    if values.get(exclude) and values.get(MODEL + "lora_rank") and "visual" in str(values[exclude]):
+    if "visual" in str(values.get(exclude)):
         yield Move((exclude,), "actor.freeze_vision_tower", True, "adapters leave the tower as it is")
 
 

@@ -315,7 +315,7 @@ def _not_allowed(given: Mapping[str, Any], written: Mapping[str, Sequence[str]])
     refused = {}
     for key, value in given.items():
         rule = _rule(key)
-        if not isinstance(rule, str) and value is not None and value not in rule[0]:
+        if not isinstance(rule, str) and value not in rule[0]:
             refused[key] = f"{', '.join(written[key])} = {_shown(value)}: {rule[1]}"
     return refused
 
