@@ -176,6 +176,24 @@ def test_runs_are_compared_by_code_and_data_of_another_content(tmp_path):
     assert "r0, r2 differ in their seeds only" in page(report(runs, tmp_path / "page.html"))[0]
 
 
+def test_a_run_that_was_continued_with_changes_says_so(tmp_path):
+    run = write(tmp_path / "a", brief(6), overrides=["actor.optim.lr=0.25"])
+    (run / "inputs.json").write_text(json.dumps({"/mine.py": "CRC 3"}))
+    for step, rate, content in ((2, 1.0, "CRC 1"), (4, 0.5, "CRC 1"), (5, 0.25, "CRC 2")):
+        before = write(tmp_path / f"until_{step}", brief(4), overrides=[f"actor.optim.lr={rate}"])
+        (run / "configs").mkdir(exist_ok=True)
+        (before / "config.toml").rename(run / f"configs/until_step_{step}.toml")
+        (run / f"configs/until_step_{step}.json").write_text(json.dumps({"/mine.py": content}))
+    text, _ = page(report([run], tmp_path / "page.html"))
+    assert "a: after step 2 it was continued with changes: actor.optim.lr 1.0 -&gt; 0.5<" in text
+    changes = "actor.optim.lr 0.5 -&gt; 0.25; another content of /mine.py"
+    assert f"a: after step 4 it was continued with changes: {changes}<" in text
+    assert "a: after step 5 it was continued with changes: another content of /mine.py<" in text
+    (run / "configs/until_step_2.toml").write_text("no = toml = here")
+    text, _ = page(report([run], tmp_path / "page.html"))
+    assert "after step 2 it" not in text and "after step 4 it" in text
+
+
 def test_keys_without_effect_are_not_among_the_differences(tmp_path):
     """They have one only with a task, an environment or vLLM. One that a run uses is shown for that run."""
     files = ['data.train_files=["x.parquet"]', 'data.val_files=["x.parquet"]', "trainer.save_freq=3"]

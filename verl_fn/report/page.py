@@ -36,7 +36,7 @@ from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
-from verl_fn.runs.history import recorded_inputs, run_meant
+from verl_fn.runs.history import continuations, recorded_inputs, run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, few_groups, settled, without_advantages, without_gradient
 
@@ -340,7 +340,7 @@ def remarks(run: RunRecord) -> list[str]:
 
     Such steps are told if they are at least a tenth of all steps; the sentence is about the last one.
     """
-    said = [f"it {run.failure}"] if run.failure else []
+    said = [*([f"it {run.failure}"] if run.failure else []), *continuations(run.folder)]
     steps = [row for row in run.rows if row["step"] > 0 and "timing_s/step" in row]
     known = [{name: value for name, value in row.items() if value is not None} for row in steps]
     for what, describe in (

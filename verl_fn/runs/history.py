@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -201,6 +202,26 @@ def changed_keys(folder: Path, table: Table) -> dict[str, str]:
     now = flat(table)
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_A_START]
     return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
+
+
+def continuations(folder: Path) -> list[str]:
+    """Returns a sentence for each time that a run was continued with other settings, code or data.
+
+    A file that cannot be read gives none.
+    """
+    said = []
+    for end in _ends(folder):
+        try:
+            before, now = (
+                flat(tomllib.loads(config_file(folder, step).read_text(encoding="utf-8"))) for step in (end, end + 1)
+            )
+        except (OSError, ValueError, RecursionError):
+            continue
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_A_START]
+        changes = [f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
+        changes += changed_inputs(recorded_inputs(folder, end), recorded_inputs(folder, end + 1))
+        said.append(f"after step {end:,} it was continued with changes: {'; '.join(changes)}")
+    return said
 
 
 def _ends(folder: Path) -> list[int]:
