@@ -1,10 +1,12 @@
 """Tasks: problems from keys, held-out problems apart, rewards by string code."""
 
+import itertools
+
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.files import describe_unknown, encode_prompts
-from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.data.tasks import HELD_OUT, TASKS, Problem, is_held_out
 from verl_fn.state import Key
 
 
@@ -22,6 +24,14 @@ def test_held_out_problems_are_never_trained_on(task):
     assert len(held_out) >= 20
     trained = {p.prompt for seed in range(2) for p in task.train(Key.from_seed(seed), 0, 2000)}
     assert not held_out & trained
+
+
+def test_the_search_for_held_out_problems_ends_when_nothing_new_is_found():
+    task = TASKS["guess_number"]
+    prompts = {f"{''.join(letters)}>" for letters in itertools.product("abcdefg", repeat=4)}
+    found, all_of_them = {p.prompt for p in task.held_out(10**6)}, set(filter(is_held_out, prompts))
+    assert found <= all_of_them and len(found) >= len(all_of_them) - 1
+    assert [len(TASKS["reverse"].held_out(count)) for count in (0, 3, None)] == [0, 3, HELD_OUT]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)

@@ -37,7 +37,8 @@ def scores(judge, *texts):
 
 
 def test_scores_are_those_of_the_replies(server, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    # As a file of keys ends.
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
     judge = ask(server, api_key_env="JUDGE_KEY", concurrency=2)
     results = judge(answers("abc", "", "ab", *"x" * 9))
     assert [r["score"] for r in results[:3]] == [3.0, 0.0, 2.0]
@@ -149,9 +150,12 @@ def test_a_refused_connection_and_a_refused_request_are_named(server, monkeypatc
     server.close()
     with pytest.raises(RewardError, match=r"gave no reply in 2 attempts .*ConnectError"):
         scores(ask(server, retries=1), "b")
-    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\nx")
-    with pytest.raises(RewardError, match=r"the key in JUDGE_KEY has characters that no key has"):
-        ask(server, api_key_env="JUDGE_KEY")
+    for odd in (f"{KEY}\nx", f"{KEY}\u00e9"):
+        monkeypatch.setenv("JUDGE_KEY", odd)
+        with pytest.raises(RewardError, match=r"the key in JUDGE_KEY has characters that no key has"):
+            ask(server, api_key_env="JUDGE_KEY")
+    kept = ask(server, tmp_path, api_key_env="NO_SUCH_KEY", offline=True)
+    assert scores(kept, "a") == [1.0], "a replay asks nobody, so it needs no key"
     with pytest.raises(RewardError, match=r"reward.api_key_env names NO_SUCH_KEY, which is not set"):
         ask(server, api_key_env="NO_SUCH_KEY")
 
