@@ -6,7 +6,7 @@ import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.files import describe_unknown, encode_prompts
-from verl_fn.data.tasks import HELD_OUT, TASKS, Problem, is_held_out
+from verl_fn.data.tasks import HELD_OUT, TASKS, Problem, content_of, is_held_out, text_of
 from verl_fn.state import Key
 
 
@@ -67,6 +67,13 @@ def test_characters_of_messages_are_named():
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     said = describe_unknown("prompt", [{"role": "user", "content": "axb"}, called], char_tokenizer("abc"))
     assert said.endswith(": it lacks 'x'")
+
+
+def test_people_see_content_and_calls():
+    called = {"role": "assistant", "content": "Let me add.", "tool_calls": [{"name": "add"}]}
+    assert content_of(called) == "Let me add.\n[{'name': 'add'}]"
+    said = ({"role": "user", "content": "2+2?"}, called)
+    assert text_of(said) == "user: 2+2?\nassistant: Let me add.\n[{'name': 'add'}]"
 
 
 def test_what_follows_an_answer_costs():

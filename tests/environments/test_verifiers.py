@@ -89,6 +89,7 @@ def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
 
 def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
     run = processes()
+    assert next(run.problems())[0] == "train", "the others are not read, and are no results of what follows"
     job = Job(0, 1, {"prompt": "1+1", "answer": "2", "id": 0, "data_source": "s", "extra_info": {}})
     (opened,) = run([job])
     assert opened.messages == ({"role": "user", "content": "1+1"},)
@@ -147,6 +148,8 @@ def test_a_missing_package_is_named_with_what_to_do(tmp_path):
         (CALL.removesuffix("</tool_call>"), "", 1),
         (f"{CALL}<tool_call>oops</tool_call>", None, 0),
         ('<tool_call>["add"]</tool_call>', None, 0),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, 0),
+        ('<tool_call>{"arguments": {}}</tool_call>', None, 0),
         ("<tool_call>" + "[" * 100_000, None, 0),
         ("", "", 0),
     ],
@@ -155,6 +158,13 @@ def test_calls_are_read_from_replies(reply, content, calls):
     message = said(reply, 4)
     assert message["content"] == (reply if content is None else content)
     assert [call["id"] for call in message.get("tool_calls", [])] == [f"call_4_{i}" for i in range(calls)]
+
+
+def test_arguments_of_calls_are_json():
+    for written, arguments in (("{}", "{}"), (json.dumps('{"a": 1}'), '{"a": 1}'), ("[1]", "[1]"), (None, "{}")):
+        more = "" if written is None else f', "arguments": {written}'
+        (call,) = said(f'<tool_call>{{"name": "add"{more}}}</tool_call>', 0)["tool_calls"]
+        assert call == {"id": "call_0_0", "name": "add", "arguments": arguments}
 
 
 BARS = str.maketrans("|_", "\N{FULLWIDTH VERTICAL LINE}\N{LOWER ONE EIGHTH BLOCK}")

@@ -29,7 +29,7 @@ def answers(*texts):
 def ask(server, folder=None, *, offline=False, default=0.0, prompt="{prompt} {ground_truth} R={response}",
         model="judge-1", **options):  # fmt: skip
     question = Question(model, prompt, PATTERN, default)
-    return Judge(server.url, question, Replies(folder, offline=offline), **{"timeout": 5.0, **options})
+    return Judge(f"{server.url}/", question, Replies(folder, offline=offline), **{"timeout": 5.0, **options})
 
 
 def scores(judge, *texts):
