@@ -10,6 +10,7 @@ from verl_fn.config.options import PATTERN, PROMPT
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import RewardError
+from verl_fn.rewards import judge as judge_module
 from verl_fn.rewards.judge import Judge, Question, Replies
 from verl_fn.rewards.reward import Answer
 
@@ -100,6 +101,20 @@ def test_a_reply_without_a_score_is_counted(server, reply):
     with pytest.warns(UserWarning, match=r"1 of 2 replies .* no score by reward.pattern.*unreadable_score = -0.5"):
         results = judge(answers("good", "bad"))
     assert [(r["score"], r["judge_unreadable"]) for r in results] == [(1.0, 0.0), (-0.5, 1.0)]
+
+
+def test_a_pattern_whose_group_may_be_missing():
+    question = Question("m", "{response}", r"Score:( [0-9]+)?")
+    assert [question.score(reply) for reply in ("Score: 1", "Score: 1, or Score:", "Score:")] == [1.0, None, None]
+
+
+def test_after_a_refusal_no_other_question_is_tried_again(server, monkeypatch):
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE", 8.0)
+    server.reply = lambda body: (400, "too long") if "bad" in body["messages"][0]["content"] else (503, "overloaded")
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="status 400: 'too long'"):
+        scores(ask(server, retries=3), "bad", "a", "b")
+    assert time.monotonic() - began < 6 and len(server.seen) <= 3
 
 
 def test_what_passes_is_tried_again(server):
