@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.files import describe_unknown, encode_prompts
+from verl_fn.data.files import FileData, describe_unknown, encode_prompts, prompt_lengths
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import HELD_OUT, TASKS, Problem, content_of, is_held_out, text_of
 from verl_fn.state import Key
 
@@ -67,6 +68,22 @@ def test_characters_of_messages_are_named():
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     said = describe_unknown("prompt", [{"role": "user", "content": "axb"}, called], char_tokenizer("abc"))
     assert said.endswith(": it lacks 'x'")
+
+
+def test_a_prompt_without_a_token_is_refused():
+    tokenizer = char_tokenizer("abc")
+    assert encode_prompts([Problem("", "")], tokenizer) == [[tokenizer.bos_token_id]]
+    tokenizer.bos_token = None
+    for problems in ([Problem("", "", id=3, data_source="mine")], [Problem("a", ""), Problem("", "")]):
+        for encode in (encode_prompts, prompt_lengths):
+            with pytest.raises(DataError, match=r"problem [03] of .*: the tokenizer makes no token of the prompt ''"):
+                encode(problems, tokenizer)
+
+
+def test_as_many_held_out_problems_of_files_as_are_asked_for():
+    problems = tuple(Problem(letter, "", id=i) for i, letter in enumerate("abc"))
+    data = FileData((), problems, True, 1)
+    assert [len(data.held_out(count)) for count in (0, 2, 9, None)] == [0, 2, 3, 3]
 
 
 def test_people_see_content_and_calls():

@@ -4,6 +4,7 @@ The package needs other versions of packages than the trainer. So these tests ru
 ``VERIFIERS_PYTHON`` names, or with this one where it is installed.
 """
 
+import asyncio
 import importlib.util
 import itertools
 import json
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -24,10 +26,11 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments import Done, calls
+from verl_fn.environments import verifiers as adapter
 from verl_fn.environments.engine import environment_data
 from verl_fn.environments.processes import EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
-from verl_fn.environments.verifiers import plain, said
+from verl_fn.environments.verifiers import Rollout, plain, row_of, said
 from verl_fn.pool.pool import environment
 from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
@@ -101,6 +104,54 @@ def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
         and "the rollout ended with RuntimeError('the sandbox is gone')" in failed.problem
     )
     assert "earlier messages have changed" in forgotten.problem
+
+
+def test_a_problem_of_a_file_becomes_a_row():
+    problem = SimpleNamespace(prompt="1+1", answer="2", id=7, extra_info={"level": 1})
+    asked = [{"role": "user", "content": "1+1"}]
+    row = {"prompt": asked, "answer": "2", "info": {"level": 1}, "example_id": 7}
+    assert row_of(problem) == row
+    problem.prompt = ({"role": "system", "content": "Add."}, *asked)
+    assert row_of(problem) == {**row, "prompt": list(problem.prompt)}
+    problem.extra_info = {"verifiers_row": {"prompt": asked, "answer": "3"}}
+    assert row_of(problem) == {"prompt": asked, "answer": "3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda prompt, tools: (prompt, []), "the tools have changed during the conversation"),
+        (lambda prompt, tools: (prompt[1:], tools), "earlier messages have changed or are missing"),
+        (
+            lambda prompt, tools: ([{**prompt[0], "content": "?"}, *prompt[1:]], tools),
+            "earlier messages have changed",
+        ),
+        (lambda prompt, tools: (prompt, list(tools)), None),
+    ],
+)
+def test_a_conversation_can_only_be_continued(change, message, monkeypatch):
+    """An environment without the package, which asks twice."""
+
+    class Asks:
+        async def rollout(self, row, requests, model, sampling):
+            prompt, tools = row["prompt"], [{"type": "function", "function": {"name": "add"}}]
+            for turn in range(2):
+                reply = asyncio.get_running_loop().create_future()
+                requests.put_nowait((*(change(prompt, tools) if turn else (prompt, tools)), reply))
+                prompt = [*prompt, {"role": "assistant", **await reply}, {"role": "user", "content": "Sure?"}]
+            return {"error": None}
+
+    monkeypatch.setattr(adapter, "client", lambda requests: requests)
+    rollout = Rollout(Asks(), asyncio.new_event_loop(), together=True)
+    problem = SimpleNamespace(prompt="1+1", answer="2", id=7, extra_info={})
+    assert rollout.reset(problem) == [{"role": "user", "content": "1+1"}]
+    if message is None:
+        assert rollout.step("2") == [{"role": "user", "content": "Sure?"}]
+        assert rollout.step("2") == Done(0.0) and rollout.state == {"error": None}
+    else:
+        with pytest.raises(ValueError, match=message):
+            rollout.step("2")
+    rollout.close()
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "group"}, {"mode": "inside"}])
