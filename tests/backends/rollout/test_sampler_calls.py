@@ -242,7 +242,11 @@ def test_requests_that_arrive_are_checked(made):
     with pytest.raises(StaleWeightsError):
         engine.grow(lambda ended: None, version=4)
     # A request may come again after its end, and others may be as long as the model.
-    engine.ends, arriving, ids = True, iter([plain[:1], plain[:1], [attrs.evolve(longer, sampling=Sampling(6))], []]), []
+    engine.ends, arriving, ids = (
+        True,
+        iter([plain[:1], plain[:1], [attrs.evolve(longer, sampling=Sampling(6))], []]),
+        [],
+    )
 
     def more(ended):
         ids.extend(sample.request for sample in ended)
