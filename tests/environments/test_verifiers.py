@@ -325,6 +325,11 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
     assert not source("env.arguments={mode='no_eval'}").validation and "no evaluation dataset" in lines[0]
     with pytest.raises(EnvError, match=r"reading the problems of verifiers:.*/adder: raised TypeError: .* JSON"):
         source("env.arguments={mode='odd'}")
+    # A rubric compares with the row's own answer.
+    (first, *_) = source("env.arguments={mode='numbers'}").training
+    assert first.answer == "" and first.extra_info["verifiers_row"]["answer"] == 1
+    with pytest.raises(DataError, match=r"row 1 of verifiers/adder has the prompt \(\); it must have messages"):
+        source("env.arguments={mode='unasked'}")
     with pytest.raises(DataError, match="has no training dataset"):
         source("env.arguments={count=0}")
 
