@@ -121,7 +121,7 @@ def opo(batch: Batch) -> Batch:
     """
     scores, groups = grouped_scores("opo", batch)
     baseline = groups.mean(scores, batch.sum_rows(batch["response_mask"].double()))
-    return outcome("opo", batch, torch.where(groups.compared, scores - baseline, 0.0))
+    return outcome("opo", batch, scores - baseline)
 
 
 def gpg(batch: Batch, *, f_norm: float = 1.0) -> Batch:

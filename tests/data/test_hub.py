@@ -71,6 +71,7 @@ def test_what_the_cache_lacks_is_refused_and_nothing_is_left(cache, tmp_path, ca
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "pytorch_model.bin").write_text("")
+    (empty / "config.json").write_text("{}")
     cache("model", "org/pickles", empty)
     for name, said in (
         ("hub:org/none", "is not in the hub's cache"),
@@ -85,6 +86,13 @@ def test_what_the_cache_lacks_is_refused_and_nothing_is_left(cache, tmp_path, ca
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
     with pytest.raises(HubError):
         hub_name("org/name")
+
+
+@pytest.mark.parametrize("text", [None, "[]", "{}", "x", "null", "\xff"])
+def test_a_folder_without_a_record_that_can_be_read_is_of_no_hub(tmp_path, text):
+    if text is not None:
+        (tmp_path / ".hub.json").write_text(text, encoding="latin-1")
+    assert recorded(tmp_path) is None
 
 
 def test_names_of_the_hub_are_no_files():

@@ -255,7 +255,9 @@ def test_a_file_of_answers_has_the_columns_of_all_of_them(tmp_path):
         {"problem": 0, "score": 1.0, "reward/style": 0.5},
         {"problem": 1, "score": 0.0, "reward/length": 3.0, "messages": messages},
     ]
-    first, second = pq.read_table(write_answers(tmp_path / "a.parquet", answers)).to_pylist()
+    answers.append({"problem": 2, "messages": []})
+    first, second, third = pq.read_table(write_answers(tmp_path / "a.parquet", answers)).to_pylist()
+    assert third["problem"] == 2 and third["messages"] == "[]"
     assert first == {**answers[0], "reward/length": None, "messages": None}
     assert json.loads(second.pop("messages")) == messages
     assert second == {"problem": 1, "score": 0.0, "reward/style": None, "reward/length": 3.0}

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import warnings
 from collections import Counter
 
 import pyarrow as pa
@@ -289,6 +290,8 @@ def test_conversations_of_sharegpt(tmp_path):
     assert first.messages[2]["tool_calls"] == [{"type": "function", "function": call}]
     assert learned_turns(first.messages) == [2, 6]
     assert sharegpt({"text": "a"}) is None
+    (unlearned,) = sharegpt({"conversations": [turns[1] | {"weight": 0}]})["messages"]
+    assert unlearned == {**first.messages[2], "weight": 0}
     unusable = ({"from": "narrator", "value": "a"}, "narrator"), (turns[1] | {"value": "add"}, "no object of JSON")
     for turn, said in unusable:
         with pytest.raises(ValueError, match=said):
@@ -414,4 +417,9 @@ def test_files_of_another_kind_that_the_package_leaves_out_are_named(tmp_path):
     with pytest.warns(
         UserWarning, match=r"leaves 1 others out, such as train-(1\.jsonl|0\.parquet); to read them, name"
     ):
+        assert len(read_files([f"{tmp_path}#train"], "samples")) == 1
+    # A card may choose the files.
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train-0.parquet\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    with warnings.catch_warnings(action="error"):
         assert len(read_files([f"{tmp_path}#train"], "samples")) == 1

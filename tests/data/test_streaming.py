@@ -171,6 +171,8 @@ def test_rows_of_a_part_of_a_table_are_rows_of_the_part():
     stored = Stored(rows("one", [1] * 4))
     (block,) = Table("one", stored).take([3, 1, 2]).take([0, 2]).blocks()
     assert list(block.numbers) == stored.read == [3, 2]
+    with pytest.raises(DataError, match=r"^one: rows from 9 on cannot be read: ArrowIndexError"):
+        next(Table("one", stored, (9, 1)).blocks())
 
 
 def test_responses_of_the_data_have_a_limit(opened):

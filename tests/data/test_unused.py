@@ -83,6 +83,12 @@ def test_columns_that_nothing_uses_are_named_once_with_their_rows(write, learns,
 
 
 @pytest.mark.parametrize("write", WRITERS)
+def test_a_column_without_a_value_is_no_column_that_is_not_used(write, tmp_path):
+    said = notes(write(tmp_path, *[LAYOUTS["samples"] | {"prompt_id": None}] * 2), "samples")
+    assert not [line for line in said if "columns" in line]
+
+
+@pytest.mark.parametrize("write", WRITERS)
 def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path):
     row = LAYOUTS["samples"]
     fields = ({"ground_truth": "b", "style": "rule", "rubric": text} for text in ("be kind", None, "be brief"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from verl_fn.environments import Done
+from verl_fn.environments import Done, processes
 from verl_fn.environments.processes import EnvError, EnvProcesses, Failure, Job, Opening
 
 FOLDER = Path(__file__).parent
@@ -173,15 +173,25 @@ def test_environments_run_in_an_interpreter_without_any_package_of_this_one(tmp_
         (None, r"cannot be run \(No such file or directory\)"),
         ("echo hello", "is no Python interpreter"),
         ("echo 3 9", "is Python 3.9, and environments need Python 3.11 or later"),
+        ("echo 3 12; exit 1", "is no Python interpreter"),
+        ("exec sleep 60", "did not start within 0.2 s; set it to the interpreter of a virtual environment"),
     ],
 )
-def test_interpreters_that_cannot_be_used_are_refused(tmp_path, program, message):
+def test_interpreters_that_cannot_be_used_are_refused(tmp_path, program, message, monkeypatch):
     python = tmp_path / "python"
+    monkeypatch.setattr(processes, "INTERPRETER_SECONDS", 0.2 if program and "sleep" in program else 60.0)
     if program:
         python.write_text(f"#!/bin/sh\n{program}\n")
         python.chmod(0o755)
     with pytest.raises(EnvError, match=f"env.python: {python} {message}"):
         EnvProcesses("talkers.py:Talker", folder=FOLDER, python=str(python))
+
+
+def test_the_oldest_python_that_runs_environments_is_accepted(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 3 11\n")
+    python.chmod(0o755)
+    processes.check_interpreter(str(python))
 
 
 def test_a_call_that_was_cancelled_ends_long_before_its_time_limit():

@@ -4,6 +4,7 @@ The package needs other versions of packages than the trainer. So these tests ru
 ``VERIFIERS_PYTHON`` names, or with this one where it is installed.
 """
 
+import asyncio
 import importlib.util
 import itertools
 import json
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -24,10 +26,11 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments import Done, calls
+from verl_fn.environments import verifiers as adapter
 from verl_fn.environments.engine import environment_data
 from verl_fn.environments.processes import EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
-from verl_fn.environments.verifiers import plain, said
+from verl_fn.environments.verifiers import Rollout, plain, row_of, said
 from verl_fn.pool.pool import environment
 from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
@@ -89,6 +92,7 @@ def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
 
 def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
     run = processes()
+    assert next(run.problems())[0] == "train", "the others are not read, and are no results of what follows"
     job = Job(0, 1, {"prompt": "1+1", "answer": "2", "id": 0, "data_source": "s", "extra_info": {}})
     (opened,) = run([job])
     assert opened.messages == ({"role": "user", "content": "1+1"},)
@@ -100,6 +104,54 @@ def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
         and "the rollout ended with RuntimeError('the sandbox is gone')" in failed.problem
     )
     assert "earlier messages have changed" in forgotten.problem
+
+
+def test_a_problem_of_a_file_becomes_a_row():
+    problem = SimpleNamespace(prompt="1+1", answer="2", id=7, extra_info={"level": 1})
+    asked = [{"role": "user", "content": "1+1"}]
+    row = {"prompt": asked, "answer": "2", "info": {"level": 1}, "example_id": 7}
+    assert row_of(problem) == row
+    problem.prompt = ({"role": "system", "content": "Add."}, *asked)
+    assert row_of(problem) == {**row, "prompt": list(problem.prompt)}
+    problem.extra_info = {"verifiers_row": {"prompt": asked, "answer": "3"}}
+    assert row_of(problem) == {"prompt": asked, "answer": "3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda prompt, tools: (prompt, []), "the tools have changed during the conversation"),
+        (lambda prompt, tools: (prompt[1:], tools), "earlier messages have changed or are missing"),
+        (
+            lambda prompt, tools: ([{**prompt[0], "content": "?"}, *prompt[1:]], tools),
+            "earlier messages have changed",
+        ),
+        (lambda prompt, tools: (prompt, list(tools)), None),
+    ],
+)
+def test_a_conversation_can_only_be_continued(change, message, monkeypatch):
+    """An environment without the package, which asks twice."""
+
+    class Asks:
+        async def rollout(self, row, requests, model, sampling):
+            prompt, tools = row["prompt"], [{"type": "function", "function": {"name": "add"}}]
+            for turn in range(2):
+                reply = asyncio.get_running_loop().create_future()
+                requests.put_nowait((*(change(prompt, tools) if turn else (prompt, tools)), reply))
+                prompt = [*prompt, {"role": "assistant", **await reply}, {"role": "user", "content": "Sure?"}]
+            return {"error": None}
+
+    monkeypatch.setattr(adapter, "client", lambda requests: requests)
+    rollout = Rollout(Asks(), asyncio.new_event_loop(), together=True)
+    problem = SimpleNamespace(prompt="1+1", answer="2", id=7, extra_info={})
+    assert rollout.reset(problem) == [{"role": "user", "content": "1+1"}]
+    if message is None:
+        assert rollout.step("2") == [{"role": "user", "content": "Sure?"}]
+        assert rollout.step("2") == Done(0.0) and rollout.state == {"error": None}
+    else:
+        with pytest.raises(ValueError, match=message):
+            rollout.step("2")
+    rollout.close()
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "group"}, {"mode": "inside"}])
@@ -147,6 +199,8 @@ def test_a_missing_package_is_named_with_what_to_do(tmp_path):
         (CALL.removesuffix("</tool_call>"), "", 1),
         (f"{CALL}<tool_call>oops</tool_call>", None, 0),
         ('<tool_call>["add"]</tool_call>', None, 0),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, 0),
+        ('<tool_call>{"arguments": {}}</tool_call>', None, 0),
         ("<tool_call>" + "[" * 100_000, None, 0),
         ("", "", 0),
     ],
@@ -155,6 +209,13 @@ def test_calls_are_read_from_replies(reply, content, calls):
     message = said(reply, 4)
     assert message["content"] == (reply if content is None else content)
     assert [call["id"] for call in message.get("tool_calls", [])] == [f"call_4_{i}" for i in range(calls)]
+
+
+def test_arguments_of_calls_are_json():
+    for written, arguments in (("{}", "{}"), (json.dumps('{"a": 1}'), '{"a": 1}'), ("[1]", "[1]"), (None, "{}")):
+        more = "" if written is None else f', "arguments": {written}'
+        (call,) = said(f'<tool_call>{{"name": "add"{more}}}</tool_call>', 0)["tool_calls"]
+        assert call == {"id": "call_0_0", "name": "add", "arguments": arguments}
 
 
 BARS = str.maketrans("|_", "\N{FULLWIDTH VERTICAL LINE}\N{LOWER ONE EIGHTH BLOCK}")
@@ -264,6 +325,11 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
     assert not source("env.arguments={mode='no_eval'}").validation and "no evaluation dataset" in lines[0]
     with pytest.raises(EnvError, match=r"reading the problems of verifiers:.*/adder: raised TypeError: .* JSON"):
         source("env.arguments={mode='odd'}")
+    # A rubric compares with the row's own answer.
+    (first, *_) = source("env.arguments={mode='numbers'}").training
+    assert first.answer == "" and first.extra_info["verifiers_row"]["answer"] == 1
+    with pytest.raises(DataError, match=r"row 1 of verifiers/adder has the prompt \(\); it must have messages"):
+        source("env.arguments={mode='unasked'}")
     with pytest.raises(DataError, match="has no training dataset"):
         source("env.arguments={count=0}")
 

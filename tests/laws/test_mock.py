@@ -4,8 +4,9 @@ import mutants
 import pytest
 import torch
 
-from verl_fn.backends.mock import Mock, MockRollout, sample_table
+from verl_fn.backends.mock import Mock, MockRollout, Response, sample_table
 from verl_fn.backends.protocol import Sampling
+from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Batch, Key, TokenOutputs, pack, requests_for
 from verl_fn.steps import (
     adamw,
@@ -77,6 +78,45 @@ def test_a_target_without_a_token_before_it_is_refused():
         backend.forward_backward(state, batch.without("loss_weight"), cross_entropy())
     with pytest.raises(ValueError, match="topk"):
         backend.forward(state.params, batch, ["topk:64"])
+
+
+def test_what_the_mocks_do_not_have_is_refused():
+    with pytest.raises(ValueError, match=r"failures name \['step'\]; the methods are init, load_pretrained, forward"):
+        Mock(4, adamw(0.1), failures={("step", 1): RuntimeError(), ("save", 1): OSError()})
+    backend, batch = mutants.mock(), tiny_batch()
+    state = backend.init(Key.from_seed(0))
+    assert backend.forward(state.params, batch, ["sum_pi_squared"]).sum_pi_squared.any()
+    for needs in (["candidate_logprobs"], ["logprobs", "candidate_logprobs"]):
+        with pytest.raises(ValueError, match=r"a mock gives \['entropy', .*\], not \['candidate_logprobs'\]"):
+            backend.forward(state.params, batch, needs)
+    engine = MockRollout({(5, 6): [7], (1,): Response([7, 8], [-0.5])})
+    engine.publish(0, Weights.of({}))
+    for prompt, error, message in (
+        ([5], KeyError, r"the script has no answer to the prompt \(5,\)"),
+        ([1], ValueError, "a response of 2 tokens has 1 log-probs"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.generate(requests_for([prompt], Sampling(4), Key.from_seed(0)))
+
+
+def test_answers_of_a_script_end_at_stop_tokens_and_at_the_limit():
+    """A script's answer that goes on behind the limit was cut, also if it says that it ends there."""
+    engine = MockRollout({(1,): [4, 5, 2, 6], (2,): Response([4, 5, 6], finished=False)})
+    engine.publish(3, Weights.of({}))
+    for prompt, sampling, tokens, reason in (
+        (1, Sampling(8), [4, 5, 2, 6], "stop"),
+        (1, Sampling(4), [4, 5, 2, 6], "stop"),
+        (1, Sampling(3), [4, 5, 2], "length"),
+        (1, Sampling(3, stop_token_ids=[2]), [4, 5, 2], "stop"),
+        (1, Sampling(8, stop_token_ids=[6, 5]), [4, 5], "stop"),
+        (1, Sampling(1, stop_token_ids=[5]), [4], "length"),
+        (2, Sampling(8), [4, 5, 6], "length"),
+    ):
+        (sample,) = engine.generate(requests_for([[prompt]], sampling, Key.from_seed(0)))
+        assert (sample.tokens.tolist(), sample.finish_reason) == (tokens, reason)
+        assert sample.versions.tolist() == [3] * len(tokens) and sample.full_log_probs is None
+    (greedy,) = engine.generate(requests_for([[2]], Sampling(8, temperature=0.0), Key.from_seed(0)))
+    assert greedy.temperature == 1.0
 
 
 def test_failures_come_at_the_call_they_are_set_for_and_leave_the_state_alone():

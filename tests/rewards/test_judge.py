@@ -10,6 +10,7 @@ from verl_fn.config.options import PATTERN, PROMPT
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import RewardError
+from verl_fn.rewards import judge as judge_module
 from verl_fn.rewards.judge import Judge, Question, Replies
 from verl_fn.rewards.reward import Answer
 
@@ -29,7 +30,7 @@ def answers(*texts):
 def ask(server, folder=None, *, offline=False, default=0.0, prompt="{prompt} {ground_truth} R={response}",
         model="judge-1", **options):  # fmt: skip
     question = Question(model, prompt, PATTERN, default)
-    return Judge(server.url, question, Replies(folder, offline=offline), **{"timeout": 5.0, **options})
+    return Judge(f"{server.url}/", question, Replies(folder, offline=offline), **{"timeout": 5.0, **options})
 
 
 def scores(judge, *texts):
@@ -37,7 +38,8 @@ def scores(judge, *texts):
 
 
 def test_scores_are_those_of_the_replies(server, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    # As a file of keys ends.
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
     judge = ask(server, api_key_env="JUDGE_KEY", concurrency=2)
     results = judge(answers("abc", "", "ab", *"x" * 9))
     assert [r["score"] for r in results[:3]] == [3.0, 0.0, 2.0]
@@ -101,6 +103,20 @@ def test_a_reply_without_a_score_is_counted(server, reply):
     assert [(r["score"], r["judge_unreadable"]) for r in results] == [(1.0, 0.0), (-0.5, 1.0)]
 
 
+def test_a_pattern_whose_group_may_be_missing():
+    question = Question("m", "{response}", r"Score:( [0-9]+)?")
+    assert [question.score(reply) for reply in ("Score: 1", "Score: 1, or Score:", "Score:")] == [1.0, None, None]
+
+
+def test_after_a_refusal_no_other_question_is_tried_again(server, monkeypatch):
+    monkeypatch.setattr(judge_module, "FIRST_PAUSE", 8.0)
+    server.reply = lambda body: (400, "too long") if "bad" in body["messages"][0]["content"] else (503, "overloaded")
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="status 400: 'too long'"):
+        scores(ask(server, retries=3), "bad", "a", "b")
+    assert time.monotonic() - began < 6 and len(server.seen) <= 3
+
+
 def test_what_passes_is_tried_again(server):
     broken = iter([(500, "busy"), (429, "slow down"), (200, "<html>"), (200, '{"error": "x"}')])
     server.reply = lambda body: next(broken, "Score: 0.5")
@@ -149,9 +165,12 @@ def test_a_refused_connection_and_a_refused_request_are_named(server, monkeypatc
     server.close()
     with pytest.raises(RewardError, match=r"gave no reply in 2 attempts .*ConnectError"):
         scores(ask(server, retries=1), "b")
-    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\nx")
-    with pytest.raises(RewardError, match=r"the key in JUDGE_KEY has characters that no key has"):
-        ask(server, api_key_env="JUDGE_KEY")
+    for odd in (f"{KEY}\nx", f"{KEY}\u00e9"):
+        monkeypatch.setenv("JUDGE_KEY", odd)
+        with pytest.raises(RewardError, match=r"the key in JUDGE_KEY has characters that no key has"):
+            ask(server, api_key_env="JUDGE_KEY")
+    kept = ask(server, tmp_path, api_key_env="NO_SUCH_KEY", offline=True)
+    assert scores(kept, "a") == [1.0], "a replay asks nobody, so it needs no key"
     with pytest.raises(RewardError, match=r"reward.api_key_env names NO_SUCH_KEY, which is not set"):
         ask(server, api_key_env="NO_SUCH_KEY")
 

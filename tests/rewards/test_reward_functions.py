@@ -158,9 +158,11 @@ def test_the_total_is_weighted_and_each_function_has_its_metrics(here):
 
 def test_the_final_answer_is_of_the_first_function_that_gives_it(here):
     signature = "(data_source, solution_str, ground_truth, extra_info): return "
-    given = {"none": "1.0", "one": "{'score': 1.0, 'pred': 'one'}", "other": "{'score': 1.0, 'pred': 'other'}"}
+    given = {"none": "1.0", **{name: f"{{'score': 1.0, 'pred': '{name}'}}" for name in ("one", "other")}}
+    given["empty"] = "{'score': 1.0, 'pred': ''}"
     (here / "preds.py").write_text("".join(f"def {name}{signature}{value}\n" for name, value in given.items()))
-    for names, pred in ((("none", "one", "other"), "one"), (("other", "one"), "other"), (("none",), "x")):
+    wanted = {("none", "one", "other"): "one", ("other", "one"): "other", ("none",): "x", ("empty", "one"): ""}
+    for names, pred in wanted.items():
         functions = RewardFunctions([f"preds.py:{name}" for name in names])
         assert functions(answers(" x "))[0]["pred"] == pred
 
@@ -288,7 +290,8 @@ def test_what_cannot_be_shown_is_still_told_with_its_row(here, name, message):
 
 @pytest.mark.parametrize("name", ["draws", "draws_async"])
 def test_random_scores_are_repeated_in_any_order_on_any_number_of_workers(here, name):
-    rows = [Answer(Problem("q", str(i % 3), i // 2, "src"), f"text {i}") for i in range(8)]
+    # Each differs from every other one in its problem, its source or its text only.
+    rows = [Answer(Problem("q", str(i % 3), i // 4, f"src {i // 2 % 2}"), f"text {i % 2}") for i in range(8)]
     first = RewardFunctions([f"mine.py:{name}"])
     found = first(rows)
     assert len({one["score"] for one in found}) == len(rows)

@@ -1,17 +1,27 @@
 """Runs that end out of memory name the phase, the bytes of each part, and the setting to lower."""
 
 import pickle
+import threading
 
 import pytest
 import torch
 from run_configs import TINY, tiny_run
 
 from verl_fn.backends.local import Local
-from verl_fn.backends.memory import OutOfMemory, PhaseOutOfMemory, in_phase, lacks_memory, reason_of
+from verl_fn.backends.memory import (
+    RUNNING,
+    OutOfMemory,
+    PhaseOutOfMemory,
+    fits,
+    in_phase,
+    lacks_memory,
+    reason_of,
+)
 from verl_fn.backends.sampler import Sampler
 from verl_fn.cli import main
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import GIB, Phase, RunOutOfMemory, explain, explained, phases
+from verl_fn.state import Batch
 
 TORCH = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 CUMEM = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
@@ -79,6 +89,43 @@ def test_what_counts_as_a_lack_of_memory(error):
     with pytest.raises(PhaseOutOfMemory) as raised, in_phase("gen"), in_phase("inner"):
         raise error
     assert raised.value.phase == "inner" and isinstance(raised.value, OutOfMemory)
+
+
+def test_a_micro_batch_names_its_share_of_the_budget():
+    batch, error = Batch.from_rows([[1, 2], [3]]), torch.OutOfMemoryError("CUDA out of memory.\nSecond line")
+    here = "micro-batch 2 of 4, with 2 rows and 3 tokens, does not fit into memory: lower ppo_max_token_len_per_gpu,"
+    more = ", or turn on enable_gradient_checkpointing (checkpointing)"
+    for options, said in (
+        ({}, "8 now (max_tokens = 8 here)"),
+        ({"keeps": True}, f"8 now (max_tokens = 8 here){more}"),
+        ({"sharers": 2, "keeps": True}, f"4 now (max_tokens = 8 here, for 2 ranks){more}"),
+    ):
+        with pytest.raises(OutOfMemory) as raised, fits(batch, 1, 4, 8, **options):
+            raise error
+        assert str(raised.value) == f"{here} {said}. CUDA out of memory."
+    with pytest.raises(ValueError, match=r"^another$"), fits(batch, 1, 4, 8):
+        raise ValueError("another")
+
+
+def test_the_first_line_that_says_it_is_the_reason():
+    first, second = "CUDA out of memory. Tried 1 GiB", "CUDA error: out of memory"
+    assert reason_of(RuntimeError(f"Traceback\n  {first}\n{second}\nlast")) == first
+    assert reason_of(RuntimeError("Traceback\n  last \n")) == "last" and reason_of(RuntimeError()) == "RuntimeError"
+
+
+def test_phases_of_other_threads_are_not_what_the_step_waits_for():
+    def other():
+        with in_phase("gen"):
+            seen.extend(RUNNING)
+
+    seen: list[str] = []
+    with in_phase("update_actor"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        with in_phase("update_weights"):
+            seen.extend(RUNNING)
+    assert seen == ["update_actor", "update_actor", "update_weights"] and not RUNNING
 
 
 @pytest.mark.parametrize(

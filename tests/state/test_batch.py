@@ -124,6 +124,15 @@ def test_a_name_belongs_to_one_kind_of_field():
 def test_a_missing_field_is_told_with_those_that_exist():
     with pytest.raises(KeyError, match=r"no field 'values'.*cu_seqlens.*score.*weight"):
         batch_of([1])["values"]
+    batch = batch_of([1]).with_ragged(pictures=[[0.5]])
+    for name, hint in (
+        ("loss_weight", "; steps.aggregate writes it into a whole update batch; it has"),
+        ("pictres", r"; did you mean pictures\?.* it has .*, pictures, "),
+        ("xyz", "'xyz'; it has cu_seqlens, pictures, positions, "),
+    ):
+        with pytest.raises(KeyError, match=hint) as caught:
+            batch[name]
+        assert caught.value.name == name
     with pytest.raises(KeyError, match="'score' is a per-row field"):
         batch_of([1]).rows("score")
 

@@ -130,6 +130,19 @@ def test_a_group_over_the_limit_is_named():
         split_by_count(batch, 1, "pair")
 
 
+@pytest.mark.parametrize("kind", SPLITS)
+def test_a_field_that_cannot_keep_rows_together_is_named(kind):
+    batch = batch_of([1, 2]).with_rows(share=[0.5, 0.5], pair=[[0, 1], [0, 1]])
+    for name, message in (
+        ("group", r"no per-row field of that name; it has \['pair', 'score', 'share'\]"),
+        ("weight", "no per-row field of that name"),
+        ("share", r"must be one integer per row; it is torch.float32\[2\]"),
+        ("pair", r"must be one integer per row; it is torch.int64\[2, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SPLITS[kind](batch, 9, name)
+
+
 def test_the_padding_of_a_group_counts_against_the_budget():
     """The rows of the group have 8 tokens and would fit. Padded to the longer one they have 12."""
     batch = batch_of([3, 2, 6]).with_rows(pair=[0, 4, 4])

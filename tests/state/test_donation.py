@@ -287,8 +287,10 @@ def test_views_of_a_buffer_that_somebody_else_sees_are_copied(which):
     assert torch.equal(shared, before)
 
 
-def test_views_that_overlap_are_copied():
+@pytest.mark.parametrize("second", [(1, (4,), (1,)), (4, (4,), (1,))], ids=["shifted", "between strides"])
+def test_views_that_overlap_are_copied(second):
     storage = torch.arange(8.0).untyped_storage()
-    value = Grads({n: torch.empty(0).set_(storage, i, (4,), (1,)) for i, n in enumerate("ab")})
+    first = (0, (4,), (2,) if second[0] == 4 else (1,))
+    value = Grads({n: torch.empty(0).set_(storage, *view) for n, view in zip("ab", (first, second), strict=True)})
     del storage
     assert donate(value, "test")[1] == 2

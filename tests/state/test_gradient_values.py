@@ -51,6 +51,12 @@ def test_reduce_adds_what_other_processes_hold():
     assert float(sum_of_squares(grads().values(), lambda local: local + 11.0)) == pytest.approx(36.0)
 
 
+def test_the_norm_of_a_large_tensor_in_half_precision_keeps_its_digits():
+    values = torch.full((2**15 + 1,), 0.1, dtype=torch.bfloat16)
+    expected = float(values[0].double()) * math.sqrt(len(values))
+    assert float(Grads({"a": values}).global_norm()) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("size", [3, 2**15 + 1])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_norm_with_one_value_that_is_not_finite_is_not_finite(value, size):

@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from verl_fn.state import SharedSetting, isolated
+from verl_fn.state import Batch, SharedSetting, isolated, read_only
+from verl_fn.state.guards import one_thread
 
 
 @contextlib.contextmanager
@@ -90,3 +91,35 @@ def test_a_setting_of_the_process_lasts_until_the_last_of_several_threads_ends()
     ended.set()
     thread.join(30)
     assert seen == ["ours"] and value == ["theirs"]
+
+
+def test_the_number_of_threads_is_restored_also_after_an_error():
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            with contextlib.suppress(ZeroDivisionError), one_thread():
+                assert torch.get_num_threads() == 1
+                1 / 0  # noqa: B018
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_field_of_a_batch_is_read_only():
+    """Ragged ones are seen by their versions; all others also if a write counts none, as through numpy."""
+    wide = torch.zeros(3, 4)
+    batch = Batch.from_rows([[1, 2], [3]]).with_tokens(x=wide[:, ::2], half=wide[:, 0].bfloat16()).with_rows(y=[1, 2])
+    batch = batch.with_ragged(images=[[0.5], []])
+    more = torch.zeros(2)
+    writes = {
+        name: lambda name=name: batch[name].add_(1) for name in ("tokens", "positions", "x", "half", "y", "images")
+    }
+    writes |= {"cu_seqlens": lambda: batch.cu_seqlens.data.add_(1), "more": lambda: more.numpy().fill(1.0)}
+    writes |= {"x ": lambda: wide.numpy().fill(3.0), "half ": lambda: batch["half"].data.fill_(2.0)}
+    for name, write in writes.items():
+        refused = pytest.raises(ValueError, match=f"^mine writes into {name.strip()} in place")
+        with refused, read_only("mine", ValueError, batch, more=more):
+            write()
+    with read_only("mine", ValueError, batch, more=more):
+        assert batch["images"].sum() > 0

@@ -119,6 +119,19 @@ def test_the_effective_sample_size_of_equal_weights_is_one():
     assert Moments.of(lone, torch.ones(4), stat="ess").value == 0.25
 
 
+def test_statistics_without_spread():
+    """Rounding may make the variance of equal values negative."""
+    x, other, ones = torch.full((3,), 0.1, dtype=torch.float64), torch.arange(3.0), torch.ones(3)
+    spread = Moments.of(x, ones, stat="std")
+    assert spread.xx / 3 < (spread.x / 3) ** 2 and spread.value == 0.0
+    for first, second in ((x, other), (other, x), (other, None)):
+        assert math.isnan(Moments.of(first, ones, second, stat="correlation").value)
+    zeros = torch.zeros(2)
+    assert math.isnan(Moments.of(zeros, torch.ones(2), stat="ess").value)
+    assert [math.isnan(Moments.of(zeros, zeros, stat=stat).value) for stat in ("std", "ess")] == [True, True]
+    assert math.isnan(Weighted.of(zeros, zeros).value)
+
+
 def test_an_unknown_stat_is_refused():
     with pytest.raises(ValueError, match="'median'; it must be std, correlation or ess"):
         Moments.of(torch.ones(1), torch.ones(1), stat="median")

@@ -9,6 +9,7 @@ import torch
 
 from verl_fn.errors import ArgumentError
 from verl_fn.state import END_REASONS, Key, Outcome, Request, Sample, Sampling, pack, requests_for, unpack
+from verl_fn.state.rollout import RowImages
 
 FIELDS = ("prompt", "tokens", "log_probs", "full_log_probs", "mask", "versions")
 
@@ -87,9 +88,24 @@ def test_experts_of_tokens():
         pack([sample(routed_experts=routed), sample(number=2)])
 
 
-def test_nothing_cannot_be_packed():
-    with pytest.raises(ValueError, match="no samples"):
-        pack([])
+def test_the_oldest_version_of_a_row_is_of_drawn_tokens_if_there_are_any():
+    versions, drawn = torch.tensor([2, 5, 4, 6]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    rows = [sample(number=i, versions=versions, mask=mask) for i, mask in enumerate((drawn, torch.zeros(4)))]
+    assert pack(rows)["version"].tolist() == [4, 2]
+
+
+def test_samples_that_cannot_be_packed_are_named():
+    none, outcome = torch.zeros(0), Outcome(0, "done", 0.5, 1.0, 2)
+    pixels = [RowImages({name: torch.ones(1, 3)}) for name in ("pixels", "patches")]
+    for samples, message in (
+        ([], "no samples"),
+        ([sample(), sample(number=3, tokens=none.long(), log_probs=none, mask=none, versions=none.long())],
+         "sample 3 of request 7 has no tokens"),
+        ([sample(outcome=outcome), sample(number=1)], "1 of 2 samples are of conversations; pack them by themselves"),
+        ([sample(images=pixels[0]), sample(), sample(images=pixels[1])], "images of different families"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            pack(samples)
 
 
 def test_keys_follow_ids():
@@ -97,8 +113,13 @@ def test_keys_follow_ids():
     first, second = requests_for([[1], [2, 3]], sampling, key, ids=[8, 5])
     assert (first.id, first.prompt, first.key.bits) == (8, (1,), key.fold_in(8).bits)
     assert (second.id, second.prompt, second.key.bits) == (5, (2, 3), key.fold_in(5).bits)
-    with pytest.raises(ValueError, match="2 prompts with 1 ids"):
-        requests_for([[1], [2]], sampling, key, ids=[1])
+    for ids in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match=f"2 prompts with {len(ids)} ids"):
+            requests_for([[1], [2]], sampling, key, ids=ids)
+    with pytest.raises(ArgumentError, match=r"key is a Key, such as Key.from_seed\(0\), not a int"):
+        requests_for([[1]], sampling, 3)
+    with pytest.raises(TypeError):
+        requests_for([[1]], sampling, key, ids=[1.5])
 
 
 class Encoding(collections.UserDict):

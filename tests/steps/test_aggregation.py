@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from step_builders import MODEST, MULTI_TURN, chosen, pack, ragged
 
+from verl_fn.errors import ArgumentError
 from verl_fn.state import Batch, split_by_count, split_by_tokens, tree
 from verl_fn.steps import aggregate, aggregate_rows
 
@@ -142,6 +143,25 @@ def test_a_batch_with_nothing_to_learn_from_is_refused(mode):
 def test_token_sum_norm_needs_its_scale():
     with pytest.raises(ValueError, match="needs loss_scale_factor"):
         aggregate(pack(MULTI_TURN, 0)[0], "seq-mean-token-sum-norm")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda weight: weight[:-1],
+            r"returns \(8,\); it must return a tensor with a finite weight for each",
+        ),
+        (lambda weight: weight[:, None], r"returns \(9, 1\); it must"),
+        (lambda weight: weight.tolist(), "returns list; it must"),
+        (lambda weight: weight / 0.0, "returns inf or nan; it must"),
+    ],
+)
+def test_a_function_that_returns_no_weights_is_refused(returned, message):
+    batch = pack([[1, 0, 1], [0, 1, 1], [1, 1, 1]], 0)[0]
+    assert aggregate(batch, lambda batch: batch["response_mask"].bool())["loss_weight"].dtype == torch.float32
+    with pytest.raises(ArgumentError, match=f"a function of loss_agg_mode, {message}"):
+        aggregate(batch, lambda batch: returned(batch["response_mask"].float()))
 
 
 def test_an_unknown_mode_is_refused_with_the_known_ones():

@@ -153,8 +153,9 @@ def test_gdpo_uses_all_rewards_by_default_and_names_what_is_missing():
     assert gdpo(batch)["advantages"].tolist() == explicit["advantages"].tolist()
     with pytest.raises(ValueError, match=r"gdpo needs the rewards \['form'\] .* this batch has \['style', 'truth'\]"):
         gdpo(batch, reward_keys=["truth", "form"])
-    with pytest.raises(ValueError, match="1 reward_weights for 2 reward_keys"):
-        gdpo(batch, reward_weights=[1.0])
+    for weights in ([1.0], [1.0] * 3):
+        with pytest.raises(ValueError, match=f"{len(weights)} reward_weights for 2 reward_keys"):
+            gdpo(batch, reward_weights=weights)
     lacking = batch["reward/style"].clone()
     lacking[2] = torch.nan
     with pytest.raises(ValueError, match=r"reward/style is nan .* in row 2 of .*; let the reward function return"):

@@ -1,5 +1,6 @@
 """GRPO and RLOO compare a row with the others of its group."""
 
+import math
 import statistics
 import warnings
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from step_builders import MODEST, MULTI_TURN, SEEDS, assert_rows, pack, rows_of
 
 from verl_fn.state import Batch, tree
-from verl_fn.steps import gae, grpo, reinforce_plus_plus, rloo
+from verl_fn.steps import gae, grpo, grpo_passk, reinforce_plus_plus, rloo
+from verl_fn.steps.advantages.columns import AdvantageError, whiten_masked
 
 ESTIMATORS = {"grpo": grpo, "dr_grpo": lambda batch: grpo(batch, norm_adv_by_std=False), "rloo": rloo}
 GROUPS = st.lists(st.sampled_from([-3, 0, 7, 2**40]), min_size=1, max_size=10)
@@ -111,6 +113,19 @@ def test_a_row_without_a_response_token_has_no_vote(kind):
     with_it, without = ESTIMATORS[kind](batch), ESTIMATORS[kind](batch.take([0, 1, 2]))
     assert with_it["advantages"].tolist() == [*without["advantages"].tolist(), 0.0, 0.0]
     assert by_hand(kind, [1.0, 1.0, 0.0, 0.0], [1] * 4, masks)[:3] == pytest.approx(without["advantages"].tolist())
+
+
+def test_the_best_row_of_a_group_is_one_that_counts():
+    masks = [[0, 0], [1], [1], [1]]
+    batch = pack(masks, 0, group=[1] * 4)[0].with_tokens(token_level_rewards=[0.0, 0.0, -3.0, -1.0, -4.0])
+    assert grpo_passk(batch, norm_adv_by_std=False)["advantages"].tolist() == [0.0, 0.0, 0.0, 2.0, 0.0]
+
+
+def test_values_that_cannot_be_whitened_are_named():
+    values, mask = torch.tensor([1.0, math.nan, 2.0, math.inf, math.inf]), torch.tensor([1, 1, 1, 1, 0])
+    with pytest.raises(AdvantageError, match="whiten_masked: the values of tokens 1, 3 are nan or infinite"):
+        whiten_masked(values, mask)
+    assert whiten_masked(values, torch.tensor([1, 0, 1, 0, 0])).isfinite().all()
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, gae, reinforce_plus_plus])

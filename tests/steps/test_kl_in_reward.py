@@ -1,5 +1,7 @@
 """The KL penalty comes off the token rewards at the coefficient before the controller moves."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -107,3 +109,12 @@ def test_nothing_passed_in_is_changed():
 def test_controllers_are_values_that_a_checkpoint_can_hold():
     assert tree.paths(AdaptiveKL(0.1, 0.2, 30)) == {".value": 0.1, ".target": 0.2, ".horizon": 30}
     assert tree.paths(FixedKL(0.1)) == {".value": 0.1}
+
+
+def test_an_adaptive_coefficient_outlives_a_kl_of_nan_and_needs_a_target():
+    start = AdaptiveKL(0.2, target=0.5, horizon=50)
+    assert start.update(math.nan, 10) is start
+    for name in ("target", "horizon"):
+        for value in (0, -1.0, math.nan):
+            with pytest.raises(ValueError, match=f"{name} of an adaptive KL coefficient is {value}; it must"):
+                AdaptiveKL(0.2, **{name: value})

@@ -17,8 +17,10 @@ from verl_fn.steps import (
     kl_to_reference,
     loss,
     ppo_clip,
+    row_mean,
     total_loss,
     value_clip,
+    weighted_sum,
 )
 
 
@@ -212,6 +214,7 @@ def test_a_loss_of_ones_own_names_its_needs():
         (lambda x: (x, {}, 1), "returns a tuple of Tensor, dict, int;"),
         (lambda x: None, "returns None;"),
         (lambda x: (x, None), "returns None as its metrics"),
+        (lambda x: (x, [3.0]), "returns a list as its metrics; they are a dict by name"),
         (lambda x: (x, {"n": 3.0}), "returns a float as the metric 'n'; it does not add up over .*steps.token_mean"),
         (lambda x: (x, {"n": x.mean()}), "returns a Tensor as the metric 'n'"),
     ],
@@ -225,6 +228,30 @@ def test_what_is_no_loss_is_named_with_its_place(returned, message):
     for whole in (mine, mine + mine, 2.0 * mine):
         with pytest.raises(LossError, match=rf"the loss mine \({__file__}:\d+\) {message}"):
             total_loss(whole, TokenOutputs({"logprobs": torch.zeros(2)}), batch)
+
+
+def test_losses_that_cannot_be_added():
+    def rows(together):
+        return loss(["row_values"], level="row", together=together)(lambda outputs, batch: (outputs.row_values, {}))
+
+    with pytest.raises(ValueError, match=r"different fields \(group, pair\) cannot be added; use the same per-row"):
+        rows("pair") + entropy() + rows("group")
+    both = rows("pair") + rows(None) + entropy()
+    assert both.together == "pair" and both.levels == {"row", "token"}
+    batch = Batch.from_rows([[1]], {"response_mask": [[1.0]]})
+    with pytest.raises(ValueError, match=r"terms of both levels, token and row; compute it with steps\.total_loss"):
+        both(TokenOutputs({"row_values": torch.zeros(1), "entropy": torch.zeros(1)}), batch)
+    with pytest.raises(TypeError):
+        entropy() + 1.0
+
+
+def test_metrics_of_rows_and_of_the_loss():
+    batch = Batch.from_rows([[1], [2, 3], [4]], {"loss_weight": [[1.0], [1.0, 0.0], [1.0]]})
+    batch = batch.with_rows(row_weight=[0.0, 0.25, 0.5])
+    assert row_mean(batch, torch.tensor([math.nan, 1.0, 4.0])).value == 2.5, "all rows with a weight count alike"
+    assert weighted_sum(batch, torch.tensor([math.inf, 4.0, 8.0]), "row").value == 5.0
+    # Sums in float32 would lose the ones.
+    assert weighted_sum(batch, torch.tensor([2.0**24, 1.0, math.nan, 1.0])).value == 2**24 + 2
 
 
 def test_a_loss_without_a_gradient_warns():

@@ -12,6 +12,7 @@ from verl_fn.config.algorithms import GRPO
 from verl_fn.state import Batch, TokenOutputs, tree
 from verl_fn.state.metrics import merge
 from verl_fn.steps import aggregate, correct_advantages, importance_weights, ppo_clip, rollout_gap, total_loss
+from verl_fn.steps.correction import exact_gap
 from verl_fn.testing import tiny_batch
 
 FIELDS = ("old_log_probs", "rollout_log_probs", "advantages")
@@ -167,6 +168,17 @@ def test_options_that_mean_nothing_are_refused(options, message):
     batch, _ = pack([[1]], 0, *FIELDS)
     with pytest.raises(ValueError, match=message):
         importance_weights(batch, **options)
+
+
+def test_weights_have_the_dtype_of_the_log_probs_and_other_tokens_do_not_differ():
+    batch, _ = pack([[0, 1, 1]], 0, *FIELDS)
+    narrow = batch.with_tokens(**{name: batch[name].float() for name in FIELDS})
+    corrected = correct_advantages(narrow)
+    assert corrected["rollout_is_weights"].dtype == corrected["advantages"].dtype == torch.float32
+    others = narrow["rollout_log_probs"] + torch.tensor([3.0, 0.0, 0.5])
+    assert numbers(exact_gap(narrow, others)) == {
+        "rollout/tokens_differing": 1.0, "rollout/log_prob_diff_max": pytest.approx(0.5),
+    }  # fmt: skip
 
 
 def test_the_config_puts_the_correction_after_the_estimator():

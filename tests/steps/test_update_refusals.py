@@ -60,6 +60,11 @@ def test_an_optimizer_state_for_other_parameters_is_refused():
     with pytest.raises(ValueError, match=r"\['a.weight'\]; .*make it anew with optimizer.init\(params\)"):
         apply_update(adamw(0.1), state, grads)
     assert not is_donated(state)
+    # One of both moments is enough.
+    for moment in ("exp_avg", "exp_avg_sq"):
+        mixed = attrs.evolve(adamw(0.1).init(state.params), **{moment: getattr(state.optimizer, moment)})
+        with pytest.raises(ValueError, match=r"\['a.weight'\]; .*make it anew"):
+            apply_update(adamw(0.1), attrs.evolve(state, optimizer=mixed), grads)
     again = attrs.evolve(state, optimizer=adamw(0.1).init(state.params))
     assert apply_update(adamw(0.1), again, grads)[0].step == 1
 

@@ -209,3 +209,14 @@ def test_an_adaptive_coefficient_sees_rows_with_a_response_alone():
         apply_kl_in_reward(b, AdaptiveKL(0.1, target=1.0, horizon=10))[1] for b in (batch, batch.take([0, 1]))
     )
     assert ours.value == without.value == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
+
+
+def test_rows_without_a_weighted_token_pass_no_nan_to_their_values():
+    """A term of tokens reads the value of their row, whose derivative is infinite."""
+
+    @loss(needs=["row_values"])
+    def spread(outputs, batch):
+        return batch.spread(outputs.row_values.sqrt()), {}
+
+    batch = batch_of(loss_weight=[[0.0, 0.5, 0.5], [0.0, 0.0]])
+    assert gradient(spread, batch, [4.0, 0.0], "row_values") == (2.0, [0.25, 0.0])

@@ -82,12 +82,15 @@ def test_entropies_of_every_kind_of_head(folder):
     row = [5, 9, 13, 7, 11]
     batch = Batch.from_rows([row], {"response_mask": [[0.0] + [1.0] * 4]}).with_rows(temperature=torch.tensor([0.7]))
     needs = ["logprobs", "entropy", "sum_pi_squared", "candidate_logprobs", "top_logprobs_3", "top_ids_3"]
-    batch = batch.with_tokens(candidates=torch.tensor([[4, 66]] * 5))
     for name in ("qwen3", "cohere", "nanochat", "gemma2", "modernbert-decoder"):
         backend = Local(folder(name), sgd(0.0))
         params = backend.load_pretrained().params
-        outputs = backend.forward(params, batch, needs).by_name
         model = AutoModelForCausalLM.from_pretrained(folder(name), attn_implementation="eager").eval()
+        past = model.config.vocab_size
+        batch = batch.with_tokens(candidates=torch.tensor([[4, 66, past - 1, past, past + 9]] * 5))
+        outputs = dict(backend.forward(params, batch, needs).by_name)
+        assert outputs["candidate_logprobs"][1:, 3:].isneginf().all(), name
+        outputs["candidate_logprobs"] = outputs["candidate_logprobs"][:, :3]
         with torch.no_grad():
             log_probs = (model(input_ids=torch.tensor([row])).logits[0, :-1].float() / 0.7).log_softmax(-1)
         probs, drawn = log_probs.exp(), torch.tensor(row[1:])
@@ -95,7 +98,7 @@ def test_entropies_of_every_kind_of_head(folder):
             "logprobs": log_probs.gather(1, drawn[:, None])[:, 0],
             "entropy": -(probs * log_probs).sum(-1),
             "sum_pi_squared": probs.square().sum(-1),
-            "candidate_logprobs": log_probs[:, [4, 66]],
+            "candidate_logprobs": log_probs[:, [4, 66, past - 1]],
             "top_logprobs_3": log_probs.topk(3).values,
         }
         for output, values in expected.items():

@@ -41,6 +41,12 @@ def test_near_ties_of_greedy_and_cuts():
     assert drawn(most, probs(0.5, 0.26, 0.2, 0.04), 0.001) == (1, False)
 
 
+def test_a_cut_to_more_tokens_than_there_are_cuts_none():
+    for sampling in (Sampling(1, top_k=50), Sampling(1, top_k=3), Sampling(1, top_k=50, top_p=0.999)):
+        for u in (0.1, 0.5, 0.9):
+            assert drawn(sampling, [0.0, 1.0, 2.0], u) == drawn(Sampling(1), [0.0, 1.0, 2.0], u)
+
+
 def test_ties_at_a_cut_are_kept_whole():
     """Equals are all kept: no order among them could be told apart from noise."""
     draws = Draws(Sampling(1, top_k=1), 3, 1e-5)

@@ -43,6 +43,7 @@ def test_they_are_those_of_a_plain_forward(tmp_path):
         assert sample.routed_experts.dtype == torch.uint8
         want = picked(made.plain, torch.cat([sample.prompt, sample.tokens]))[:-1]
         assert torch.equal(sample.routed_experts[:-1].sort(-1).values.long(), want)
+        assert torch.equal(sample.routed_experts[-1], sample.routed_experts[-2])
         assert torch.equal(sample.routed_experts, streamed[sample.request, sample.number].routed_experts)
         distinct |= {tuple(pair) for pair in want.flatten(0, 1).tolist()}
     assert len(distinct) > 3

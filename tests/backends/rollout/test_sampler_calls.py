@@ -1,5 +1,7 @@
 """Calls of the embedded sampler: publications, versions, refusals and streams."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -7,6 +9,7 @@ from sampler_models import KEY, PROMPTS, SAMPLINGS, draw, make, responses
 
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.serving import Growing, not_finite
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights, specs_of
 from verl_fn.state import requests_for
 
@@ -198,6 +201,68 @@ def test_odd_settings_are_refused(made):
         Sampler(made.folder, dtype="float16")
     with pytest.raises(ValueError, match="slots"):
         Sampler(made.folder, slots=0)
+
+
+class Echo(Growing):
+    """Ends each request in the step after it came, or never, without a model."""
+
+    ends = True
+
+    def _run(self, requests, call, as_they_end):
+        raise NotImplementedError
+
+    def _abort(self):
+        self.aborted = True
+
+    def _grow(self, more, call):
+        ended = []
+        while (requests := more(ended)) is not None:
+            ended = [SimpleNamespace(request=request.id) for request in requests if self.ends]
+
+
+def test_requests_that_arrive_are_checked(made):
+    engine = Echo(made.folder, 8, 13, "first")
+    engine.version = 3
+    plain = requests_for([[1], [1, 4], [5]], Sampling(2), KEY)
+    longer, twice, hotter = (
+        attrs.evolve(plain[1], sampling=sampling)
+        for sampling in (Sampling(7), Sampling(2, n=2), Sampling(2, temperature=0.5))
+    )
+    for parts, message in (
+        ([plain[:2], None], "more returned None while 2 requests are still drawn"),
+        ([plain[:1], [hotter]], "must have n=1, and differ only in max_tokens"),
+        ([[twice]], "must have n=1"),
+        ([[plain[0], plain[0]]], "the id 0 is given to 2 prompts"),
+        ([[longer]], "with max_tokens=7 that is more than the 8 positions"),
+    ):
+        engine.aborted, engine.ends, arriving = False, False, iter(parts)
+        with pytest.raises(ValueError, match=message):
+            engine.grow(lambda ended, arriving=arriving: next(arriving), version=3)
+        assert engine.aborted
+    with pytest.raises(StaleWeightsError):
+        engine.grow(lambda ended: None, version=4)
+    # A request may come again after its end, and others may be as long as the model.
+    engine.ends, arriving, ids = (
+        True,
+        iter([plain[:1], plain[:1], [attrs.evolve(longer, sampling=Sampling(6))], []]),
+        [],
+    )
+
+    def more(ended):
+        ids.extend(sample.request for sample in ended)
+        return next(arriving, None)
+
+    engine.grow(more, version=3)
+    assert ids == [0, 0, 1]
+
+
+def test_what_cannot_be_recorded_while_weights_arrive_is_refused(made):
+    with pytest.raises(ValueError, match="set in_flight=False or routed_experts=False"):
+        Echo(made.folder, 8, 13, "first", in_flight=True, routed_experts=True)
+
+
+def test_logits_that_are_not_finite_are_of_a_sample_of_a_prompt():
+    assert str(not_finite(5, 4)).startswith("row 5 (sample 1 of prompt 1): the model's logits are not finite")
 
 
 # Streams

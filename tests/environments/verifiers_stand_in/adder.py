@@ -35,6 +35,10 @@ class Adder:
     def build_dataset(self):
         rows = [{"prompt": [{"role": "user", "content": f"{i}+1", "name": None}], "answer": str(i + 1)}
                 for i in range(self.count)]  # fmt: skip
+        if self.mode == "numbers":
+            rows = [{**row, "answer": int(row["answer"])} for row in rows]
+        if self.mode == "unasked":
+            rows[1]["prompt"] = []
         return [{**row, "at": object()} for row in rows] if self.mode == "odd" else rows
 
     def build_eval_dataset(self):
