@@ -157,6 +157,11 @@ def test_calls_are_read_from_replies(reply, content, calls):
     assert [call["id"] for call in message.get("tool_calls", [])] == [f"call_4_{i}" for i in range(calls)]
 
 
+def test_arguments_that_are_written_as_a_string_are_the_string():
+    reply = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert calls.calls_of(reply, calls.HERMES, ()) == ("", [("add", '{"a": 1}')])
+
+
 BARS = str.maketrans("|_", "\N{FULLWIDTH VERTICAL LINE}\N{LOWER ONE EIGHTH BLOCK}")
 XML = "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n1\n</parameter>\n</function>"
 WRITTEN = {
