@@ -116,6 +116,11 @@ def test_an_answer_of_several_rows_is_shown_whole():
     assert row["input"] == tokenizer.decode(first[: first.index(5)]) != ""
 
 
+def test_a_constant_offset_of_the_values_is_explained():
+    returns = torch.tensor([1.0, 2.0, 5.0, 7.0])
+    assert explained_variance(returns + 3.0, returns, torch.ones(4)) == 1.0
+
+
 def test_the_explained_variance_of_equal_returns_is_0_in_every_size():
     for value in (1000.1, 10000.1, 1e29):
         returns = torch.full((7,), value)

@@ -727,6 +727,10 @@ def too_few(batch):
     return torch.ones(len(batch))
 
 
+def endless(batch):
+    return torch.full((batch.num_tokens,), torch.inf)
+
+
 def test_a_denominator_of_ones_own(here):
     mode = aggregation(GRPO(loss_agg_mode="me:per_problem"))
     batch = aggregate(rewarded(), mode)
@@ -735,6 +739,8 @@ def test_a_denominator_of_ones_own(here):
     assert [float(weights[batch["group"] == one].sum()) for one in problems] == pytest.approx([0.25] * 4)
     with pytest.raises(TypeError, match=r"too_few .* returns \(12,\); it must return a tensor with a finite weight"):
         aggregate(rewarded(), aggregation(GRPO(loss_agg_mode="me:too_few")))
+    with pytest.raises(TypeError, match=r"endless .* returns inf or nan; it must return a tensor with"):
+        aggregate(rewarded(), aggregation(GRPO(loss_agg_mode="me:endless")))
     with pytest.raises(ConfigError, match="me:of_verl must be a function from an update batch"):
         aggregation(GRPO(loss_agg_mode="me:of_verl"))
 

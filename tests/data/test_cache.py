@@ -451,5 +451,15 @@ def test_tokens_that_depend_on_the_clock_are_encoded_at_each_start(tmp_path, few
             few.clear()
 
 
+def test_values_of_arguments_of_the_template_are_part_of_the_name(tmp_path, few):
+    file, thinks = str(tmp_path / "a.jsonl"), "{% if enable_thinking %}abc{% endif %}"
+    write(tmp_path / "a.jsonl", rows(30))
+    for value, longest in ((False, 10), (True, 13)):
+        for encoded in (30, 0):
+            data = read(file, using=tokenizer(template=thinks + CHAT_TEMPLATE, arguments={"enable_thinking": value}))
+            assert (data.max_prompt, sum(few)) == (longest, encoded)
+            few.clear()
+
+
 def test_name_of_data_that_is_no_file_is_not_known():
     assert reading.name_of([], Encoder([problem_rows()], (), object()), ()) is None

@@ -240,6 +240,19 @@ def test_columns_of_files_are_converted(tmp_path):
         read_files([tmp_path / "pairs.parquet"], "samples", convert=[lambda row: {"prompt": "", "data_source": ""}])
 
 
+def test_the_first_function_that_returns_a_row_makes_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "a", "bad": "c"}))
+
+    def pairs(row):
+        return {"prompt": row["q"], "chosen": "b", "rejected": row["bad"]}
+
+    def others(row):
+        return row | {"prompt": "d", "chosen": "e", "rejected": "f"}
+
+    for convert, prompt in (([lambda row: None, pairs, others], "a"), ([others, pairs], "d")):
+        assert read_files([tmp_path / "a.jsonl"], "pairs", convert=convert)[0].prompt == prompt
+
+
 @pytest.mark.parametrize(
     "line, said",
     [

@@ -191,6 +191,9 @@ def test_responses_of_the_data_have_a_limit(opened):
     opened["answers"] = Stored(pairs)
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="pairs", end_tokens=2)
     assert {problem.chosen for problem in data.train(KEY, 0, 20)} == {("a",)}
+    opened["answers"] = Stored([pairs[0], {"prompt": "a", "chosen": "aa", "rejected": "a" * 9}])
+    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="pairs", end_tokens=2)
+    assert {problem.rejected for problem in data.train(KEY, 0, 20)} == {("aa",)}, "either response may be too long"
     # A response that is as long as a row may be, behind the longest prompt of another row.
     assert source(opened, *limits[:1], learns_from="labels", end_tokens=2).max_row == 2 + 16 + 2
 

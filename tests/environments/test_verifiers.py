@@ -218,6 +218,11 @@ def test_arguments_of_calls_are_json():
         assert call == {"id": "call_0_0", "name": "add", "arguments": arguments}
 
 
+def test_arguments_that_are_written_as_a_string_are_the_string():
+    reply = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert calls.calls_of(reply, calls.HERMES, ()) == ("", [("add", '{"a": 1}')])
+
+
 BARS = str.maketrans("|_", "\N{FULLWIDTH VERTICAL LINE}\N{LOWER ONE EIGHTH BLOCK}")
 XML = "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n1\n</parameter>\n</function>"
 WRITTEN = {

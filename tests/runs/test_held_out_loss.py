@@ -9,7 +9,7 @@ from run_configs import tiny_run
 from transformers import AutoModelForCausalLM
 
 from verl_fn.algorithms import sft
-from verl_fn.algorithms.judged import DPOState, dpo
+from verl_fn.algorithms.judged import DPOState, dpo, pair_report
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.config import DPO, SFT, ConfigError, evaluation_plan, load
 from verl_fn.data.judged import Judged
@@ -66,6 +66,16 @@ def test_held_out_rows_that_a_loss_cannot_compare_are_left_out():
         assert algorithm.evaluate(STATE, [*others, good], w) == {}
     with pytest.raises(ArgumentError, match="learns from judged responses, and a problem has none"):
         dpo(DPO()).sample(STATE, [PAIR, unjudged], w)
+
+
+def test_pairs_are_judged_by_their_own_data_source():
+    sources = ("right", "wrong", "right")
+    pairs = [Judged("a", "", i, source, chosen=("b",), rejected=("bb",)) for i, source in enumerate(sources)]
+    report = pair_report(pairs, torch.tensor([5.0, 1.0, 0.0, 3.0, 4.0, 2.0]), "val-core", "acc/mean@1")
+    assert report == {
+        "val-core/right/acc/mean@1": 1.0, "val-aux/right/margin/mean@1": 3.0,
+        "val-core/wrong/acc/mean@1": 0.0, "val-aux/wrong/margin/mean@1": -3.0,
+    }  # fmt: skip
 
 
 def test_the_likeliest_tokens_are_asked_for_where_the_model_gives_them():

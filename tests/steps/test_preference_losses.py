@@ -215,6 +215,18 @@ def test_pairs_without_a_partner_are_named(loss, chosen):
         loss(outputs, batch)
 
 
+@pytest.mark.parametrize("loss", [dpo(), cdpo(), ipo(), simpo(), orpo(), bradley_terry()])
+def test_two_pairs_with_one_number_are_refused(loss):
+    batch = Batch.from_rows(
+        [[1]] * 4,
+        {"response_mask": [[1.0]] * 4, "ref_log_prob": [[0.0]] * 4},
+        {"pair": [7] * 4, "chosen": [1.0, 0.0, 1.0, 0.0], "row_weight": [0.5] * 4},
+    )
+    outputs = TokenOutputs({"logprobs": torch.zeros(4), "row_values": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"pair \[7\] of this batch do not have two rows"):
+        loss(outputs, batch)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -11,8 +11,15 @@ from verl_fn.algorithms.policy import estimator
 from verl_fn.config.algorithms import GRPO
 from verl_fn.state import Batch, TokenOutputs, tree
 from verl_fn.state.metrics import merge
-from verl_fn.steps import aggregate, correct_advantages, importance_weights, ppo_clip, rollout_gap, total_loss
-from verl_fn.steps.correction import exact_gap
+from verl_fn.steps import (
+    aggregate,
+    correct_advantages,
+    exact_gap,
+    importance_weights,
+    ppo_clip,
+    rollout_gap,
+    total_loss,
+)
 from verl_fn.testing import tiny_batch
 
 FIELDS = ("old_log_probs", "rollout_log_probs", "advantages")
@@ -110,6 +117,13 @@ def test_the_gap_of_a_far_token_is_measured_without_bounds():
         },
         rel=1e-6,
     )
+
+
+def test_log_probs_that_are_nan_differ_from_the_engines():
+    batch, _ = pack([[0, 1, 1], [1, 0]], 0, *FIELDS)
+    broken = torch.where(batch["response_mask"] != 0, math.nan, batch["rollout_log_probs"])
+    found = numbers(exact_gap(batch, broken))
+    assert found["rollout/tokens_differing"] == 3.0 and math.isnan(found["rollout/log_prob_diff_max"])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

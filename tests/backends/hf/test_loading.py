@@ -16,6 +16,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.outputs import check_head
 from verl_fn.backends.hf.weights import FolderWeights, check_numbers
 from verl_fn.backends.local import Local
+from verl_fn.backends.serving import longest_of
 from verl_fn.benchmarks import loading
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import cross_entropy, value_clip
@@ -208,6 +209,7 @@ def test_rows_that_would_change_the_frequencies_of_others_are_refused(tmp_path, 
     else:
         rope = {"rope_type": "longrope", "original_max_position_embeddings": 9, "factor": 8.0, "rope_theta": 1e4}
         edit_config(folder, rope_parameters=rope | factors)
+    assert longest_of(read_config(folder)) == 9, "engines take no longer rows either"
     backend = Local(folder, OPTIMIZER)
     state = backend.load_pretrained()
     alone, beside = (backend.forward(state.params, ragged(lengths=lengths)).logprobs for lengths in ((5,), (5, 9)))

@@ -17,11 +17,18 @@ from verl_fn.backends.megatron import attention, model
 from verl_fn.backends.megatron.attention import PackedAttention, Pieces, with_packed_attention
 from verl_fn.backends.megatron.executor import check_cuda
 from verl_fn.backends.megatron.layout import Sizes
+from verl_fn.backends.megatron.rows import padded_starts
 
 SCALE = 0.25
 ALONE = SimpleNamespace(sizes=Sizes())
 CONFIG = SimpleNamespace(softmax_type="vanilla", window_size=None)
 WITHOUT_PADDING = SimpleNamespace(get_text_config=SimpleNamespace)
+
+
+@pytest.mark.parametrize(("tp", "cp", "length"), [(3, 2, 24), (2, 3, 18), (4, 2, 16), (3, 1, 15)])
+def test_ranks_can_share_the_padded_rows_equally(tp, cp, length):
+    """A rank of tp divides what each rank of cp has, which is two chunks of the same length."""
+    assert padded_starts(torch.tensor([13]), tp, cp)[1] == length
 
 
 def qkv(tokens, seed=0):
