@@ -203,6 +203,12 @@ def test_arguments_and_their_defaults(words, values):
     assert {name: getattr(args, name) for name in values} == values and args.argv == given
 
 
+def test_a_tilde_after_an_equals_sign_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    args = parse(["report", "~/run", "--out=~/x.html"])
+    assert (args.runs, args.out) == (["/h/run"], "/h/x.html")
+
+
 def test_an_existing_file_with_an_equals_sign_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()

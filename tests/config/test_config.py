@@ -612,6 +612,12 @@ def test_a_table_of_the_users_own_keys_comes_from_where_one_of_them_was_set(tmp_
     assert (of["seed"], of["timeout"], shown()["chat_template_kwargs"]) == ("default",) * 3
 
 
+def test_a_key_that_begins_like_one_that_is_set_has_its_default():
+    """As rollout.n does."""
+    lines = describe(Config(), {"rollout.name": "command line"}).splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("[command line]")] == ["name"]
+
+
 def test_a_key_comes_from_where_it_was_set_last(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('[trainer]\nseed = 3\ndir = "x"\n')

@@ -61,8 +61,9 @@ def test_its_files_and_its_token_are_this_users(two):
         [member.host.map.remote(os.getenv, None, "RAY_AUTH_TOKEN_PATH") for member in members(two)]
     )
     assert environments == [str(token)] * len(environments)
-    logs = [Path(log) for member in members(two) for log in member.logs]
-    assert logs and all(token.parent in log.parents for log in logs)
+    for member in members(two):
+        logs = [Path(log) for log in member.logs]
+        assert [log.suffix for log in logs] == [".out", ".err"] and all(token.parent in log.parents for log in logs)
     assert token.parent.stat().st_mode & 0o777 == 0o700
 
 

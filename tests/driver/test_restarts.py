@@ -230,7 +230,7 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
     member = SimpleNamespace(name="rollout", host=None, sentinel=None)
     monkeypatch.setattr(remote.ray, "kill", lambda host: None)
     monkeypatch.setattr(remote.ray, "wait", lambda refs, timeout: None)
-    monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [None])
+    monkeypatch.setattr(RemoteRollout, "_made", lambda self, member, calls: [("new", 1)])
 
     def restarts(*errors):
         calls = {
@@ -245,6 +245,7 @@ def test_an_engine_is_restarted_a_few_times_without_an_answer(monkeypatch):
         engines = RemoteRollout(cluster, group, "rollout", 3)
         for error in errors:
             engines.restart(member, error)
+        assert engines._addresses == [("new", 1)], "weights are sent to the new process"
         return len(cluster.reasons)
 
     def died():

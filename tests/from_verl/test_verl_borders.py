@@ -87,6 +87,7 @@ def test_values_that_are_taken(words, key, value):
             f"{GRPO_LORA} {ROLLOUT}engine_kwargs.vllm.max_model_len=1535",
             "longest prompt and response have 1536 tokens",
         ),
+        (f"{GRPO_LORA} {ROLLOUT}repetition_penalty=1.05", "responses are drawn from the model's own distribution"),
         (f"{GRPO_LORA} critic.enable=True", "a critic learns with the estimator gae, and not with grpo; remove it"),
         (f"{PPO} critic.enable=False", "a critic learns with the estimator gae, and not with gae; remove it"),
         (f"{GRPO_LORA} data.train_batch_size=0", "a step has prompts, and not 0"),

@@ -362,11 +362,15 @@ def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
 
 
 def test_only_the_first_prompts_are_shown(tmp_path):
-    run = write(tmp_path / "a", brief(4), [answer(4, prompt=f"p{i}>") for i in range(SHOWN + 3)])
+    """The gain of right answers counts all."""
+    prompts = [f"p{i}>" for i in range(SHOWN + 3)]
+    answers = [answer(step, prompt=prompt, acc=step / 4) for step in (0, 4) for prompt in prompts]
+    run = write(tmp_path / "a", brief(4), answers)
     text, found = page(report([run], tmp_path / "page.html"))
     assert f"p{SHOWN - 1}>" in found.cells
     assert f"p{SHOWN}>" not in found.cells
     assert f"the first {SHOWN} of {SHOWN + 3} prompts" in text
+    assert f"from step 0 to step 4, +{SHOWN + 3} right of {SHOWN + 3}<" in text
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,7 @@ def test_functions_get_the_arguments_that_they_have_parameters_for(here):
 def test_arguments_of_functions_are_values_of_json_that_no_response_brings():
     for settings, said in (
         ({"extra_info": 1}, "reward.arguments.extra_info is given by the run"),
+        ({"solution_strs": "x"}, "reward.arguments.solution_strs is given by the run"),
         ({"when": datetime.date(2026, 1, 5)}, "reward.arguments must have values of JSON"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -45,6 +45,7 @@ def test_other_answers(answer, truth):
 
 def test_the_last_box_that_ends():
     assert boxed(r"\boxed{1} and \boxed{\sqrt{2}} .") == r"\sqrt{2}"
+    assert boxed(r"\boxed{1} no, \fbox{2}") == "2" and boxed(r"\fbox{2} no, \boxed{1}") == "1"
     assert boxed(r"\fbox{3}") == "3" and boxed("no box") is None and boxed(r"\boxed{1} \boxed{\frac{1}{2}") is None
 
 

@@ -9,6 +9,7 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn import atomic
+from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.cli import main
 from verl_fn.runs import RunError, evaluate
 from verl_fn.runs import folder as folder_module
@@ -255,6 +256,13 @@ def strip(manifest):
 
     content = {k: v for k, v in json.loads(manifest.read_text()).items() if k not in ("run", CHECKSUM)}
     atomic.write(manifest, json.dumps(content | {CHECKSUM: _checksum(content)}))
+
+
+def test_a_checkpoint_without_an_identity_is_not_one_of_a_run_that_has_one(copy):
+    verify(copy / "checkpoints/step_2")
+    strip(copy / "checkpoints/step_2" / MANIFEST)
+    with pytest.raises(CheckpointError, match=r"step_2 is of another run than .*: move it away"):
+        verify(copy / "checkpoints/step_2")
 
 
 def test_a_run_of_an_older_version_goes_on(tiny, copy, run):

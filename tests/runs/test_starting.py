@@ -169,6 +169,14 @@ def test_a_run_in_one_process_takes_the_threads_that_the_environment_names(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("task", "talks"), [("guess_number", True), ("calculator", True), ("count", False)])
+def test_a_random_model_has_a_chat_template_for_dialogues_without_an_environment(tmp_path, task, talks):
+    settings = ["algorithm.name=sft", f"data.task={task}", f"trainer.dir={tmp_path}"]
+    plan = make_plan(load(overrides=settings))
+    make_model_folder(plan)
+    assert not plan.env.name and (tmp_path / "new_model/chat_template.jinja").exists() == talks
+
+
 def test_a_random_model_is_one_of_its_seed(tmp_path):
     def weights(seed):
         plan = make_plan(load(overrides=["data.task=count", f"trainer.dir={tmp_path}/run", f"trainer.seed={seed}"]))
