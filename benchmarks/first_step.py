@@ -297,13 +297,7 @@ def main(argv: Sequence[str]) -> int:
     """``verl-fn bench first-step``: a table; exit status 1 where a bar is missed or a layout failed."""
     parser = measure.parser("first-step", __doc__)
     parser.add_argument("--layouts", nargs="+", default=["local", "fsdp:2", "fsdp:2,sp=2"])
-    parser.add_argument(
-        "--losses",
-        nargs="+",
-        default=list(LOSSES),
-        metavar="LOSS",
-        help=HELP,
-    )
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), metavar="LOSS", help=HELP)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny", help="of a model with random weights")
     parser.add_argument("--model", metavar="FOLDER", help="a model folder in its place, such as one of a new family")
     parser.add_argument("--rows", type=measure.count, default=24)
@@ -328,13 +322,15 @@ def main(argv: Sequence[str]) -> int:
         _place_model(folder / "model", args)
         _check_longest(folder / "model", args.longest)
         for reference in dict.fromkeys(layout.reference for layout in layouts):
+            compared = [one for one in layouts if one.reference == reference]
             try:
-                wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
+                wanted = _reference(folder, args, reference, compared)
             except RanksFailed as error:
-                failed[reference] = _told(reference, error)
+                cause = _told(f"{reference}, the reference", error)
+                failed |= dict.fromkeys((one.text for one in compared), f"the reference {reference}: {cause}")
                 continue
             bf16: dict[str, dict[str, Any]] = {}
-            for layout in (one for one in layouts if one.reference == reference):
+            for layout in compared:
                 try:
                     measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
                 except RanksFailed as error:

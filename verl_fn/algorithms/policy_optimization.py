@@ -194,7 +194,12 @@ def sample_with_baseline(state: PolicyState, problems: Sequence[Problem], w: Wor
     samples = clock.run_all({phase: functools.partial(generate, asked) for phase, asked in requests.items()})
     batch, greedy = (batch_of(drawn, problems, w, clock) for drawn in samples.values())
     # A greedy conversation whose environment failed leaves its problem without a baseline.
-    batch = batch.take(torch.isin(batch["group"], greedy["group"]).nonzero()[:, 0])
+    rows = torch.isin(batch["group"], greedy["group"]).nonzero()[:, 0]
+    if not len(rows):
+        raise UserError(
+            "remax: no problem has both a greedy and a sampled conversation whose environment did not fail"
+        )
+    batch = batch.take(rows)
     return Experience(with_baselines(batch, greedy), len(problems), clock.seconds, dropped={"baseline": greedy})
 
 

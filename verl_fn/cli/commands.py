@@ -321,22 +321,19 @@ def _own_page(name: str) -> str:
 def _described(fn: object) -> str:
     """Says what a function can be by its parameters, with the options; nothing if it can be nothing.
 
-    An estimator begins with ``batch``, and an algorithm has ``options``. Nothing of the user is called here, so what
-    the function returns is not known.
+    Nothing of the user is called here, so what the function returns is not known.
     """
-    options = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if not options or options[0].name == "options" or any(one.kind not in by_name for one in options):
+    parameters = list(inspect.signature(fn).parameters.values()) if inspect.isfunction(fn) else []
+    options = [one for one in parameters if one.default is not one.empty]
+    given = [one for one in parameters if one.default is one.empty]
+    if not parameters or [one.kind for one in given] not in ([], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
         return ""
-    key, makes = "policy_loss", "makes a loss"
-    if options[0].name == "batch":
-        key, makes = "adv_estimator", "returns a batch"
-        del options[0]
-    lines = [
-        f"  algorithm.{key}_kwargs.{one.name}"
-        + (" must be set" if one.default is one.empty else f" = {one.default!r}")
-        for one in options
-    ]
+    key, makes = ("adv_estimator", "returns a batch") if given else ("policy_loss", "makes a loss")
+    lines = [f"  algorithm.{key}_kwargs.{one.name} = {one.default!r}" for one in options]
+    if given and given[0].name != "batch":
+        lines.append(
+            f"for algorithm.policy_loss if it makes a loss; algorithm.policy_loss_kwargs.{given[0].name} must be set"
+        )
     return "\n".join(
         [f"for algorithm.{key} if it {makes}; {'its options:' if options else 'it has no options'}", *lines]
     )

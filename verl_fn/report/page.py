@@ -321,7 +321,7 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key not in {*OF_ONE_RUN, *run.unused}}
-        settings |= run.inputs
+        settings |= {**run.inputs, "continued": continuations(run.folder)}
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     for group in groups.values():
         last = {run.label: (metric, values[-1][0]) for run in group for metric, values in [_held_out(run)] if values}
@@ -336,7 +336,7 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def remarks(run: RunRecord) -> list[str]:
-    """Returns sentences about how a run failed, and about steps that learned nothing or cut most answers off.
+    """Returns sentences about a run's failure and changes, and steps that learned nothing or cut most answers off.
 
     Such steps are told if they are at least a tenth of all steps; the sentence is about the last one.
     """
@@ -522,7 +522,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
             rows.append(_code_row(key, shown))
     for name in dict.fromkeys(name for run in runs for name in run.inputs):
         prints = [run.inputs.get(name, MISSING) for run in runs]
-        # An input that only some runs have is named by the config.
+        # What only some runs read follows from their settings and code.
         if len({*prints} - {MISSING}) > 1:
             rows.append(_code_row(name, prints))
     body = table_of(head, rows, "keys", title) if rows else '<p class="soft">No key.</p>\n'

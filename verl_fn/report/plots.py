@@ -509,8 +509,14 @@ def evaluation_plot(reports: Reports, out: str | Path) -> Path:
 def _panels(reports: Reports) -> dict[str, dict[str, list[float | None]]]:
     """Returns the value of each model by data source and short name; metrics of another form come last."""
     panels: dict[str, dict[str, list[float | None]]] = {}
-    for name in dict.fromkeys(name for report in reports.values() for name in report):
+    names = list(dict.fromkeys(name for report in reports.values() for name in report))
+    core = {match["source"] for name in names if name.startswith("val-core/") and (match := _NAME.fullmatch(name))}
+    for name in names:
         match = _NAME.fullmatch(name)
         source, short = (match["source"], f"{match['value']}/{match['kind']}") if match else ("", name)
+        # Of several reward functions, the name of one stands between the source and its number.
+        above = max((one for one in core if source not in core and source.startswith(f"{one}/")), key=len, default="")
+        if above:
+            source, short = above, f"{source.removeprefix(f'{above}/')}/{short}"
         panels.setdefault(source, {})[short] = [report.get(name) for report in reports.values()]
     return {source or "further metrics": panels[source] for source in sorted(panels, key=lambda s: s == "")}

@@ -101,9 +101,18 @@ def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:
 
 
 def _of_sources(report: Mapping[str, Any], metric: str) -> list[float]:
-    """Returns the held-out ``acc`` or ``reward`` of each data source."""
-    name = re.compile(rf"val-(core|aux)/.+/{metric}/mean@\d+", re.DOTALL)
-    return [value for key, value in report.items() if name.fullmatch(key) and value is not None]
+    """Returns the held-out ``acc`` or ``reward`` of each data source.
+
+    A number of a reward function may have the same name below a source; no source of its own is meant.
+    """
+    name = re.compile(r"val-(core|aux)/(.+)/(acc|reward)/mean@\d+", re.DOTALL)
+    found = [(match.groups(), value) for key, value in report.items() if (match := name.fullmatch(key))]
+    sources = {source for (family, source, _), _ in found if family == "core"}
+    return [
+        value
+        for (_, source, kind), value in found
+        if kind == metric and value is not None and (source in sources or not sources)
+    ]
 
 
 def evaluation_line(report: Report, metric: str = "acc") -> str:
@@ -175,7 +184,7 @@ def evaluation_of(
             report |= spread(f"val-aux/{source}/reward", score[rows])
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
-        report |= _further(f"val-aux/{source}", batch, rows) | report
+        report |= _further(f"val-aux/{source}", batch, rows)
     return report, answers
 
 
@@ -189,7 +198,9 @@ def _further(prefix: str, batch: Batch, rows: torch.Tensor) -> Report:
     fields = {name: field.reshape(len(rows), -1) for name, field in batch.per_row.items()}
     report: dict[str, float] = {}
     for name in [name for name in fields if name.startswith("reward/")]:
-        known, short = rows & ~fields[name].isnan().any(1), f"{prefix}/{name.removeprefix('reward/')}"
+        # A number that is called as what is reported anyway keeps its whole name.
+        own = name if name in ("reward/acc", "reward/reward") else name.removeprefix("reward/")
+        known, short = rows & ~fields[name].isnan().any(1), f"{prefix}/{own}"
         if 0 < int(known.sum()) < int(rows.sum()):
             report[f"{short}/count"] = float(known.sum())
         report |= spread(short, fields[name][known]) if bool(known.any()) else {}

@@ -24,6 +24,7 @@ import tomli_w
 from verl_fn import __version__, atomic
 from verl_fn.atomic import crc_of
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
+from verl_fn.config.load import default_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
 from verl_fn.data.hub import is_set, recorded, set_files
@@ -212,15 +213,15 @@ def continuations(folder: Path) -> list[str]:
     said = []
     for end in _ends(folder):
         try:
-            before, now = (
-                flat(tomllib.loads(config_file(folder, step).read_text(encoding="utf-8"))) for step in (end, end + 1)
-            )
-        except (OSError, ValueError, RecursionError):
+            tables = (tomllib.loads(config_file(folder, step).read_text("utf-8")) for step in (end, end + 1))
+            # A version may have keys that an earlier one had not.
+            before, now = (flat(default_table(table)) | flat(table) for table in tables)
+        except (ConfigError, OSError, ValueError, RecursionError):
             continue
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_A_START]
         changes = [f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
         changes += changed_inputs(recorded_inputs(folder, end), recorded_inputs(folder, end + 1))
-        said.append(f"after step {end:,} it was continued with changes: {'; '.join(changes)}")
+        said += [f"after step {end:,} it was continued with changes: {'; '.join(changes)}"] if changes else []
     return said
 
 

@@ -301,7 +301,7 @@ class _Loop:
             return {}
         report = self._evaluate(state)
         self.run.amend(state.step, report)
-        self._say_once("held-out answers", held_out_cut_off(report))
+        self._say_once("held-out answers", held_out_cut_off(report, state.step))
         return report
 
     def _evaluate(self, state: RunState) -> Report:

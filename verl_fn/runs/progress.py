@@ -397,18 +397,29 @@ def cut_off(step: int, report: Report) -> str:
     )
 
 
-def held_out_cut_off(report: Mapping[str, float]) -> str:
-    """Returns the sentence of ``cut_off`` about an evaluation, in which all data sources count alike; or nothing.
+def held_out_cut_off(report: Mapping[str, float], step: int | None = None) -> str:
+    """Returns a sentence about an evaluation in which most responses were cut off, all sources alike; or nothing.
 
     Example:
-        >>> held_out_cut_off({"val-aux/x/response_length/clip_ratio": 1.0, "val-aux/y/z/reward/mean@1": 0.5})[:54]
-        'in the evaluation 100% of the responses were cut off a'
+        >>> held_out_cut_off({"val-aux/x/response_length/clip_ratio": 1.0, "val-aux/y/z/reward/mean@1": 0.5}, 7)[:68]
+        'in the evaluation after step 7 100% of the responses were cut off at'
     """
+    limits = {
+        "response_length/clip_ratio": "data.max_response_length",
+        "env/ended/turn_limit": "env.max_turns",
+        "env/ended/length": "env.max_turn_length or data.max_response_length",
+    }
     means = dict[str, float]()
-    for name in ("response_length/clip_ratio", "env/ended/turn_limit", "env/ended/length"):
+    for name in limits:
         shares = [value for key, value in report.items() if key.startswith("val-aux/") and key.endswith(f"/{name}")]
         means |= {name: sum(shares) / len(shares)} if shares else {}
-    return cut_off(0, means).replace("in step 0", "in the evaluation", 1)
+    if sum(means.values()) <= MOST:
+        return ""
+    what = "responses" if "response_length/clip_ratio" in means else "conversations"
+    at = ", ".join(
+        f"{share:.0%} of the {what} were cut off at {limits[name]}" for name, share in means.items() if share
+    )
+    return f"in the evaluation{'' if step is None else f' after step {step}'} {at}; raise the limit"
 
 
 class Start:

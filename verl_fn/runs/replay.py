@@ -214,8 +214,11 @@ def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:
 
 
 def _first_metric(logged: dict[str, Any], repeated: dict[str, Any]) -> str | None:
-    """Describes the first metric that differs; returns None if all are equal."""
-    for name in (*logged, *repeated):
+    """Describes the first metric that differs; returns None if all are equal.
+
+    An evaluation may have metrics that the version which logged it had not.
+    """
+    for name in (*logged, *(name for name in repeated if not name.startswith(EVALUATED))):
         if logged.get(name) != repeated.get(name):
             return f"metric {name}: logged {logged.get(name)!r}, now {repeated.get(name)!r}"
     return None
