@@ -32,7 +32,7 @@ from verl_fn.config import (
 )
 from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS
-from verl_fn.errors import ArgumentError
+from verl_fn.errors import ArgumentError, UserError
 from verl_fn.rewards import Reward
 from verl_fn.runs.progress import few_groups
 from verl_fn.state import Batch, Key, Sampling, TokenOutputs, tree
@@ -114,7 +114,11 @@ def test_remax_leaves_out_problems_whose_greedy_conversation_failed():
     problems = TASK.train(KEY, 4, 4)
     experience = algorithm.sample(state, problems, w)
     assert experience.batch["group"].tolist() == [p.id for p in problems[1:] for _ in range(3)]
-    assert algorithm.learn(state, experience, w)[0].step == 1
+    state = algorithm.learn(state, experience, w)[0]
+    assert state.step == 1
+    alone = attrs.evolve(w, rollout=Failing())
+    with pytest.raises(UserError, match="no problem has both a greedy and a sampled conversation"):
+        algorithm.sample(state, problems[:1], alone)
 
 
 @pytest.mark.parametrize("version", [None, 7])

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import tomllib
 from html import unescape
 from html.parser import HTMLParser
@@ -189,6 +190,15 @@ def test_a_run_that_was_continued_with_changes_says_so(tmp_path):
     changes = "actor.optim.lr 0.5 -&gt; 0.25; another content of /mine.py"
     assert f"a: after step 4 it was continued with changes: {changes}<" in text
     assert "a: after step 5 it was continued with changes: another content of /mine.py<" in text
+    # The same settings from the start are another run.
+    other = write(tmp_path / "b", brief(6), overrides=["actor.optim.lr=0.25", "trainer.seed=9"])
+    shutil.copy(run / "inputs.json", other)
+    assert "seeds only" not in page(report([run, other], tmp_path / "page.html"))[0]
+    # An earlier version had fewer keys, whose defaults count; and a damaged record says nothing.
+    before = run / "configs/until_step_5.toml"
+    before.write_text("".join(line for line in before.open() if not line.startswith("eps")))
+    before.with_suffix(".json").write_text("{")
+    assert "after step 5 it" not in page(report([run], tmp_path / "page.html"))[0]
     (run / "configs/until_step_2.toml").write_text("no = toml = here")
     text, _ = page(report([run], tmp_path / "page.html"))
     assert "after step 2 it" not in text and "after step 4 it" in text

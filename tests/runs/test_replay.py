@@ -15,7 +15,7 @@ from verl_fn.cli import commands, main
 from verl_fn.runs import RunError, journal, loop
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import restored_state, train
-from verl_fn.runs.replay import Replayed, _origin, fork_plan, replay
+from verl_fn.runs.replay import Replayed, _first_metric, _origin, fork_plan, replay
 from verl_fn.state import pack
 
 SILENT = lambda line: None  # noqa: E731
@@ -356,3 +356,11 @@ def test_a_replay_tells_its_result(found, status, lines, monkeypatch, capsys):
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(lines) and all(one.startswith(line) for one, line in zip(said, lines, strict=True))
     assert [(Path(folder).name, step, more) for folder, step, more in asked] == [("r", 3, {"recorded": bool(status)})]
+
+
+def test_a_replay_has_metrics_of_evaluations_that_an_earlier_version_did_not_log():
+    logged = {"actor/loss": 1.0, "val-core/x/acc/mean@1": 0.5}
+    more = {"val-aux/x/response_length/clip_ratio": 0.0, "val/loss": 2.0}
+    assert _first_metric(logged, logged | more) is None
+    assert _first_metric(logged | more, logged) == "metric val-aux/x/response_length/clip_ratio: logged 0.0, now None"
+    assert _first_metric(logged, logged | {"actor/kl": 0.0}) == "metric actor/kl: logged None, now 0.0"
