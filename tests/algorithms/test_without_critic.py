@@ -108,6 +108,10 @@ def test_remax_leaves_out_problems_whose_greedy_conversation_failed():
             samples = super().generate(requests, version=version)
             return samples if len(self.calls) == 1 else samples[1:]
 
+    class Apart(Listening):
+        def generate(self, requests, *, version=None):
+            return super().generate([requests[len(self.calls)]], version=version)
+
     w = workers(rollout=Failing())
     algorithm = remax(ReMax())
     state = algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY)
@@ -116,9 +120,8 @@ def test_remax_leaves_out_problems_whose_greedy_conversation_failed():
     assert experience.batch["group"].tolist() == [p.id for p in problems[1:] for _ in range(3)]
     state = algorithm.learn(state, experience, w)[0]
     assert state.step == 1
-    alone = attrs.evolve(w, rollout=Failing())
     with pytest.raises(UserError, match="no problem has both a greedy and a sampled conversation"):
-        algorithm.sample(state, problems[:1], alone)
+        algorithm.sample(state, problems[:2], attrs.evolve(w, rollout=Apart()))
 
 
 @pytest.mark.parametrize("version", [None, 7])
