@@ -352,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _told(layout: str, error: RanksFailed) -> str:
-    """Prints what the ranks of a layout wrote, and why they failed, which is returned."""
+    """Prints what the ranks of a layout wrote, and prints and returns why they failed."""
     print(error, file=sys.stderr)
     print(f"{layout}: FAILED {error.cause}", flush=True)
     return error.cause

@@ -142,7 +142,7 @@ FAULT, FAILED, NONE = RuntimeError("out of order"), ValueError("a prompt is empt
         (False, False, FAULT, True, False, True),
         (False, True, FAULT, False, False, True),
         (True, False, FAULT, True, True, False),
-        # A restart is due, whoever has told of the error.
+        # The error asks for a restart, also if another call reported it.
         (True, True, FAULT, True, True, False),
         (True, False, FAILED, True, False, True),
         (True, True, FAILED, False, False, True),

@@ -284,7 +284,7 @@ class Told(UserError, RuntimeError):
         (RuntimeError("CUDA error"), True),
         (IncompleteWeights("a tensor is missing"), True),
         (PublicationFailed("half of it"), True),
-        # The process at the other end is a training rank, which is not restarted.
+        # The process at the other end is a training rank. Only engines are restarted.
         (SenderFailed("the trainer ended"), False),
         (Told("a prompt is empty"), False),
         (NotImplementedError("no top_k"), False),

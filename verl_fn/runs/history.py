@@ -200,7 +200,10 @@ def changed_keys(folder: Path, table: Table) -> dict[str, str]:
             f"{error}. Without it nobody knows which settings have changed; restore the file, or fork a checkpoint "
             f"into another trainer.dir (trainer.resume_from_path={saved[0]})"
         ) from error
-    now = flat(table)
+    return _changes(before, flat(table))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_A_START]
     return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
 
@@ -218,8 +221,7 @@ def continuations(folder: Path) -> list[str]:
             before, now = (flat(default_table(table)) | flat(table) for table in tables)
         except (ConfigError, OSError, ValueError, RecursionError):
             continue
-        keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _OF_A_START]
-        changes = [f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
+        changes = [f"{key} {change}" for key, change in _changes(before, now).items()]
         changes += changed_inputs(recorded_inputs(folder, end), recorded_inputs(folder, end + 1))
         said += [f"after step {end:,} it was continued with changes: {'; '.join(changes)}"] if changes else []
     return said

@@ -314,7 +314,7 @@ def few_rows(folder, options, rows):
 
 
 def other_batches(folder):
-    """Other rows on each rank, and the same rows with other advantages: told, not hung and not mixed."""
+    """Other rows on each rank, and the same rows with other advantages, are an error on all ranks."""
     backend, batch, rank = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch(), dist.get_rank()
     state, others = backend.init(KEY), batch.with_tokens(advantages=batch["advantages"] + rank)
     return [

@@ -27,7 +27,7 @@ WITHOUT_PADDING = SimpleNamespace(get_text_config=SimpleNamespace)
 
 @pytest.mark.parametrize(("tp", "cp", "length"), [(3, 2, 24), (2, 3, 18), (4, 2, 16), (3, 1, 15)])
 def test_ranks_can_share_the_padded_rows_equally(tp, cp, length):
-    """A rank of tp divides what each rank of cp has, which is two chunks of the same length."""
+    """Each rank of cp has two chunks of the same length, and the ranks of tp divide them."""
     assert padded_starts(torch.tensor([13]), tp, cp)[1] == length
 
 
