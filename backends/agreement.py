@@ -138,14 +138,19 @@ def _all_equal(digest: bytes) -> bool:
 def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a backend for a comparison: its options, its optimizer and a hash of its config.
 
-    A dtype equals its name. A function in the optimizer is compared by its name.
+    A dtype equals its name.
     """
     config = folder / "config.json"
     return {
         **{name: str(value).removeprefix("torch.") for name, value in options.items()},
         "model (config.json)": _hash(config.read_bytes() if config.is_file() else b"none"),
-        "optimizer": re.sub(" at 0x[0-9a-f]+", "", repr(optimizer)),
+        "optimizer": settings_of(optimizer),
     }
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    """Returns an optimizer's settings for a comparison between processes; a function is compared by its name."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(optimizer))
 
 
 def readable_weights(folder: str | Path, model: Hollow) -> FolderWeights | None:

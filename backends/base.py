@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends import checkpoint
-from verl_fn.backends.agreement import Gather, agreed, alone, gathered, require_same
+from verl_fn.backends.agreement import Gather, agreed, alone, gathered, require_same, settings_of
 from verl_fn.backends.checkpoint import Writing
 from verl_fn.backends.hf import exact as exactness
 from verl_fn.backends.hf.config import check_same_config
@@ -262,18 +262,27 @@ class Base(abc.ABC):
         with self._one_call(gradients=True), self._with_buffers(state.params):
             return self._forward_backward(state, batch.detached(), loss, wanted)
 
-    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+    def apply_update(
+        self, state: TrainState, grads: Grads, *, donate: bool = True, optimizer: Optimizer | None = None
+    ) -> tuple[TrainState, Metrics]:
         """Returns the next state and metrics; see ``steps.apply_update``. Gradients move to the parameters' device.
+
+        Args:
+            optimizer: computes this update in place of the backend's own, with other hyperparameters: a learning
+                rate, betas, weight decay or norm to clip at. It must continue the state's optimizer tree.
 
         Raises:
             ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
-                devices; nothing was donated then.
+                devices, or ranks were given different optimizers; nothing was donated then.
             LayoutError: the state or the gradients are of another layout, or another thread computes.
         """
         expect_update(state, grads)
+        if optimizer is not None:
+            expect("apply_update", Optimizer, optimizer)
+            self._agree({"optimizer for apply_update": settings_of(optimizer)})
         self._check(state.params, grads)
         moved_grads = beside(state, grads, self._moved)
-        new, reported = self._updated(state, moved_grads, donate)
+        new, reported = self._updated(optimizer or self.optimizer, state, moved_grads, donate)
         if donate and moved_grads is not grads:
             taken(grads, "apply_update")
         return new, reported
@@ -300,9 +309,11 @@ class Base(abc.ABC):
 
     # What a backend may compute differently
 
-    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
+    def _updated(
+        self, optimizer: Optimizer, state: TrainState, grads: Grads, donate: bool
+    ) -> tuple[TrainState, Metrics]:
         """Returns what ``apply_update`` does, for gradients on the device of the parameters."""
-        return apply_update(self.optimizer, state, grads, donate=donate)
+        return apply_update(optimizer, state, grads, donate=donate)
 
     def _slots(self, params: Params) -> Any:
         """Returns the first state of the optimizer."""

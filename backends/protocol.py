@@ -29,7 +29,7 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
 )
-from verl_fn.steps import Loss
+from verl_fn.steps import Loss, Optimizer
 
 __all__ = [
     "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "HoldsBuffers", "PublicationFailed", "Ref",
@@ -396,9 +396,19 @@ class TrainBackend(Protocol):
         ...
 
     def apply_update(
-        self, state: Handle[TrainState], grads: Handle[Grads], *, donate: bool = True
+        self,
+        state: Handle[TrainState],
+        grads: Handle[Grads],
+        *,
+        donate: bool = True,
+        optimizer: Optimizer | None = None,
     ) -> tuple[Handle[TrainState], Ref[Metrics]]:
-        """Returns the next state and metrics; ``state`` and ``grads`` are donated unless ``donate`` is False."""
+        """Returns the next state and metrics; ``state`` and ``grads`` are donated unless ``donate`` is False.
+
+        Args:
+            optimizer: computes this update in place of the backend's own, to change hyperparameters from call to
+                call. It must continue the state's optimizer tree.
+        """
         ...
 
     def place(

@@ -229,9 +229,11 @@ class Fsdp(SkeletonBackend):
         return Grads(grads), metrics.merge(*all_totals)
 
     @one_at_a_time
-    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
+    def _updated(
+        self, optimizer: Optimizer, state: TrainState, grads: Grads, donate: bool
+    ) -> tuple[TrainState, Metrics]:
         specs = {name: spec_of(t) for name, t in state.params.items()}
-        check_update(self.optimizer, state, grads)
+        check_update(optimizer, state, grads)
         copies = 0
         if donate:
             # Donation happens twice: of the DTensors here, and of their local tensors in apply_update.
@@ -244,7 +246,7 @@ class Fsdp(SkeletonBackend):
             return t
 
         state, grads = locals_of(state), locals_of(grads)
-        state, reported = apply_update(self.optimizer, state, grads, donate=donate, reduce=reduce)
+        state, reported = apply_update(optimizer, state, grads, donate=donate, reduce=reduce)
         return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})
 
     @one_at_a_time

@@ -270,13 +270,15 @@ class Megatron(Base):
         return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))
 
     @one_at_a_time
-    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
+    def _updated(
+        self, optimizer: Optimizer, state: TrainState, grads: Grads, donate: bool
+    ) -> tuple[TrainState, Metrics]:
         def total(t: Tensor, name: str = "") -> Tensor:
             dist.all_reduce(t)
             return t
 
-        optimizer = self._built().optimizer
-        return apply_update(optimizer, state, grads, donate=donate, reduce=self._reduce, total=total)
+        own = self._built().optimizer if optimizer is self.optimizer else self._built().optimizer_for(optimizer)
+        return apply_update(own, state, grads, donate=donate, reduce=self._reduce, total=total)
 
     def _reduce(self, t: Tensor, name: str = "") -> Tensor:
         """Adds a sum over the elements of one parameter over the ranks that own others of it."""

@@ -148,6 +148,21 @@ class Distributed(Optimizer):
         shards = dict(_shards(theirs.chained_optimizers, pieces))
         return cls(optimizer, max_norm, adamw, theirs, shards, resident)
 
+    def with_settings_of(self, optimizer: Optimizer) -> Distributed:
+        """Returns the same optimizer with the hyperparameters of another one, for this rank's leaves.
+
+        Raises:
+            ValueError: Megatron's optimizer cannot compute what ``optimizer`` does, or other parameters decay.
+        """
+        check_updates_by("megatron", optimizer)
+        max_norm, adamw = _translated(optimizer)
+        if adamw.weight_decay_mask != self.adamw.weight_decay_mask:
+            raise ValueError(
+                "Megatron's own optimizer keeps the weight_decay_mask that it was made with; give that mask, or set "
+                'updates_by="verl_fn" (actor.megatron.optimizer=verl_fn in a config)'
+            )
+        return attrs.evolve(self, optimizer=optimizer, max_norm=max_norm, adamw=adamw)
+
     def init(self, params: Params) -> Any:
         return self.optimizer.init(params)
 
@@ -181,9 +196,11 @@ class Distributed(Optimizer):
 
     @contextlib.contextmanager
     def _lent(self, adam: AdamState, params: Params, lr: float) -> Iterator[None]:
-        """Lends these tensors to Megatron's optimizer inside, and sets its position and its learning rate."""
+        """Lends these tensors to Megatron's optimizer inside, and sets its position and its hyperparameters."""
+        for part in self.theirs.chained_optimizers:
+            part.config.clip_grad = self.max_norm
         for group in self.theirs.param_groups:
-            group["lr"] = lr
+            group["lr"], group["betas"], group["eps"] = lr, self.adamw.betas, self.adamw.eps
             # As Megatron's scheduler does.
             group["weight_decay"] = self.adamw.weight_decay * group["wd_mult"]
             # transformer-engine's and Apex's Adam count in the group, torch's with each tensor.

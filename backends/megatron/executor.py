@@ -119,6 +119,12 @@ class Executor:
             routers, padded,
         )  # fmt: skip
 
+    def optimizer_for(self, optimizer: Optimizer) -> Any:
+        """Returns the optimizer of one update for these leaves, by the way that this model's updates are computed."""
+        with agreed():
+            own = for_leaves(optimizer, self.pieces, self.canonical)
+            return self.optimizer.with_settings_of(own) if isinstance(self.optimizer, Distributed) else own
+
     @property
     def adapters(self) -> Adapters:
         """The adapters; without LoRA there are none."""

@@ -284,8 +284,8 @@ class AdamW(Optimizer):
         if not isinstance(state, AdamState):
             raise ValueError(f"adamw did not make this state's optimizer tree, a {type(state).__name__}")
         names = params.trained()
-        check_slots(state.exp_avg, names, params)
-        check_slots(state.exp_avg_sq, names, params)
+        check_slots(state.exp_avg, names, params, self.moments)
+        check_slots(state.exp_avg_sq, names, params, self.moments)
         if isinstance(self.weight_decay_mask, ByName):
             self.weight_decay_mask.check(names)
         self.schedule(position)
@@ -376,6 +376,8 @@ class SGD(Optimizer):
             raise ValueError(f"sgd did not make this state's optimizer tree, a {type(state).__name__}")
         if self.momentum:
             check_slots(state.momentum, params.trained(), params)
+        elif len(state.momentum):
+            raise ValueError("sgd without momentum did not make this state's optimizer tree, which has momentum")
         self.schedule(position)
 
     def update(

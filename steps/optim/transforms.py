@@ -307,7 +307,7 @@ def chain(*parts: GradTransform | Optimizer) -> Chain:
     return Chain(parts)
 
 
-_REFUSAL = "this state was made with the optimizer frozen(), so it cannot be updated"
+_REFUSAL = "the optimizer frozen() updates no state; give one that does"
 
 
 @attrs.frozen
@@ -343,11 +343,14 @@ def laid_out_as(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
     return [g if g.stride() == p.stride() else empty_like(p).copy_(g) for g, p in pairs]
 
 
-def check_slots(slots: Slots, names: list[str], params: Params) -> None:
+def check_slots(slots: Slots, names: list[str], params: Params, dtype: torch.dtype | None = None) -> None:
     """Checks that an optimizer's tensors belong to the trained parameters; the kernels do not.
 
+    Args:
+        dtype: the dtype of the tensors; by default the parameters' own.
+
     Raises:
-        ValueError: they have other names, or lie on another device.
+        ValueError: they have other names or another dtype, or lie on another device.
     """
     if list(slots) != names:
         different = sorted(set(slots) ^ set(names))
@@ -355,7 +358,14 @@ def check_slots(slots: Slots, names: list[str], params: Params) -> None:
             f"the optimizer's state and the trainable parameters differ in their names or order: {different[:5]}; "
             "after you choose other parameters to train, make it anew with optimizer.init(params)"
         )
-    check_device("the optimizer's state lies", tensors_of(slots, names[:1]), tensors_of(params, names[:1]))
+    held, weights = tensors_of(slots, names[:1]), tensors_of(params, names[:1])
+    check_device("the optimizer's state lies", held, weights)
+    if held and held[0].dtype != (dtype or weights[0].dtype):
+        raise ValueError(
+            f"the optimizer's state is {_kind(held[0]).split()[0]}, and this optimizer keeps "
+            f"{str(dtype or weights[0].dtype).removeprefix('torch.')}; moments of another dtype need a new state: "
+            "optimizer.init(params)"
+        )
 
 
 def check_device(what: str, tensors: list[Tensor], params: list[Tensor]) -> None:

@@ -83,8 +83,8 @@ class DropsARank(Fsdp):
 class NotMarked(RemoteTrain):
     """Donates on the ranks and leaves the handles as they were."""
 
-    def apply_update(self, state, grads, *, donate=True):
-        new, found = super().apply_update(state, grads, donate=donate)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        new, found = super().apply_update(state, grads, donate=donate, **settings)
         state.fate = grads.fate = None
         return new, found
 

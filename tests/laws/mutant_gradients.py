@@ -134,9 +134,9 @@ class RenamesGradients(Mock):
         grads, metrics = super().forward_backward(state, batch, loss)
         return Grads({f"module.{name}": g for name, g in grads.items()}), metrics
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         own = Grads({name.removeprefix("module."): g for name, g in grads.items()})
-        return super().apply_update(state, own, donate=donate)
+        return super().apply_update(state, own, donate=donate, **settings)
 
 
 class DecaysInTheGradient(WithoutLossFn):

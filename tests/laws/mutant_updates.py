@@ -22,22 +22,29 @@ class KeepsAReference(Mock):
 class NeverDonates(Mock):
     """Correct, but the old value stays usable, and twice the memory is used."""
 
-    def apply_update(self, state, grads, *, donate=True):
-        return super().apply_update(state, grads, donate=False)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        return super().apply_update(state, grads, donate=False, **settings)
 
 
 class AlwaysDonates(Mock):
-    def apply_update(self, state, grads, *, donate=True):
-        return super().apply_update(state, grads)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        return super().apply_update(state, grads, **settings)
+
+
+class KeepsItsOwnOptimizer(Mock):
+    """Updates by its own optimizer, whatever optimizer the call is given."""
+
+    def apply_update(self, state, grads, *, donate=True, optimizer=None):
+        return super().apply_update(state, grads, donate=donate)
 
 
 class WritesThroughReferences(Mock):
     """Spends the old value, but updates its buffers without asking who else holds them."""
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         if not donate:
-            return super().apply_update(state, grads, donate=False)
-        new, metrics = super().apply_update(state, grads, donate=False)
+            return super().apply_update(state, grads, donate=False, **settings)
+        new, metrics = super().apply_update(state, grads, donate=False, **settings)
         old = attrs.evolve(state)
         _spend(state, grads)
         params, slots = tree.map(_overwritten, (old.params, old.optimizer), (new.params, new.optimizer))
@@ -54,8 +61,8 @@ def _overwritten(old, new):
 
 
 class AdvancesScheduleOnSkip(Mock):
-    def apply_update(self, state, grads, *, donate=True):
-        new, metrics = super().apply_update(state, grads, donate=donate)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        new, metrics = super().apply_update(state, grads, donate=donate, **settings)
         if metrics["update_skipped"].value:
             new = attrs.evolve(new, scheduler=new.scheduler + 1)
         return new, metrics
@@ -64,25 +71,25 @@ class AdvancesScheduleOnSkip(Mock):
 class NeverSkips(Mock):
     """Takes what is not finite for zero."""
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         if not donate:
             grads = tree.map_tensors(torch.nan_to_num, grads)
-        return super().apply_update(state, grads, donate=donate)
+        return super().apply_update(state, grads, donate=donate, **settings)
 
 
 class KeepsQuietAboutSkips(Mock):
-    def apply_update(self, state, grads, *, donate=True):
-        new, metrics = super().apply_update(state, grads, donate=donate)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        new, metrics = super().apply_update(state, grads, donate=donate, **settings)
         return new, metrics | {"update_skipped": Sum(0)}
 
 
 class SkipsNanOnly(Mock):
     """Takes infinities for zero."""
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         if not donate and not any(g.isnan().any() for g in grads.values()):
             grads = tree.map_tensors(lambda g: torch.nan_to_num(g, posinf=0.0, neginf=0.0), grads)
-        return super().apply_update(state, grads, donate=donate)
+        return super().apply_update(state, grads, donate=donate, **settings)
 
 
 class ChangesGradients(Mock):
@@ -91,11 +98,11 @@ class ChangesGradients(Mock):
     def change(self, g):
         raise NotImplementedError
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         changed = tree.map_tensors(self.change, grads)
         if donate:
             _spend(grads)
-        return super().apply_update(state, changed, donate=donate)
+        return super().apply_update(state, changed, donate=donate, **settings)
 
 
 class AscendsInTheUpdate(ChangesGradients):
@@ -115,7 +122,7 @@ class AppliesAnother(Mock):
 
     applied = None
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         return apply_update(self.applied, state, grads, donate=donate)
 
 
@@ -144,5 +151,6 @@ UPDATES = [
     (partial(mock, NeverClips, tx=CLIPPED), "Update"),
     (partial(mock, ClipsElements, tx=CLIPPED), "Update"),
     (partial(mock, IgnoresTheSchedule, tx=DECAYING), "Update"),
+    (partial(mock, KeepsItsOwnOptimizer), "Update"),
     (partial(mock, tx=adamw(0.01, weight_decay=0.1)), "Zero"),
 ]

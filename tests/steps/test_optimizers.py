@@ -396,3 +396,21 @@ def test_a_frozen_model_is_not_updated_and_not_lost():
     with pytest.raises(ValueError, match="frozen"):
         apply_update(frozen(), state, grads)
     assert not is_donated(state) and not is_donated(grads)
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "says"),
+    [
+        (adamw(1e-3), adamw(1e-3, moments=torch.bfloat16), "state is float64, and this optimizer keeps bfloat16"),
+        (adamw(1e-3, moments=torch.bfloat16), adamw(1e-3), "state is bfloat16, and this optimizer keeps float64"),
+        (sgd(0.1, momentum=0.9), sgd(0.1), "sgd without momentum did not make"),
+        (sgd(0.1), sgd(0.1, momentum=0.9), "differ in their names"),
+        (sgd(0.1), adamw(1e-3), "adamw did not make"),
+        (chain(clip_by_global_norm(1.0), sgd(0.1)), sgd(0.1), "sgd did not make"),
+    ],
+)
+def test_an_optimizer_that_does_not_continue_the_state_is_refused(made, given, says):
+    state, grads = start(made), gradients(0)
+    with pytest.raises(ValueError, match=says):
+        apply_update(given, state, grads)
+    assert not is_donated(state) and not is_donated(grads)

@@ -70,10 +70,10 @@ class BackendCase:
         return self.get(self.backend.forward(params, batch, self.loss.needs if needs is None else needs))
 
     def update(
-        self, state: Handle[TrainState], grads: Handle[Grads], *, donate: bool = True
+        self, state: Handle[TrainState], grads: Handle[Grads], *, donate: bool = True, **settings: Any
     ) -> tuple[Handle[TrainState], Metrics]:
         """Calls ``apply_update``."""
-        new, reported = self.backend.apply_update(state, grads, donate=donate)
+        new, reported = self.backend.apply_update(state, grads, donate=donate, **settings)
         return new, self.get(reported)
 
     def next(self, state: Handle[TrainState]) -> Handle[TrainState]:

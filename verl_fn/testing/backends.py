@@ -15,7 +15,20 @@ from torch import Tensor
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Freed, Handle, TrainBackend
 from verl_fn.state import PER_ROW, Batch, Grads, Key, Metrics, Params, TokenOutputs, TrainState, tree
-from verl_fn.steps import Loss, Optimizer, Term, aggregate_rows, apply_update, ppo_clip, total_loss
+from verl_fn.steps import (
+    SGD,
+    AdamW,
+    Chain,
+    ClipByGlobalNorm,
+    Loss,
+    Optimizer,
+    Schedule,
+    Term,
+    aggregate_rows,
+    apply_update,
+    ppo_clip,
+    total_loss,
+)  # fmt: skip
 from verl_fn.steps import loss as as_loss
 
 from .backend_case import (
@@ -550,19 +563,22 @@ def _with_pairs(batch: Batch, shift: int) -> Batch:
 def check_updates(case: BackendCase, state: Handle[TrainState], optimizer: Optimizer) -> None:
     """Checks updates against ``steps.apply_update`` with the same optimizer, on whole tensors.
 
-    A small and a large gradient show clipping, and a later position shows the schedule."""
+    A small and a large gradient show clipping, and a later position shows the schedule. The last update is given an
+    optimizer with other hyperparameters."""
     grads, _ = case.gradients(state)
     norm = float(case.read(grads).global_norm())
     later = case.made(partial(attrs.evolve, scheduler=LATER), state)
-    for what, start, factor in (
-        ("a gradient of norm 0.001", state, 1e-3 / norm),
-        ("a gradient of norm 1000", state, 1e3 / norm),
-        (f"position {LATER} of the schedule", later, 1.0),
+    for what, start, factor, given in (
+        ("a gradient of norm 0.001", state, 1e-3 / norm, None),
+        ("a gradient of norm 1000", state, 1e3 / norm, None),
+        (f"position {LATER} of the schedule", later, 1.0, None),
+        ("an optimizer given to apply_update", state, 1e3 / norm, _other_settings(optimizer)),
     ):
+        settings = {} if given is None else {"optimizer": given}
         gradient = case.made(scaled(factor), grads)
-        new = _on_cpu(case.read(case.update(start, gradient, donate=False)[0]))
+        new = _on_cpu(case.read(case.update(start, gradient, donate=False, **settings)[0]))
         old = _on_cpu(case.read(start))
-        expected, _ = apply_update(optimizer, old, _on_cpu(case.read(gradient)), donate=False)
+        expected, _ = apply_update(given or optimizer, old, _on_cpu(case.read(gradient)), donate=False)
         cause = (
             "an update that ascends, clips by another norm, or ignores the schedule's position or a setting of the "
             "optimizer"
@@ -578,6 +594,29 @@ def check_updates(case: BackendCase, state: Handle[TrainState], optimizer: Optim
         )
         state_of = f"with {what}, the optimizer's new state"
         require_close("Update", state_of, expected.optimizer, new.optimizer, cause, tolerance=UPDATE_TOLERANCE)
+
+
+def _other_settings(optimizer: object) -> Optimizer | None:
+    """Returns an optimizer that continues the same state with other hyperparameters; None for an unknown one."""
+    match optimizer:
+        case Chain(parts):
+            last = _other_settings(parts[-1])
+            clips = (
+                attrs.evolve(p, max_norm=3 * p.max_norm) if isinstance(p, ClipByGlobalNorm) else p for p in parts
+            )
+            return last and Chain((*list(clips)[:-1], last))
+        case AdamW(schedule, (beta1, beta2), eps, decay):
+            other: Schedule = partial(_doubled, schedule)
+            return attrs.evolve(
+                optimizer, schedule=other, betas=(beta1 / 2, beta2 - 0.1), eps=10 * eps, weight_decay=decay + 0.1
+            )
+        case SGD(schedule):
+            return attrs.evolve(optimizer, schedule=partial(_doubled, schedule))
+    return None
+
+
+def _doubled(schedule: Schedule, count: int) -> float:
+    return 2 * schedule(count)
 
 
 def changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

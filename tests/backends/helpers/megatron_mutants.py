@@ -19,10 +19,10 @@ class IgnoresParameters(Megatron):
 class NormOfOneRank(Megatron):
     """Clips by the norm of this rank's elements."""
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         real, dist.all_reduce = dist.all_reduce, lambda t, *args, **kwargs: None
         try:
-            return super().apply_update(state, grads, donate=donate)
+            return super().apply_update(state, grads, donate=donate, **settings)
         finally:
             dist.all_reduce = real
 
@@ -181,9 +181,9 @@ class FreesBuffers(Megatron):
         self.free_buffers()
         return super()._holding(params)
 
-    def apply_update(self, state, grads, *, donate=True):
+    def apply_update(self, state, grads, *, donate=True, **settings):
         self.free_buffers()
-        return super().apply_update(state, grads, donate=donate)
+        return super().apply_update(state, grads, donate=donate, **settings)
 
 
 class FreesWithoutForgetting(Megatron):

@@ -69,6 +69,18 @@ def other_devices(folder):
     return error_of(lambda: backend.place(state, params=odd("cpu", "meta")))
 
 
+def other_updates(folder):
+    """An update with another optimizer on one rank, and one with the same settings on all."""
+    backend = Fsdp(folder, optimizer())
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+    told = error_of(
+        lambda: backend.apply_update(state, grads, optimizer=odd(optimizer(), OPTIMIZERS["another rate"]()))
+    )
+    _, metrics = backend.apply_update(state, grads, optimizer=OPTIMIZERS["another rate"]())
+    return told, metrics["lr"].value
+
+
 def missing_weights(folder, gone):
     """A folder that one rank cannot read whole."""
     backend = Fsdp(folder, optimizer())

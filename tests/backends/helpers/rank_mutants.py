@@ -54,8 +54,8 @@ class Averages(Fsdp):
 class NormOfOneRank(Fsdp):
     """Every rank clips by the norm of its own shards."""
 
-    def apply_update(self, state, grads, *, donate=True):
-        new, found = super().apply_update(state, grads, donate=donate)
+    def apply_update(self, state, grads, *, donate=True, **settings):
+        new, found = super().apply_update(state, grads, donate=donate, **settings)
         return new, found | {"grad_norm": Weighted(float(self.own_norm), 1.0)}
 
     def forward_backward(self, state, batch, loss):

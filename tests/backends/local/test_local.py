@@ -12,13 +12,15 @@ from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
-from verl_fn.state import Batch, Key, Slots, metrics, tree
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Batch, Key, Slots, metrics, snapshot, tree
 from verl_fn.steps import (
     GradTransform,
     adamw,
     aggregate,
     bradley_terry,
     chain,
+    clip_by_global_norm,
     constant,
     cross_entropy,
     entropy,
@@ -190,6 +192,25 @@ def test_a_model_that_is_never_trained_lies_in_the_compute_dtype(tiny, tmp_path)
     assert all(tree.equal(backend.restore(tmp_path / name).params, state.params) for name in ("half", "full"))
     with pytest.raises(ValueError, match=r"trains no parameter.* made with the optimizer frozen\(\)"):
         backend.forward_backward(state, ragged(), cross_entropy())
+
+
+def test_an_update_takes_the_optimizer_that_it_is_given(tiny):
+    own, given = (
+        chain(clip_by_global_norm(1.0), adamw(1e-3)),
+        chain(clip_by_global_norm(0.1), adamw(5e-4, (0.5, 0.9))),
+    )
+    backend, other, batch = Local(tiny, own), Local(tiny, given), ragged()
+    state = backend.load_pretrained()
+    grads, _ = backend.forward_backward(state, batch, cross_entropy())
+    with pytest.raises(ArgumentError, match="apply_update"):
+        backend.apply_update(state, grads, optimizer=1e-3)
+    with pytest.raises(ValueError, match="adamw did not make"):
+        backend.apply_update(state, grads, optimizer=adamw(1e-3))
+    wanted, _ = other.apply_update(snapshot(state), snapshot(grads))
+    state, metrics = backend.apply_update(state, grads, optimizer=given)
+    assert tree.equal(state, wanted) and metrics["lr"].value == 5e-4
+    state, metrics = backend.apply_update(state, backend.forward_backward(state, batch, cross_entropy())[0])
+    assert metrics["lr"].value == 1e-3 and state.scheduler == 2
 
 
 def test_moments_of_a_transformation_stay_wide_beside_narrow_ones(tiny, tmp_path):

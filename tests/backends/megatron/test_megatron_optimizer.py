@@ -9,7 +9,7 @@ from megatron_support import EXPERTS, FP32, MARKS, check_run
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
-from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
+from verl_fn.backends.megatron.distributed_optimizer import Distributed, check_updates_by
 from verl_fn.steps import AdamW, adamw, chain, clip_by_global_norm, ppo_clip, sgd, stateless
 from verl_fn.testing import tiny_batch
 
@@ -38,6 +38,18 @@ def test_updates_are_ours(megatron_ranks, small, settings, options):
     for weight, moment, norm, change, copies in call(megatron_ranks(2), "beside_ours", small(**settings), options):
         assert weight <= 1e-6 and moment <= 1e-5 and norm <= 1e-6, (weight, moment, norm)
         assert change > 1e-3 and copies == 0
+
+
+def test_an_update_keeps_the_mask_that_megatrons_optimizer_was_made_with():
+    made = chain(clip_by_global_norm(1.0), adamw(1e-3, weight_decay_mask={"w": True}))
+    theirs = Distributed(made, 1.0, made.parts[-1], None, {}, None)
+    given = chain(clip_by_global_norm(0.5), adamw(1e-4, (0.8, 0.9), weight_decay_mask={"w": True}))
+    changed = theirs.with_settings_of(given)
+    assert (changed.optimizer, changed.max_norm, changed.adamw) == (given, 0.5, given.parts[-1])
+    with pytest.raises(ValueError, match="keeps the weight_decay_mask"):
+        theirs.with_settings_of(chain(clip_by_global_norm(1.0), adamw(1e-3)))
+    with pytest.raises(ValueError, match="cannot compute SGD"):
+        theirs.with_settings_of(sgd(0.1))
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": Lora(rank=4, alpha=8.0)}], ids=str)
