@@ -86,20 +86,33 @@ def smallest_gpu(driver: DriverConfig) -> int | None:
         return None
 
 
-def set_up_process(driver: DriverConfig, ranks: int, *, by_user: bool = False) -> None:
-    """Sets the number of threads of this process, and the environment variables that libraries read.
+def threads(driver: DriverConfig, ranks: int, *, by_user: bool = False) -> int:
+    """Returns the number of torch's CPU threads in a process.
 
     Args:
         ranks: the number of training processes that share the cores.
         by_user: the user has started this process, and so OMP_NUM_THREADS is the user's; Ray and torchrun set it to 1
             by themselves.
+
+    Example:
+        >>> threads(DriverConfig(num_threads=3), ranks=1)
+        3
+    """
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
+    share = min(cores, THREADS_BESIDE_GPU) if device(driver) == "cuda" else cores
+    named = os.environ.get("OMP_NUM_THREADS", "") if by_user else ""
+    return driver.num_threads or (int(named) if named.isdecimal() else 0) or share
+
+
+def set_up_process(driver: DriverConfig, ranks: int, *, by_user: bool = False) -> None:
+    """Sets the number of threads of this process, and the environment variables that libraries read.
+
+    Args:
+        ranks, by_user: as for ``threads``.
     """
     import torch
 
-    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
-    threads = min(cores, THREADS_BESIDE_GPU) if device(driver) == "cuda" else cores
-    named = os.environ.get("OMP_NUM_THREADS", "") if by_user else ""
-    torch.set_num_threads(driver.num_threads or (int(named) if named.isdecimal() else 0) or threads)
+    torch.set_num_threads(threads(driver, ranks, by_user=by_user))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if driver.deterministic:

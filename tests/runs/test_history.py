@@ -5,7 +5,9 @@ import json
 import shutil
 from pathlib import Path
 
+import attrs
 import pytest
+import torch
 from run_configs import tiny_run
 
 from verl_fn import atomic
@@ -162,6 +164,23 @@ def test_a_continuation_names_a_library_of_another_version(tiny, tmp_path, libra
     now = fingerprints(tiny_run(tiny, tmp_path / "run"))
     (said,) = changed_inputs(now | {library: "version 0.1"}, now)
     assert said.startswith(f"another version of {library} (0.1 -> ")
+
+
+def test_a_continuation_names_another_number_of_threads(tiny, tmp_path, monkeypatch):
+    """They round differently. On a GPU the CPU decides nothing."""
+    plan = tiny_run(tiny, tmp_path / "run", "driver.num_threads=2")
+    now = fingerprints(plan)
+    (said,) = changed_inputs(now | {"CPU": "version AVX2, 1 threads"}, now)
+    kernels = torch.backends.cpu.get_cpu_capability()
+    assert said == f"another set-up of the CPU (AVX2, 1 threads -> {kernels}, 2 threads)"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    free = attrs.evolve(plan, driver=attrs.evolve(plan.driver, num_threads=0))
+    assert fingerprints(free)["CPU"] == f"version {kernels}, 7 threads"
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    over_ray = attrs.evolve(free, driver=attrs.evolve(free.driver, kind="ray"), ray=attrs.evolve(plan.ray, ranks=2))
+    assert fingerprints(over_ray)["CPU"] == f"version {kernels}, 4 threads"
+    monkeypatch.setattr("verl_fn.build.device", lambda driver: "cuda")
+    assert "CPU" not in fingerprints(plan)
 
 
 def test_a_fork_prints_the_day_of_its_step(tiny, tmp_path):

@@ -36,7 +36,7 @@ from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
 from verl_fn.runs.folder import FAILURE
-from verl_fn.runs.history import continuations, recorded_inputs, run_meant
+from verl_fn.runs.history import CPU, continuations, recorded_inputs, run_meant
 from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, few_groups, settled, without_advantages, without_gradient
 
@@ -321,7 +321,7 @@ def _over_seeds(runs: Sequence[RunRecord]) -> Iterator[str]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key not in {*OF_ONE_RUN, *run.unused}}
-        settings |= {**run.inputs, "continued": continuations(run.folder)}
+        settings |= {**run.inputs, CPU: "", "continued": continuations(run.folder)}
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
     for group in groups.values():
         last = {run.label: (metric, values[-1][0]) for run in group for metric, values in [_held_out(run)] if values}

@@ -20,14 +20,16 @@ from typing import Any
 
 import attrs
 import tomli_w
+import torch
 
-from verl_fn import __version__, atomic
+from verl_fn import __version__, atomic, build
 from verl_fn.atomic import crc_of
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.load import default_table
 from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
 from verl_fn.data.hub import is_set, recorded, set_files
+from verl_fn.driver.ranks import training_ranks
 from verl_fn.errors import installed_version
 from verl_fn.user_files import code_files, with_imports
 
@@ -240,6 +242,7 @@ def numbered(folder: Path, pattern: str, prefix: str) -> Iterator[tuple[Path, in
 
 
 INPUTS = "inputs.json"
+CPU = "CPU"  # the name of the fingerprint of what rounds on a CPU
 _VERSION = "version "
 
 
@@ -247,8 +250,8 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     """Returns what a run reads beside its config.
 
     Returns:
-        The size and the checksum of every file by path, the commits of folders from the hub, and the versions of
-        libraries.
+        The size and the checksum of every file by path, the commits of folders from the hub, the versions of
+        libraries and, on a CPU, the instructions and threads that kernels use.
     """
     data = (*plan.data.train_files, *plan.data.val_files)
     # Sets of the hub have no files of their own, since the config has their commit.
@@ -272,6 +275,11 @@ def fingerprints(plan: Plan) -> dict[str, str]:
         # A cluster may have a library that this process lacks.
         if version := installed_version(library):
             prints[library] = _VERSION + version
+    if build.device(plan.driver) == "cpu":
+        # Sums of other vectors and threads have another order, and so other roundings.
+        ranks = training_ranks(plan)
+        count = build.threads(plan.driver, ranks, by_user=plan.driver.kind == "local" and ranks == 1)
+        prints[CPU] = f"{_VERSION}{torch.backends.cpu.get_cpu_capability()}, {count} threads"
     # A folder that was copied from the hub is recorded by its commit there.
     return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 
@@ -287,7 +295,7 @@ def read_inputs(file: Path) -> dict[str, str]:
 
 
 def is_version(fingerprint: str) -> bool:
-    """Returns whether a fingerprint is the version of a package."""
+    """Returns whether a fingerprint is the version of a package, or of what rounds."""
     return fingerprint.startswith(_VERSION)
 
 
@@ -305,7 +313,8 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
         if before.get(name, fingerprint) != fingerprint
     ]
     return [
-        f"another version of {name} ({was.removeprefix(_VERSION)} -> {fingerprint.removeprefix(_VERSION)})"
+        f"another {'set-up of the' if name == CPU else 'version of'} {name} "
+        f"({was.removeprefix(_VERSION)} -> {fingerprint.removeprefix(_VERSION)})"
         if is_version(fingerprint)
         else f"another content of {name}"
         for name, was, fingerprint in changed
