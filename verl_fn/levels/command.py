@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     command, sources = shlex.join(["verl-fn", *args.argv]), _repositories(args.bridge, probed)
 
-    def reported(last: int) -> report.Report:
+    def reported(last: int) -> report.LevelsReport:
         to_come = [_level(level, request, out, env, [NOT_REACHED]) for level in LEVELS if level > last]
         whole = [*deliverables, *to_come, _capture(out, deliverables)]
-        made = report.Report.of(request, whole, command, sources, probed)
+        made = report.LevelsReport.of(request, whole, command, sources, probed)
         made.write(out)
         return made
 

@@ -31,7 +31,7 @@ MOST_KEY_LINES = 6
 
 
 @attrs.frozen
-class Report:
+class LevelsReport:
     """All that a report says.
 
     Attributes:
@@ -61,7 +61,7 @@ class Report:
         command: str,
         repositories: Sequence[Repository],
         probed: Mapping[str, Any],
-    ) -> Report:
+    ) -> LevelsReport:
         """Returns the report of a run."""
         counted = [one.verdict for one in deliverables]
         result = overall(counted)

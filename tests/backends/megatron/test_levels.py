@@ -32,7 +32,7 @@ from verl_fn.levels import command, parity, provenance, training, verdict
 from verl_fn.levels import levels as levels_module
 from verl_fn.levels.command import run_logged
 from verl_fn.levels.levels import LEVELS
-from verl_fn.levels.report import Report, untested
+from verl_fn.levels.report import LevelsReport, untested
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, Verdict, of_level, trap_in
 from verl_fn.levels.worker import PARTS, read_outcome
@@ -750,7 +750,7 @@ def test_a_report_says_what_was_not_shown(models, tmp_path):
     passed = of_level("Level 0: smoke", ["a"], {"level_0": Outcome((held,))})
     failed = of_level("Level 5: learning", ["a", "b"], {"level_5": Outcome((held, missed))})
     asked = Deliverable("Level 1: save and resume", Verdict.NOT_REQUESTED, "")
-    report = Report.of(request, [passed, asked, failed], "verl-fn levels 0 5", [], {})
+    report = LevelsReport.of(request, [passed, asked, failed], "verl-fn levels 0 5", [], {})
     text = report.text()
     assert text.startswith("Result: Fail - Level 5: learning: b: 3 of 2\n")
     order = ["Result:", "Requested coverage:", "Model:", "Deliverables:", "Evidence:", "Limitations:", "Follow-ups:"]
@@ -759,5 +759,5 @@ def test_a_report_says_what_was_not_shown(models, tmp_path):
     assert "every rank had all experts (ep=1)" in text
     assert "1 \\| 2" in report.markdown() and "<td>missed</td>" in report.page()
     assert "**verl_fn levels: Fail**" in report.pull_request()
-    nothing = Report.of(request, [asked], "verl-fn levels 1", [], {})
+    nothing = LevelsReport.of(request, [asked], "verl-fn levels 1", [], {})
     assert nothing.result == Verdict.BLOCKED

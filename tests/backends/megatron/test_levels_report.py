@@ -12,7 +12,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.errors import UsageError
 from verl_fn.levels import parity, provenance, training, verdict, worker
 from verl_fn.levels.provenance import SHOWN, Repository
-from verl_fn.levels.report import CHECKS, MOST_KEY_LINES, Report, follow_ups, key_lines, limitations, sentence
+from verl_fn.levels.report import CHECKS, MOST_KEY_LINES, LevelsReport, follow_ups, key_lines, limitations, sentence
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, SaysNothing, Verdict, of_level, preflight
 
@@ -116,12 +116,12 @@ def test_a_report_passes_only_if_a_level_did(tmp_path):
     checks = Deliverable(CHECKS, Verdict.PASS, "3 passed")
     request = attrs.evolve(ASKED, out=str(tmp_path), features=("moe",), dummy=True)
     probed = {"versions": {"torch": "2", "ray": "3"}}
-    alone = Report.of(request, [checks, level(0, Verdict.NOT_REQUESTED)], "c", [], {})
+    alone = LevelsReport.of(request, [checks, level(0, Verdict.NOT_REQUESTED)], "c", [], {})
     assert (alone.result, alone.follow_ups, alone.curves) == (Verdict.BLOCKED, ("none",), {})
-    assert Report.of(request, [checks, level(0, Verdict.FAIL)], "c", [], {}).result == Verdict.FAIL
+    assert LevelsReport.of(request, [checks, level(0, Verdict.FAIL)], "c", [], {}).result == Verdict.FAIL
     (tmp_path / "level_5_baseline/run").mkdir(parents=True)
     (tmp_path / "level_5_baseline/run/metrics.jsonl").write_text("")
-    report = Report.of(request, [checks, level(0, Verdict.PASS)], "c", [Repository("x", "/x", "abc")], probed)
+    report = LevelsReport.of(request, [checks, level(0, Verdict.PASS)], "c", [Repository("x", "/x", "abc")], probed)
     assert report.result == Verdict.PASS and list(report.curves) == ["baseline"]
     assert (report.requested, report.model) == ("Level 0, 5 (moe) on cuda, engine vllm", "m (random weights)")
     assert report.evidence == (
