@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .config import Outline, Role, given, opt
     from .environments import Done
     from .rewards import Reward
-    from .state import Batch, Grads, Key, Node, Params, Sampling, TrainState, node, tree
+    from .state import Batch, Grads, Key, Max, Min, Node, Params, Sampling, Sum, TrainState, Weighted, node, tree
     from .steps import (
         adamw,
         aggregate,
@@ -68,7 +68,9 @@ __all__ = [
     "Grads",
     "Key",
     "Local",
+    "Max",
     "Megatron",
+    "Min",
     "Mock",
     "MockRollout",
     "Node",
@@ -78,8 +80,10 @@ __all__ = [
     "Role",
     "Sampler",
     "Sampling",
+    "Sum",
     "TrainState",
     "Vllm",
+    "Weighted",
     "Workers",
     "adamw",
     "aggregate",
@@ -132,7 +136,7 @@ _HOMES = {
     "config": "Outline Role given opt",
     "environments": "Done",
     "rewards": "Reward",
-    "state": "Batch Grads Key Node Params Sampling TrainState node tree",
+    "state": "Batch Grads Key Max Min Node Params Sampling Sum TrainState Weighted node tree",
     "steps": "adamw aggregate chain clip_by_global_norm cosine cross_entropy entropy gae kl_to_reference linear loss "
     "minibatches ppo_clip sgd token_mean value_clip",
     "testing": "Mock MockRollout check_advantage check_backend check_environment check_loss check_reward "

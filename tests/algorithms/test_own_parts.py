@@ -630,8 +630,30 @@ def sums_rows(outputs, batch):
     return outputs.logprobs.sum(1), {}
 
 
+@loss(needs=["logprobs"])
+def misspelled(outputs, batch):
+    return -torch.clmap(outputs.logprobs, max=0.0), {}
+
+
+@loss(needs=["logprobs"])
+def undefined(outputs, batch):
+    return -outputs.logprobs * margin, {}  # noqa: F821
+
+
+def without_module(batch):
+    import no_such_module  # noqa: F401
+
+    return batch
+
+
+def of_a_rare_field(batch):
+    """Reads a field that a reward function writes, None in a batch without it."""
+    rare = next((batch[name] for name in ("reward/rare",) if name in batch), None)
+    return batch.with_tokens(advantages=batch.spread(rare.float()))
+
+
 # Parts that raise an error of their own on the small batch; they may suit a batch of the run.
-FAILING = ("grouped", "as_rows", "sums_rows")
+FAILING = ("grouped", "as_rows", "sums_rows", "of_a_rare_field")
 
 
 @pytest.mark.parametrize(
@@ -648,6 +670,10 @@ FAILING = ("grouped", "as_rows", "sums_rows")
         ("adv_estimator", "by_row", "me:by_row writes advantages for each row"),
         ("adv_estimator", "short", "me:short fails with: .* batch has 2 rows and 19 tokens"),
         ("adv_estimator", "mixed", "me:mixed fails with: .* batch has 2 rows and 19 tokens"),
+        ("policy_loss", "misspelled", "me:misspelled fails with AttributeError: .*clmap. .at .*py:"),
+        ("policy_loss", "undefined", "me:undefined fails with NameError: name 'margin' is not defined"),
+        ("adv_estimator", "without_module", "me:without_module fails with ModuleNotFoundError: .*no_such_module"),
+        ("adv_estimator", "of_a_rare_field", None),
         ("adv_estimator", "grouped", None),
         ("adv_estimator", "logarithm", None),
         ("adv_estimator", "unmasked", None),

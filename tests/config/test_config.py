@@ -353,7 +353,10 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"runs cannot be read: Is a directory$"):
         load(tmp_path / "runs")
     (tmp_path / "bad.toml").write_text("a = = 1")
-    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: [^;]*$"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text('actor = {strategy = "fsdp"}\nactor.optim.lr = 1e-6\n')
+    with pytest.raises(ConfigError, match=r"is not TOML: .*; a table in braces takes no further keys"):
         load(tmp_path / "bad.toml")
 
 

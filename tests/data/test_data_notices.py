@@ -1,16 +1,22 @@
 """Notices about data: one line for each unusual property, and none for usual data."""
 
+import json
+
 import attrs
 import pytest
+from run_configs import tiny_run
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation
+from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged
+from verl_fn.data.loading import read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Problem
+from verl_fn.runs.prepare import _notices
 
 
 def problems(*prompts, source="a", answer="b"):
@@ -58,6 +64,9 @@ def test_ground_truths_that_no_response_can_equal():
     # The rows of fine-tuning are refused for it.
     assert lines(unknown, answers=True) == []
     assert list(notices(unknown, [], DataConfig(train_batch_size=1), None, answers=False)) == []
+    # An environment reads them as it likes.
+    table = DataConfig(train_batch_size=1)
+    assert list(notices(unknown, [], table, char_tokenizer("abc"), answers=False, played=True)) == []
 
 
 @pytest.mark.parametrize(("kind", "said"), [("good", {"chosen": ("b",)}), ("bad", {"rejected": ("c",)})])
@@ -306,3 +315,21 @@ def test_prompts_as_strings_that_are_rendered_already():
     for some in (["[INST] a [/INST]"] * 20 + ["a"], ["a"] + ["[INST] b [/INST]"] * 20):
         (line,) = of_template([problems(*some)], DataConfig(), tokenizer)
         assert line.startswith("1 of the first 21 prompts that are strings are not as the chat template writes")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [([], True), (["env.name={folder}/mine.py:make"], False),
+     (["env.name={folder}/mine.py:make", "reward.functions={folder}/mine.py:score"], True)],
+)  # fmt: skip
+def test_an_environment_may_have_ground_truths_that_nobody_writes(more, told, tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def make():\n    pass\n\n\ndef score(solution_str, ground_truth):\n    return 0.0\n"
+    )
+    rows = {"prompt": "ab>", "data_source": "reverse", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows) + "\n")
+    source = FileData(read_files([tmp_path / "rows.jsonl"], "samples"), (), True)
+    settings = [f"data.train_files={tmp_path}/rows.jsonl", *(one.format(folder=tmp_path) for one in more)]
+    plan = tiny_run(tiny, tmp_path / "run", *settings)
+    said = list(_notices(source, plan, char_tokenizer("ab>"), answers=False))
+    assert any("no response can be" in line for line in said) == told, said

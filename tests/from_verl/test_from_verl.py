@@ -205,6 +205,18 @@ def test_each_key_is_reported_in_its_section(setting, section, said):
     assert translation.complete == (section in ("translated", "without effect here"))
 
 
+def test_what_belongs_to_a_switch_that_is_refused_is_not_called_off():
+    words = (
+        "distillation.enabled=True distillation.distillation_loss.topk=16 "
+        "distillation.distillation_loss.log_prob_min_clamp=-10.0"
+    )
+    reasons = translated(f"{GRPO_LORA} {words}").without_effect
+    of = ["distillation.distillation_loss.topk", "distillation.distillation_loss.log_prob_min_clamp"]
+    assert reasons["distillation.enabled is not possible here"] == of
+    off = translated(f"{GRPO_LORA} {words.replace('True', 'False')}").without_effect
+    assert off["distillation.enabled is off"] == of
+
+
 @pytest.mark.parametrize(
     ("setting", "key", "value"),
     [

@@ -63,6 +63,9 @@ def test_the_borders_of_what_is_drawn():
     for points, plain in ((FEW_POINTS + 1, True), (FEW_POINTS + 2, False)):
         long = Curve(np.arange(float(points)), np.ones(points))
         assert Chart("", "mine", "linear", {0: long}).is_plain(long, (0, points - 1)) is plain
+    for points, plain in ((7, True), (8, False)):
+        short = Curve(np.arange(float(points)), np.ones(points))
+        assert Chart("", "mine", "linear", {0: short}).is_plain(short, (0, 900)) is plain, "beside a longer run"
     rare = Curve(np.arange(0.0, 1000.0, 100.0), np.ones(10))
     assert Chart("", "mine", "linear", {0: rare}).is_plain(rare, (0, 900))
 

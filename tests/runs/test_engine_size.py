@@ -280,6 +280,17 @@ def test_what_helps_is_what_a_run_can_take(folder, tmp_path, monkeypatch):
     assert ways(1, 80, begun=True) == []
 
 
+def test_what_helps_names_the_memory_that_it_takes_from_cpus(folder):
+    more = ["ray.ranks=8", "rollout.engines=8", "rollout.gpu_memory_utilization=0.8"]
+    settings = ["driver.device=cuda", *more, "algorithm.use_kl_loss=true"]
+    plan = make_plan(load(RECIPES / "grpo_8b_8gpus.toml", [f"model.path={folder('qwen3-8b')}", *settings]))
+    elements = model_sizes(str(folder("qwen3-8b")), "lm").total
+    found = {fit.settings[0]: fit for fit in remedies(plan, 8, 79 * GIB, begun=False)}
+    moved = found["rollout.offload_trainer=true"]
+    # The actor's state twice, since an update returns a new one, and the reference in bf16.
+    assert moved.on_cpu == pytest.approx(26 * elements, rel=1e-6) and "GiB of CPU memory" in str(moved)
+
+
 def test_fewer_replicas_come_before_states_on_the_cpu(folder):
     """They cost transfers only. What helps keeps as many as fit."""
     plan = sized(plan_of(folder("qwen3-8b"), "actor.fsdp_config.replicate=8", *RECOMPUTED), 80 * GIB)

@@ -58,8 +58,9 @@ def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[s
         A sentence about each that raises an error of its own, since a batch of the run may raise it too, by its key.
 
     Raises:
-        ConfigError: one of them reads a field that the run's batches lack, writes in place, or returns what no loss
-            or no estimator returns; or the loss needs an output that no model gives.
+        ConfigError: one of them reads a field that the run's batches lack, writes in place, returns what no loss or
+            no estimator returns, or uses a name or a module that does not exist; or the loss needs an output that no
+            model gives.
     """
     if not isinstance(options, PolicyOptimization):
         return {}
@@ -94,15 +95,27 @@ def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[s
         except UserError:  # about the numbers of a made-up batch
             continue
         except Exception as error:  # a function may not suit them
-            if isinstance(error, AttributeError) and isinstance(error.obj, TokenOutputs):
-                raise ConfigError(f"algorithm.{name}: {getattr(options, name)}: {error}") from error
-            what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
-            notes[f"algorithm.{name}"] = (
-                f"algorithm.{name}: {getattr(options, name)} fails on a made-up batch of two rows: {what}. The "
-                f"tokens of all rows lie end to end, here {batch.num_tokens}, and a field has one axis; if it only "
-                "needs more rows or other numbers than these, this says nothing"
-            )
+            whose = f"algorithm.{name}: {getattr(options, name)}"
+            notes[f"algorithm.{name}"] = _failure(whose, error, batch.num_tokens)
     return notes
+
+
+def _failure(whose: str, error: Exception, tokens: int) -> str:
+    """Returns a sentence about an error that a batch of the run may not raise.
+
+    Raises:
+        ConfigError: every batch raises it.
+    """
+    if isinstance(error, AttributeError) and isinstance(error.obj, TokenOutputs):
+        raise ConfigError(f"{whose}: {error}") from error
+    what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
+    # No numbers cause these, but a field that only the run's batches have may be None here.
+    if isinstance(error, AttributeError | NameError | ImportError) and getattr(error, "obj", what) is not None:
+        raise ConfigError(f"{whose} fails with {what}") from error
+    return (
+        f"{whose} fails on a made-up batch of two rows: {what}. The tokens of all rows lie end to end, here {tokens}"
+        ", and a field has one axis; if it only needs more rows or other numbers than these, this says nothing"
+    )
 
 
 def hints(options: Any, prompts: int, lag: int) -> Iterator[str]:

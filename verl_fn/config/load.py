@@ -270,7 +270,9 @@ def read_table(path: str | Path | None) -> Table:
             hint = "; the first argument is a TOML file, and key=value follows it"
         raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        closed = "immutable" in str(error)  # the word of tomllib
+        hint = "; a table in braces takes no further keys: write all of its keys inside, or none" if closed else ""
+        raise ConfigError(f"{path} is not TOML: {error}{hint}") from error
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

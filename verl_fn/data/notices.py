@@ -250,12 +250,14 @@ def notices(
     tokenizer: Any,
     *,
     answers: bool,
+    played: bool = False,
     sizes: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yields a line for each unusual property of the problems.
 
     Args:
         answers: whether the run trains on the answers.
+        played: whether only an environment judges, for which a ground truth need not be a text to write.
         sizes: the number of training problems of each file, if each has a weight.
     """
     trained, held_out = traits_of(training, tokenizer), traits_of(validation, tokenizer)
@@ -265,18 +267,7 @@ def notices(
         yield f"data.train_files: {repeated} of {len(single)} prompts repeat an earlier one"
     if known := int(np.isin(held_out.prompts, trained.prompts).sum()):
         yield f"data.val_files: {known} of {len(held_out)} held-out prompts are also in data.train_files"
-    for file, size, weight in zip(table.train_files, sizes, table.weights, strict=False):
-        drawn = table.train_batch_size * weight / sum(table.weights)
-        if drawn > size:
-            yield (
-                f"data.weights give {file} {drawn:.0f} of the {table.train_batch_size} prompts of a step, and it has "
-                f"only {size}: a step takes some of them more than once"
-            )
-    if not sizes and 0 < len(trained) < table.train_batch_size:
-        yield (
-            f"data.train_batch_size is {table.train_batch_size}, but data.train_files has fewer prompts "
-            f"({len(trained)}): a step takes some of them more than once"
-        )
+    yield from _of_steps(table, len(trained), sizes)
     evaluated = {group.data_source for group, _ in held_out[: table.val_size].rows_of()}
     if left_out := sorted({group.data_source for group, _ in held_out.rows_of()} - evaluated):
         yield (
@@ -286,7 +277,7 @@ def notices(
     yield from _of_flags(trained, answers)
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         first = range(min(len(problems), MOST_ENCODED))  # one is read at a time, with its images
-        truths = [] if answers else [problems[i].answer for i in first]
+        truths = [] if answers or played else [problems[i].answer for i in first]
         if lacking := _unwritable(truths, tokenizer):
             lacks = describe_unknown("ground truth", truths[lacking[0]], tokenizer)
             yield (
@@ -303,6 +294,21 @@ def notices(
             )
     yield from _special("data.train_files", training, trained, tokenizer, answers)
     yield from _special("data.val_files", validation, held_out, tokenizer, False)
+
+
+def _of_steps(table: DataConfig, prompts: int, sizes: Sequence[int]) -> Iterator[str]:
+    for file, size, weight in zip(table.train_files, sizes, table.weights, strict=False):
+        drawn = table.train_batch_size * weight / sum(table.weights)
+        if drawn > size:
+            yield (
+                f"data.weights give {file} {drawn:.0f} of the {table.train_batch_size} prompts of a step, and it has "
+                f"only {size}: a step takes some of them more than once"
+            )
+    if not sizes and 0 < prompts < table.train_batch_size:
+        yield (
+            f"data.train_batch_size is {table.train_batch_size}, but data.train_files has fewer prompts "
+            f"({prompts}): a step takes some of them more than once"
+        )
 
 
 def _of_flags(trained: Traits, answers: bool) -> Iterator[str]:

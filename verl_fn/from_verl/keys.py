@@ -233,6 +233,7 @@ ONLY: Mapping[str, Rule] = {
 
 # Patterns and the reason why keys that fit have no effect here, whatever their value. The first that fits counts.
 NO_EFFECT: Mapping[str, str] = {
+    "distillation.*": "distillation.enabled is off",
     "*_target_": "it names a class of verl",
     "hydra.*": "it configures Hydra",
     "*profiler.*": "there is no profiler here",
@@ -359,7 +360,6 @@ NO_EFFECT: Mapping[str, str] = {
     "algorithm.rollout_correction.loss_type": "algorithm.rollout_correction.bypass_mode is off",
     "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.rollout_correction.rollout_rs is not set",
     "algorithm.rollout_correction.*": "algorithm.rollout_correction.rollout_is is not set",
-    "distillation.*": "distillation.enabled is off",
     "trainer.validation_data_dir": RECORDED,
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.dir",
     "trainer.del_local_ckpt_after_load": "checkpoints are written to trainer.dir",

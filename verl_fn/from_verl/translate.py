@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -146,7 +146,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     kept = flat(table)
     for key in {move.ours for move in problems} - {""}:
         _put(table, key, UNSET)
-    others = {name: _reason(key, moves, ignored) for name, key in names.items() if key not in used | refused.keys()}
+    others = {n: _reason(k, moves, ignored, refused) for n, k in names.items() if k not in used | refused.keys()}
     reasons = {reason: [name for name in others if others[name] == reason] for reason in others.values() if reason}
     by_user = {key: [name for k in move.keys for name in written.get(k, ())] for key, move in moves.items()}
     lines = {key: _line(move, by_user[key]) for key, move in moves.items() if key not in ignored}
@@ -320,14 +320,19 @@ def _not_allowed(given: Mapping[str, Any], written: Mapping[str, Sequence[str]])
     return refused
 
 
-def _reason(key: str, moves: Mapping[str, Move], ignored: Mapping[str, str]) -> str:
+def _reason(key: str, moves: Mapping[str, Move], ignored: Mapping[str, str], refused: Iterable[str]) -> str:
     """Returns why a key changes nothing here; empty for an unknown key."""
     for move in moves.values():
         if key in move.keys and move.ours in ignored:
             return ignored[move.ours].partition(" has no effect ")[2]
     rule = _rule(key)
+    if isinstance(rule, tuple):
+        return "it asks for what happens here anyway"
+    switch, _, state = rule.rpartition(" is ")
+    if state in ("off", "not set") and any(one.endswith(switch) for one in refused):
+        return f"{switch} is not possible here"
     if rule:
-        return rule if isinstance(rule, str) else "it asks for what happens here anyway"
+        return rule
     if key == "data.val_files":
         return "no held-out files"
     known = key in SAME or key in PPO_DEFAULTS or key in SFT_DEFAULTS or key.startswith(tuple(TABLES))

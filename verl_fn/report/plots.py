@@ -89,6 +89,7 @@ ZERO = (
     *(f"env/ended/{reason}" for reason in END_REASONS),
 )  # fmt: skip
 MOST_OWN = 24  # charts of the user's metrics; the page's table has all of them
+_FEWEST = 8  # curves of fewer points than this are not smoothed, however long the other runs are
 FEW_POINTS = 40  # curves with at most this many points on the width of a chart get dots and are not smoothed
 _LARGEST = 1e300  # larger values cannot be drawn and count as infinite
 _STRETCHES = 300  # a long curve is reduced to the extremes of so many stretches, about one a pixel
@@ -191,9 +192,10 @@ class Chart:
     def is_plain(self, curve: Curve, steps: tuple[float, float]) -> bool:
         """Returns whether a curve is drawn as logged, with dots.
 
-        Evaluations are, and so are curves whose points lie far apart on an axis from ``steps[0]`` to ``steps[1]``.
+        Evaluations are, and so are curves of few points, or whose points lie far apart on an axis from ``steps[0]``
+        to ``steps[1]``.
         """
-        if self.metric.startswith("val-") or len(curve.steps) < 2:
+        if self.metric.startswith("val-") or len(curve.steps) < _FEWEST:
             return True
         logged, shown = curve.steps[-1] - curve.steps[0], steps[1] - steps[0]
         return bool(logged * FEW_POINTS >= shown * (len(curve.steps) - 1))

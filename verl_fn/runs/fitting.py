@@ -28,10 +28,10 @@ from .memory import (
     Phase,
     element_width,
     engine_weights,
+    host_memory,
     largest,
     model_sizes,
     phases,
-    role_memory,
     share,
     sizes_of,
     step_tokens,
@@ -60,7 +60,7 @@ class Fit:
         settings: what the plan lacks, as ``key=value``.
         phases: what lies on the GPU in each phase.
         layout: strategy and ranks; empty if they do not change.
-        on_cpu: bytes of parameters and moments that rest in the memory of the CPU, of all ranks.
+        on_cpu: bytes that settings move to the memory of CPUs, of all ranks.
     """
 
     settings: Settings
@@ -255,8 +255,7 @@ def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
     named = f"{after.roles['actor'].strategy} over {size} ranks" if size > 1 else "one process"
     if after.rollout.placement == "apart":
         named += f" and engines on {after.rollout.engines * after.rollout.tensor_parallel_size} GPUs"
-    resting = [role_memory(role, after).loaded for role in after.roles.values() if role.offload]
-    return Fit(lacking, phases(after, gpu), named, size * sum(part.nbytes for parts in resting for part in parts))
+    return Fit(lacking, phases(after, gpu), named, host_memory(after, gpu, size).nbytes)
 
 
 def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | None:
@@ -335,7 +334,9 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
             return None
         settings += more
     after = _possible(plan, settings, gpus, gpu)
-    return Fit(settings, phases(after, gpu)) if after is not None and fits(after, gpu) else None
+    if after is None or not fits(after, gpu):
+        return None
+    return Fit(settings, phases(after, gpu), on_cpu=host_memory(after, gpu, ranks.training_ranks(after)).nbytes)
 
 
 def _with_fewer_replicas(plan: Plan, gpu: int) -> Settings | None:

@@ -24,9 +24,9 @@ NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".3f"),
     # ppo_kl compares with the policy that sampled. The other two compare with the reference policy.
-    ("actor/ppo_kl", "ppo_kl", "z.4f"),
-    ("actor/kl_loss", "ref_kl", ".4f"),
-    ("actor/reward_kl_penalty", "ref_kl", ".4f"),
+    ("actor/ppo_kl", "ppo_kl", ".3g"),
+    ("actor/kl_loss", "ref_kl", ".3g"),
+    ("actor/reward_kl_penalty", "ref_kl", ".3g"),
     ("actor/grad_norm", "grad", ".3g"),
     ("train/grad_norm", "grad", ".3g"),
     ("response_length/mean", "length", ",.0f"),
@@ -56,9 +56,9 @@ def numbers(report: Mapping[str, float], hidden: Sequence[str] = ()) -> str:
         >>> numbers({"actor/grad_norm": float("nan"), "actor/update_skipped": 1.0})
         'grad nan  updates skipped'
         >>> numbers({"actor/kl_loss": 0.25, "actor/reward_kl_penalty": 0.5})
-        'ref_kl 0.2500'
+        'ref_kl 0.25'
         >>> numbers({"actor/ppo_kl": -1e-6})
-        'ppo_kl 0.0000'
+        'ppo_kl -1e-06'
     """
     shown: dict[str, str] = {}
     for name, label, form in NUMBERS:
