@@ -179,6 +179,10 @@ def test_settings_that_rows_depend_on_are_a_part_of_the_name(tmp_path, few):
     # Rows of prompts that are left out are not encoded, so they cannot fail.
     shorter = read(file, learns_from="answers", end_tokens=2, max_prompt_length=5, filter_overlong_prompts=True)
     assert 0 < shorter.max_row < answers.max_row
+    # With a higher limit, prompts that were left out before are rows.
+    other, options = write(tmp_path / "b.jsonl", rows(30, "b")), {"learns_from": "answers", "end_tokens": 2}
+    filtered = [read(other, max_prompt_length=n, filter_overlong_prompts=True, **options).max_row for n in (5, 7)]
+    assert filtered[0] < filtered[1]
     # Of problems that are held out beside pairs nothing is learned, and of answers their rows are.
     few.clear()
     pair = write(tmp_path / "pair.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])

@@ -81,6 +81,7 @@ def test_whoever_only_reads_its_files_survives(tmp_path):
     file.touch()
     opened = {
         "writes": (file, os.O_WRONLY | os.O_APPEND),
+        "updates": (file, os.O_RDWR),
         "reads": (file, os.O_RDONLY),
         "lists": (tmp_path, os.O_RDONLY | os.O_DIRECTORY),
     }
@@ -90,10 +91,11 @@ def test_whoever_only_reads_its_files_survives(tmp_path):
     }
     try:
         assert all(process.stdout.readline() for process in held.values())
-        assert list(users_of(tmp_path)) == [held["writes"].pid]
+        assert set(users_of(tmp_path)) == {held["writes"].pid, held["updates"].pid}
         # The end of stdin says that the driver has died.
         subprocess.run([sys.executable, processes.__file__, tmp_path], stdin=subprocess.DEVNULL, check=True)
-        assert held["writes"].wait() == -signal.SIGKILL and not tmp_path.exists()
+        assert [held[name].wait() for name in ("writes", "updates")] == [-signal.SIGKILL] * 2
+        assert not tmp_path.exists()
         assert [held[name].poll() for name in ("reads", "lists")] == [None, None]
     finally:
         for process in held.values():

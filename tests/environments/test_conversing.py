@@ -250,6 +250,16 @@ def test_an_engine_that_fails_does_not_wait_for_an_environment_that_hangs():
                 self.ended.append(self.cancelled.wait(5))
             return [user("?") for _ in jobs]
 
+    class Later:
+        def __init__(self, cancelled, seen):
+            self.cancelled, self.seen = cancelled, seen
+
+        def __call__(self, jobs):
+            if not jobs[0].replies:
+                return [user("?")]
+            self.seen.append(self.cancelled.is_set())
+            return [Done(1.0, 1.0)]
+
     class Dying(Through):
         def grow(self, more, *, version):
             while not (requests := more([])):
@@ -261,6 +271,10 @@ def test_an_engine_that_fails_does_not_wait_for_an_environment_that_hangs():
     with pytest.raises(RuntimeError, match="the engine died"):
         play(environment, {}, through=Dying)
     assert environment.ended == [True]
+    # The conversations after it are not cancelled.
+    seen = []
+    play(Later(environment.cancelled, seen), {})
+    assert seen == [False]
 
 
 @pytest.mark.parametrize("in_flight", [False, True])

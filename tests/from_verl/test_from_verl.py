@@ -205,6 +205,15 @@ def test_each_key_is_reported_in_its_section(setting, section, said):
     assert translation.complete == (section in ("translated", "without effect here"))
 
 
+@pytest.mark.parametrize("path", ["/opt/verl/verl/trainer/main_ppo.py", "verl/recipe/dapo/main_dapo.py"])
+def test_a_trainer_may_be_named_by_its_path(path):
+    """Also below a checkout that has the package's name."""
+    module = read_settings(["python3", path, "trainer.total_epochs=2"]).module
+    assert (
+        module == {"main_ppo.py": "verl.trainer.main_ppo", "main_dapo.py": "recipe.dapo.main_dapo"}[Path(path).name]
+    )
+
+
 def test_what_belongs_to_a_switch_that_is_refused_is_not_called_off():
     words = (
         "distillation.enabled=True distillation.distillation_loss.topk=16 "

@@ -103,6 +103,11 @@ def test_a_reply_without_a_score_is_counted(server, reply):
     assert [(r["score"], r["judge_unreadable"]) for r in results] == [(1.0, 0.0), (-0.5, 1.0)]
 
 
+def test_a_score_of_0_is_read(server):
+    server.reply = lambda body: "Score: 0"
+    assert scores(ask(server, default=-0.5), "a", "b") == [0.0, 0.0]
+
+
 def test_a_pattern_whose_group_may_be_missing():
     question = Question("m", "{response}", r"Score:( [0-9]+)?")
     assert [question.score(reply) for reply in ("Score: 1", "Score: 1, or Score:", "Score:")] == [1.0, None, None]

@@ -153,6 +153,15 @@ def test_gdpo_uses_all_rewards_by_default_and_names_what_is_missing():
     assert gdpo(batch)["advantages"].tolist() == explicit["advantages"].tolist()
     with pytest.raises(ValueError, match=r"gdpo needs the rewards \['form'\] .* this batch has \['style', 'truth'\]"):
         gdpo(batch, reward_keys=["truth", "form"])
+    # Weights without names are of the names in order, whatever order the fields were written in.
+    other = batch.without("reward/style", "reward/truth").with_rows(
+        **{name: batch[name] for name in ("reward/truth", "reward/style")}
+    )
+    weighted = [gdpo(one, reward_weights=[3.0, 1.0])["advantages"].tolist() for one in (batch, other)]
+    assert weighted[0] == weighted[1]
+    assert (
+        weighted[0] == gdpo(batch, reward_keys=["style", "truth"], reward_weights=[3.0, 1.0])["advantages"].tolist()
+    )
     for weights in ([1.0], [1.0] * 3):
         with pytest.raises(ValueError, match=f"{len(weights)} reward_weights for 2 reward_keys"):
             gdpo(batch, reward_weights=weights)

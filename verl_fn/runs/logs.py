@@ -32,8 +32,8 @@ def metrics_row(step: int, report: Mapping[str, float]) -> Row:
     """Returns a step's report as a line of ``metrics.jsonl``; values that are not finite become null.
 
     Example:
-        >>> metrics_row(3, {"loss": 0.5, "kl": math.nan})
-        {'step': 3, 'kl': None, 'loss': 0.5}
+        >>> metrics_row(3, {"loss": 0.5, "kl": math.nan, "grad_norm": math.inf})
+        {'step': 3, 'grad_norm': None, 'kl': None, 'loss': 0.5}
     """
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(report.items())}
 

@@ -690,7 +690,7 @@ def test_one_rank_that_imports_another_package_blocks(tmp_path):
 
 
 def test_the_ratio_is_1_in_every_step(tmp_path):
-    for gap in (0.0, 1e-3):
+    for gap in (0.0, 1e-3, -1e-3):
         rows = [{"step": step, "actor/ppo_kl": kl, "actor/pg_clipfrac": 0.0} for step, kl in ((1, 0.0), (2, gap))]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert levels_module._ratio(tmp_path).held == (gap == 0.0)

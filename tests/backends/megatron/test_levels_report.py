@@ -203,7 +203,13 @@ def test_metrics_of_a_run_are_judged_one_by_one():
     for steps, held in (([0, 1, 2], True), ([0, 1], False), ([0, 1, 1, 2], False), ([0, 1, 3], False), ([0], False)):
         assert training._completed([{"step": step} for step in steps], 2).held is held
     gap = "rollout_corr/k3_kl"
-    for gaps, held in (([5e-9, 1e-9], True), ([1e-9, 6e-9], False), ([-1e-9], True), ([], False)):
+    for gaps, held in (
+        ([5e-9, 1e-9], True),
+        ([1e-9, 6e-9], False),
+        ([6e-9, 1e-9], False),
+        ([-1e-9], True),
+        ([], False),
+    ):
         assert training.agreement([{"step": 1, gap: one} for one in gaps] + [{"step": 2, gap: None}]).held is held
     phases = {phase: 0.0 for several in training.PHASES.values() for phase in several}
     assert training._ran([phases]).held and not training._ran([]).held
