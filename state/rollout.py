@@ -137,6 +137,10 @@ class Sampling:
         top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least this.
         n: the number of responses for each prompt.
         stop_token_ids: tokens that end a response, in addition to the model's own; they are part of the response.
+
+    Example:
+        >>> Sampling(max_tokens=64, temperature=0.7, n=8)
+        Sampling(max_tokens=64, temperature=0.7, top_k=-1, top_p=1.0, n=8, stop_token_ids=())
     """
 
     max_tokens: int = attrs.field(validator=attrs.validators.ge(1))

@@ -116,6 +116,15 @@ class TrainState(Node):
         scheduler: the number of updates applied so far: the position in the learning-rate schedule.
         rng: the key of all randomness in training; the key of a step is ``rng.fold_in(step)``.
         step: the number of updates attempted so far. A skipped update counts here but not in ``scheduler``.
+
+    Example:
+        >>> from verl_fn.state import tree
+        >>> from verl_fn.steps import adamw
+        >>> params, tx = Params({"w": torch.zeros(2)}), adamw(1e-3)
+        >>> state = TrainState(params, tx.init(params), scheduler=0, rng=Key.from_seed(0), step=0)
+        >>> later = attrs.evolve(state, step=7)
+        >>> state.step, later.step, tree.equal(state.params, later.params)
+        (0, 7, True)
     """
 
     params: Params

@@ -203,6 +203,12 @@ def new_model(
 
     Raises:
         ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
+
+    Example:
+        >>> import tempfile
+        >>> folder = new_model(tempfile.mkdtemp(), chars="0123456789+=", hidden_size=32)
+        >>> (folder / "config.json").exists(), (folder / "model.safetensors").exists()
+        (True, True)
     """
     from safetensors import SafetensorError
 

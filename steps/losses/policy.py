@@ -126,6 +126,12 @@ def kl_to_reference(kind: str = "low_var_kl") -> Loss:
 
     Args:
         kind: the estimator, as for ``kl_penalty``.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"ref_log_prob": [[-2.0]], "response_mask": [[1.0]],
+        ...                                "loss_weight": [[1.0]]})
+        >>> kl_to_reference("kl")(TokenOutputs({"logprobs": torch.tensor([-0.5])}), batch)[0].tolist()
+        [1.5]
     """
 
     @loss(needs=["logprobs"])

@@ -213,6 +213,15 @@ class ClipByGlobalNorm(GradTransform):
     Attributes:
         max_norm: the global norm that gradients may have.
 
+    Example:
+        >>> from verl_fn.steps import sgd
+        >>> from verl_fn.state import Key
+        >>> params, tx = Params({"w": torch.zeros(2)}), chain(clip_by_global_norm(1.0), sgd(1.0))
+        >>> state = TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
+        >>> state, metrics = apply_update(tx, state, Grads({"w": torch.tensor([3.0, 4.0])}))
+        >>> state.params["w"], metrics["grad_norm"].value
+        (tensor([-0.6000, -0.8000]), 5.0)
+
     Source: Pascanu et al. 2013 (arXiv 1211.5063).
     """
 

@@ -82,6 +82,22 @@ def sample_and_score(
         key: of this step; draws are a function of it and of the problems' ids.
         step: the step that learns; see ``publish``.
         score: ask the workers' reward; otherwise ``learn`` scores the rows, as with a reward model.
+
+    Example:
+        >>> from verl_fn import Local, Reward, Sampler, Sampling, new_model
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> from verl_fn.data.tasks import Problem
+        >>> from verl_fn.rewards import by_rules
+        >>> from verl_fn.steps import adamw
+        >>> import tempfile
+        >>> folder, tokenizer = new_model(tempfile.mkdtemp(), chars="ab"), char_tokenizer("ab")
+        >>> actor = Local(folder, adamw(1e-3))
+        >>> parts = {"reward": Reward(by_rules, tokenizer), "tokenizer": tokenizer}
+        >>> w = Workers({"actor": actor}, Sampler(folder), sampling=Sampling(max_tokens=4, n=3), **parts)
+        >>> problems, state = [Problem("ab", "ba", id=0, data_source="reverse")], actor.init(Key.from_seed(0))
+        >>> experience = sample_and_score(state, problems, w, Key.from_seed(1), step=0)
+        >>> len(experience.batch), experience.problems, "score" in experience.batch
+        (3, 1, True)
     """
     clock = Clock(w.get)
     version = clock.run("update_weights", publish, w, actor, step)
@@ -224,6 +240,16 @@ def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference"
     Args:
         state: has ``actor`` and a field of the role's name.
         role: the name of a ``Role(trained=False, copy_of="actor")``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from verl_fn.steps import adamw
+        >>> from verl_fn.testing import Mock, tiny_batch
+        >>> backend = Mock(8, adamw(0.01))
+        >>> w = Workers({"reference": backend}, None, None, None, None)
+        >>> state = SimpleNamespace(actor=None, reference=backend.init(Key.from_seed(0)))
+        >>> with_reference(tiny_batch(), state, w)["ref_log_prob"].shape == tiny_batch().tokens.shape
+        True
     """
     outputs = w.get(reference_outputs(batch, state, w, role))
     return with_outputs(batch, outputs, logprobs="ref_log_prob")
@@ -286,6 +312,14 @@ def update(
         select: ``(state, batch, number) -> batch``, applied before the update of that number.
         check: ``(state, batch, metrics)``, called before the first update with the metrics of its gradient and of
             ``exactness``.
+
+    Example:
+        >>> from verl_fn.steps import adamw, aggregate, cross_entropy
+        >>> from verl_fn.testing import Mock, tiny_batch
+        >>> backend, batch = Mock(8, adamw(0.01)), aggregate(tiny_batch())
+        >>> state, updates = update(backend, backend.init(Key.from_seed(0)), [batch, batch], cross_entropy())
+        >>> state.step, update_report("actor", updates)["actor/lr"]
+        (2, 0.01)
     """
 
     def one(state: Any, numbered: tuple[int, Batch]) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:

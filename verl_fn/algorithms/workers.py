@@ -78,6 +78,9 @@ class Roles(dict[str, Any]):
 class Workers:
     """The parts that a step uses. Batches are values; what trainers and engine return is read by ``get``.
 
+    A run makes them of its config. A program makes them of a backend, an engine and a reward, as the example of
+    ``sample_and_score`` does.
+
     Attributes:
         trainers: the training backends by role.
         reward: ``(batch, problems) -> batch``; adds scores to a batch.
