@@ -115,6 +115,12 @@ def test_replay_in_bf16(ranks, experts, size):
     ranks(size).run("megatron_cases.replay_splits", experts, options, 0.05)
 
 
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (2, {"tp": 2, "sp": True})], ids=str)
+def test_the_laws_of_updates_by_megatrons_own_optimizer(ranks, folder, size, options):
+    """Transformer-engine's Adam, also with the hyperparameters of one update."""
+    ranks(size).run("megatron_optimizer_cases.laws", folder, options, 1e-4, "Megatron")
+
+
 REPEATABLE = [(1, {}), (1, {"checkpointing": True}), *((2, more) for more in ({"tp": 2}, {"pp": 2}, {"cp": 2}))]
 
 
