@@ -109,3 +109,10 @@ def test_routes_in_a_batch_arrive_as_a_tensor(distant):
     there = opened(ray.get(ray.put(packed(minibatch))), shared=True)["routed_experts"]
     assert type(there) is torch.Tensor
     assert torch.equal(there, ROUTES[torch.arange(batch.num_tokens) % 10].repeat(2, 1, 1))
+
+
+def test_small_tensors_leave_the_gpu_too(monkeypatch):
+    """A driver on a node without GPUs could not unpack them."""
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: torch.full(t.shape, 7.0))
+    sent = packed([torch.zeros(2), torch.zeros(1000)])
+    assert sent[0].tolist() == [7.0, 7.0] and sent[1].tensor().unique().tolist() == [7.0]

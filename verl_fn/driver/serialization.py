@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.state import Sample, pack, unpack
 
-# Smaller tensors travel as they are.
+# Smaller tensors travel as they are, from the CPU: the driver may have no GPU.
 SMALL_BYTES = 512
 DISTANT = "routed_experts"
 
@@ -146,8 +146,8 @@ def packed(value: Any) -> Any:
         return Samples(packed(pack(value)))
 
     def array(leaf: Any) -> Any:
-        small = not isinstance(leaf, Tensor) or isinstance(leaf, Distant) or leaf.nbytes < SMALL_BYTES
-        return leaf if small else Array.of(leaf)
+        whole = isinstance(leaf, Tensor) and not isinstance(leaf, Distant)
+        return leaf if not whole else leaf.detach().cpu() if leaf.nbytes < SMALL_BYTES else Array.of(leaf)
 
     return pytree.tree_map(array, value)
 
