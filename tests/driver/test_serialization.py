@@ -113,6 +113,7 @@ def test_routes_in_a_batch_arrive_as_a_tensor(distant):
 
 def test_small_tensors_leave_the_gpu_too(monkeypatch):
     """A driver on a node without GPUs could not unpack them."""
+    monkeypatch.setattr(serialization, "SMALL_BYTES", 60)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: torch.full(t.shape, 7.0))
     sent = packed([torch.zeros(2), torch.zeros(1000)])
     assert sent[0].tolist() == [7.0, 7.0] and sent[1].tensor().unique().tolist() == [7.0]
