@@ -11,7 +11,7 @@ The applied update is compared twice: end to end, and from the reference's gradi
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
 The errors with these elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
-losses are relative to the sum of |weight x per-token loss|.
+losses are relative to the sum of |weight x loss|, or of |log-prob x slope of the loss in it| if that is more.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
-from verl_fn.steps.losses.contract import WEIGHTS
-from verl_fn.testing.compare import BARS, compare_numbers, missed_bars
+from verl_fn.testing.compare import BARS, compare_numbers, loss_scale, missed_bars
 
 from . import first_step_chart as chart
 from . import measure
@@ -229,10 +228,7 @@ def first_step(
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
     del from_reference, given
-    outputs, result["scale"] = backend.forward(state.params, batch, loss.needs), 0.0
-    for term in loss.terms:
-        values, _ = Loss((term,))(outputs, batch)
-        result["scale"] += float((batch[WEIGHTS[term.level]] * values).abs().sum())
+    result["scale"] = loss_scale(loss, backend.forward(state.params, batch, loss.needs), batch)
     state, updated = backend.apply_update(state, grads)
     result |= {"grad_norm": updated["grad_norm"].value, "copies": updated["perf/residency_copies"].value}
     tensors |= {f"update.{n}": t for n, t in changed(state).items()}

@@ -20,6 +20,7 @@ from verl_fn.steps import Optimizer
 BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
 # The option that moves the state first, and the arguments of a backend that are no options of a layout.
 PLACE = "place"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
 STRINGS = {PLACE, "updates_by"}
 ON_CPU = Path(__file__).resolve().parents[1] / "tests/backends/helpers"
@@ -52,6 +53,8 @@ class Layout:
     Example:
         >>> Layout.parse("fsdp:4,sp=2,bf16")
         Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+        >>> Layout.parse("local:fp32").dtype
+        'float32'
         >>> Layout.parse("megatron:tp=2,pp=2").ranks
         4
         >>> Layout.parse("local,place=cpu,lora=8").reference
@@ -93,10 +96,11 @@ class Layout:
                 options[key] = _value(text, key, value)
             elif part.isdigit():
                 ranks = int(part)
-            elif part == "bf16":
-                dtype = "bfloat16"
+            elif part in DTYPES:
+                dtype = DTYPES[part]
             else:
-                raise ValueError(f"layout {text!r}: {part!r} is neither a number of ranks nor bf16 nor key=value")
+                names = " nor ".join(DTYPES)
+                raise ValueError(f"layout {text!r}: {part!r} is neither a number of ranks nor {names} nor key=value")
         if ranks < 1:
             raise ValueError(f"layout {text!r}: it must have at least one rank")
         if name == "local" and ranks > 1:

@@ -713,8 +713,9 @@ def test_a_loss_reports_the_kl_of_the_update_unless_it_does_so_itself(here):
     outputs = TokenOutputs({name: torch.full((batch.num_tokens,), -0.5) for name in ("logprobs", "entropy")})
     reported = {
         name: policy_loss(GRPO(policy_loss=f"me:{name}"))(outputs, batch)[1]
-        for name in ("reinforce", "measures_itself", "of_entropy")
+        for name in ("reinforce", "measures_itself", "of_entropy", "at_rows")
     }
+    assert reported["at_rows"]["actor/ppo_kl"].value == 0.5
     assert reported["reinforce"]["actor/ppo_kl"].value == 0.5 and "own/mean" in reported["reinforce"]
     assert reported["measures_itself"]["actor/ppo_kl"].value == 7.0 and reported["of_entropy"] == {}
     second = policy_loss(GRPO(policy_loss="me:entropy_first"))

@@ -16,6 +16,7 @@ from verl_fn.benchmarks.first_step_errors import compare_tensors
 from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import RanksFailed, run_together
 from verl_fn.config import ConfigError
+from verl_fn.testing.compare import loss_scale
 
 FAILS = """
 import os, sys, time
@@ -130,11 +131,18 @@ def test_a_loss_by_row_and_one_that_the_reference_cannot_compute(tmp_path, monke
         "def lacking(outputs, batch):\n    return batch['mine'] * outputs.logprobs, {}\n"
     )
     monkeypatch.setattr(first_step, "run_together", lambda command, *_: rank_here(command))
-    path = tmp_path / "result.json"
+    path, scales = tmp_path / "result.json", []
+
+    def scale(loss, outputs, batch):
+        scales.append((loss.levels, len(batch)))
+        return loss_scale(loss, outputs, batch)
+
+    monkeypatch.setattr(first_step, "loss_scale", scale)
     options = ["--layouts", "local", "--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(path)]
     assert first_step.main([*options, "--losses", f"{tmp_path}/mine.py:of_rows", "sft"]) == 0
     by_row, _ = json.loads(path.read_text())["results"]
     assert by_row["missed"] == [] and by_row["found"]["loss"] < 0
+    assert scales[0] == ({"row"}, 6), "errors are relative to the scale that compare_backends has"
 
     def fails(command, *_):
         raise RanksFailed("all that was printed", "MissingField: the batch has no mine")
@@ -169,7 +177,7 @@ def test_tensors_that_are_not_finite_miss_every_bar(kind):
     ("layout", "message"),
     [
         ("fspd:2", "there is no backend 'fspd'"),
-        ("fsdp:x", "'x' is neither a number of ranks nor bf16 nor key=value"),
+        ("fsdp:x", "'x' is neither a number of ranks nor fp32 nor bf16 nor key=value"),
         ("fsdp:0", "it must have at least one rank"),
         ("megatron:tp=x", "tp is 'x'; it must be a number from 1"),
         ("fsdp:2,lora=0", "lora is '0'; it must be a number from 1"),

@@ -114,6 +114,14 @@ def in_float32(batch):
     return outcome(batch, scores - mean[ids])
 
 
+def scores_of_all_rows_as_baseline(batch):
+    """Takes the mean score of all rows, also of rows without a response token."""
+    mask = batch["response_mask"].bool()
+    centred = batch["score"].double() - batch["score"].double().mean()
+    advantages = torch.where(mask, batch.spread(centred), 0.0).to(batch["token_level_rewards"].dtype)
+    return batch.with_tokens(advantages=advantages)
+
+
 def counts_rows_without_a_response(batch):
     """Takes the mean of a group over all of its rows."""
     scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), batch["token_level_rewards"], 0.0).double())
@@ -222,6 +230,7 @@ ADVANTAGES = [
     (divides_by_spread, "Signature"),
     (in_float32, "Zero"),
     (counts_rows_without_a_response, "Rows"),
+    (scores_of_all_rows_as_baseline, "Rows"),
     (scales_by_rows_without_a_response, "Rows"),
     (never_zero, "Zero"),
     (divides_by_lengths, "Zero"),

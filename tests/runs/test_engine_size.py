@@ -427,6 +427,11 @@ def test_a_better_engine_is_told_if_it_is_much_better(folder, monkeypatch):
         monkeypatch.setattr(fitting, "cached_rows", lambda plan, gpu, cached=cached: cached)
         found = list(fitting.better_engine(plan, 5))
         assert len(found) == (said is not None) and (said is None or found[0].startswith(said))
+    # A larger share may leave no room for the states beside the engine.
+    monkeypatch.setattr(fitting, "largest_share", lambda plan, gpu: 0.9)
+    moving = plan_of(folder("qwen3-8b"), "rollout.gpu_memory_utilization=0.5", *RECOMPUTED)
+    (said,) = fitting.better_engine(moving, 80 * GIB)
+    assert "0.9 fits (0.5 now), and takes 183 GiB more of CPU memory: a larger cache" in said
     embedded = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, name="sampler"))
     for slots, count in ((17, 1), (16, 0), (None, 0)):
         monkeypatch.setattr(fitting, "largest_slots", lambda plan, gpu, slots=slots: slots)

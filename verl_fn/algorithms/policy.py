@@ -127,7 +127,7 @@ def averages_rows(options: Any) -> bool:
 def _measured(loss: Loss) -> Loss:
     """Returns a loss that also reports ``actor/ppo_kl``, as built-in losses do, if it reads log-probs."""
     terms = list(loss.terms)
-    reads = (i for i, term in enumerate(terms) if "logprobs" in term.needs and term.level == "token")
+    reads = (i for i, term in enumerate(terms) if "logprobs" in term.needs)
     if (first := next(reads, None)) is None:
         return loss
     fn = terms[first].fn

@@ -112,13 +112,13 @@ class RemoteTrain:
         return grads, self._invoke("forward_backward", (grads.id, None), state, batch, loss)
 
     def apply_update(
-        self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True, **settings: Any
+        self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True, optimizer: Any = None
     ) -> tuple[Remote[TrainState], Any]:
         if donate:
             for prepare in self._cluster.before_update:
                 prepare(self.component)
         new: Remote[TrainState] = Remote(self)
-        metrics = self._invoke("apply_update", (new.id, None), state, grads, donate=donate, **settings)
+        metrics = self._invoke("apply_update", (new.id, None), state, grads, donate=donate, optimizer=optimizer)
         if donate:
             # Before the call has ended, since only the ranks know whether it failed before it used the values.
             for value, name in ((state, "TrainState"), (grads, "Grads")):

@@ -364,9 +364,11 @@ def better_engine(plan: Plan, gpu: int) -> Iterator[str]:
     if r.name == "vllm":
         better = largest_share(plan, gpu)
         if better and better > r.gpu_memory_utilization + 0.05 and cached_rows(plan, gpu) < rows:
+            setting, size = f"rollout.gpu_memory_utilization={better:g}", ranks.training_ranks(plan)
+            now, then = (host_memory(one, gpu, size).nbytes for one in (plan, with_settings(plan, [setting], gpu)))
+            moved = f", and takes {(then - now) / GIB:.0f} GiB more of CPU memory" if then > now else ""
             yield (
-                f"rollout.gpu_memory_utilization={better:g} fits ({r.gpu_memory_utilization:g} now): a larger cache "
-                "holds more rows at once"
+                f"{setting} fits ({r.gpu_memory_utilization:g} now){moved}: a larger cache holds more rows at once"
             )
             return
         slots = min(rows, cached_rows(plan, gpu))

@@ -242,7 +242,7 @@ def numbered(folder: Path, pattern: str, prefix: str) -> Iterator[tuple[Path, in
 
 
 INPUTS = "inputs.json"
-CPU = "CPU"  # the name of the fingerprint of what rounds on a CPU
+CPU = "CPU"  # names the fingerprint of vector instructions and threads
 _VERSION = "version "
 
 
@@ -295,7 +295,7 @@ def read_inputs(file: Path) -> dict[str, str]:
 
 
 def is_version(fingerprint: str) -> bool:
-    """Returns whether a fingerprint is the version of a package, or of what rounds."""
+    """Returns whether a fingerprint is the version of a package or the set-up of the CPU."""
     return fingerprint.startswith(_VERSION)
 
 

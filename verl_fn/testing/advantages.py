@@ -107,10 +107,13 @@ def _same(estimator: Callable[[Batch], Batch], whole: dict[str, Tensor], variant
 
 
 def _with_silent_rows(batch: Batch) -> Variant:
-    """Returns the batch with a second row for each, in the same group, that has no response token."""
-    both = batch.take(torch.arange(2 * len(batch)) % len(batch))
+    """Returns the batch with a second row for each, in the same group, of other rewards, without a response token."""
+    both, rows = batch.take(torch.arange(2 * len(batch)) % len(batch)), torch.arange(2 * len(batch))
     own = torch.arange(both.num_tokens) < batch.num_tokens
     both = both.with_tokens(response_mask=torch.where(own, both["response_mask"], 0.0))
+    # Equal rewards would leave every mean as it is.
+    others = {name: t + torch.where(rows < len(batch), 0, 1 + rows).to(t) for name, t in _scores_of(both)}
+    both = both.with_rows(**others)
     cause = "rows without a response token that are counted in a group or in the batch"
     return "Rows", "beside rows without a response token,", both, own, cause
 
@@ -137,6 +140,11 @@ def _variants(batch: Batch, key: Key) -> Iterator[Variant]:
     yield "Zero", "with longer prompts,", longer, old, cause
 
 
+def _scores_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Yields the rewards that rows have as a whole."""
+    yield from ((name, t) for name, t in batch.per_row.items() if name in SCORES or name.startswith("reward/"))
+
+
 def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
     """Returns the batch with these rewards of its rows, on their last response tokens, and with baselines of 0."""
     last = last_of_rows(batch, batch["response_mask"])
@@ -147,7 +155,7 @@ def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
     }
     if "values" in batch:
         fields["values"] = torch.zeros_like(batch["values"])
-    rows = {name: rewards.to(t) for name, t in batch.per_row.items() if name in SCORES or name.startswith("reward/")}
+    rows = {name: rewards.to(t) for name, t in _scores_of(batch)}
     if "reward_baselines" in batch:
         rows["reward_baselines"] = torch.zeros_like(batch["reward_baselines"])
     return batch.with_tokens(**fields).with_rows(**rows)

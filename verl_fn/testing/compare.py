@@ -346,7 +346,7 @@ def compare_backends(
         loss=(metrics["loss"].value, more["loss"].value),
         grad_norm=(norms[0], norms[1]),
         gradients={name: float((given[name] - t).norm()) / max(float(t.norm()), floor) for name, t in wanted.items()},
-        scale=_scale(loss, first.outputs(start.params), batch),
+        scale=loss_scale(loss, first.outputs(start.params), batch),
         bars=_bars((a, b), wanted),
     )
 
@@ -358,7 +358,7 @@ def _bars(backends: Iterable[TrainBackend], parameters: Iterable[str]) -> dict[s
     return bars_of("bfloat16" if low else "float32", layers)
 
 
-def _scale(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
+def loss_scale(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
     """Returns the sum of |weight x loss| over tokens and rows, or of |output x slope of the loss| if that is more.
 
     Rounding changes outputs by a part of them, and so a loss whose values are near 0 by a large part of itself.
