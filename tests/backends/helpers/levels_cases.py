@@ -54,9 +54,9 @@ def around(owner, name, change):
 def updated(changed):
     """A fault of updates: ``changed(old, new)`` gives the leaf that an update makes in place of ``new``, by name."""
 
-    def change(inner, self, state, grads, donate):
+    def change(inner, self, optimizer, state, grads, donate):
         before = {name: t.clone() for name, t in state.params.items()}
-        state, metrics = inner(self, state, grads, donate)
+        state, metrics = inner(self, optimizer, state, grads, donate)
         leaves = {name: changed(name, before[name], t, self) for name, t in state.params.items()}
         return attrs.evolve(state, params=attrs.evolve(state.params, leaves=leaves)), metrics
 
