@@ -269,20 +269,25 @@ class Base(abc.ABC):
 
         Args:
             optimizer: computes this update in place of the backend's own, with other hyperparameters: a learning
-                rate, betas, weight decay or norm to clip at. It must continue the state's optimizer tree.
+                rate, betas, weight decay or norm to clip at. It must continue the state's optimizer tree. The next
+                call has the backend's own again.
 
         Raises:
             ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
-                devices, or ranks were given different optimizers; nothing was donated then.
-            LayoutError: the state or the gradients are of another layout, or another thread computes.
+                devices; nothing was donated then.
+            LayoutError: the state or the gradients are of another layout, ranks were given optimizers of other
+                settings (functions are compared by name), or another thread computes; nothing was donated then.
         """
         expect_update(state, grads)
-        if optimizer is not None:
-            expect("apply_update", Optimizer, optimizer)
-            self._agree({"optimizer for apply_update": settings_of(optimizer)})
+        optimizer = self.optimizer if optimizer is None else optimizer
+        if self.several_ranks:
+            # Before it is checked, since the others would wait for a rank that refuses it.
+            with self._one_call():
+                self._agree({"optimizer for apply_update": settings_of(optimizer)})
+        expect("apply_update", Optimizer, optimizer)
         self._check(state.params, grads)
         moved_grads = beside(state, grads, self._moved)
-        new, reported = self._updated(optimizer or self.optimizer, state, moved_grads, donate)
+        new, reported = self._updated(optimizer, state, moved_grads, donate)
         if donate and moved_grads is not grads:
             taken(grads, "apply_update")
         return new, reported

@@ -407,7 +407,7 @@ class TrainBackend(Protocol):
 
         Args:
             optimizer: computes this update in place of the backend's own, to change hyperparameters from call to
-                call. It must continue the state's optimizer tree.
+                call. It must continue the state's optimizer tree. The next call has the backend's own again.
         """
         ...
 

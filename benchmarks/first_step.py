@@ -11,7 +11,7 @@ The applied update is compared twice: end to end, and from the reference's gradi
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
 The errors with these elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
-losses are relative to the sum of |weight x loss|, or of |log-prob x slope of the loss in it| if that is more.
+losses are relative to the sum of |weight x loss|, or of |output x slope of the loss| if that is more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Makes models as Hugging Face folders without a download: tiny random ones, and SmolLM2 from a Python package."""
+"""Makes models as Hugging Face folders without a download: tiny random ones, and SmolLM2 from a Python package.
+
+Example:
+    >>> import tempfile
+    >>> folder = new_model(tempfile.mkdtemp(), chars="0123456789+=", hidden_size=32)
+    >>> (folder / "config.json").exists(), (folder / "model.safetensors").exists()
+    (True, True)
+"""
 
 from __future__ import annotations
 
@@ -203,12 +210,6 @@ def new_model(
 
     Raises:
         ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
-
-    Example:
-        >>> import tempfile
-        >>> folder = new_model(tempfile.mkdtemp(), chars="0123456789+=", hidden_size=32)
-        >>> (folder / "config.json").exists(), (folder / "model.safetensors").exists()
-        (True, True)
     """
     from safetensors import SafetensorError
 

@@ -67,7 +67,7 @@ def _translated(optimizer: Any) -> tuple[float, AdamW]:
             # A class of a user's that inherits from these may do anything.
             if type(part) is not ClipByGlobalNorm or part.max_norm <= 0 or clipped:
                 raise _refusal(part)
-            clipped = part.max_norm
+            clipped = 0.0 if math.isinf(part.max_norm) else part.max_norm
         last = last.parts[-1]
     if type(last) is not AdamW:
         raise _refusal(last)
@@ -191,8 +191,8 @@ class Distributed(Optimizer):
 
     def _scale(self, norm: float) -> float:
         """Returns by what to multiply gradients so that Megatron's norm is finite, where clipping undoes it."""
-        exponent = math.frexp(norm)[1]
-        return 2.0 ** (LARGEST_EXPONENT - exponent) if self.max_norm and exponent > LARGEST_EXPONENT else 1.0
+        exponent, clips = math.frexp(norm)[1], 0.0 < self.max_norm < 2.0 ** (LARGEST_EXPONENT - 1)
+        return 2.0 ** (LARGEST_EXPONENT - exponent) if clips and exponent > LARGEST_EXPONENT else 1.0
 
     @contextlib.contextmanager
     def _lent(self, adam: AdamState, params: Params, lr: float) -> Iterator[None]:

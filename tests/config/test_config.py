@@ -356,7 +356,13 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: [^;]*$"):
         load(tmp_path / "bad.toml")
     (tmp_path / "bad.toml").write_text('actor = {strategy = "fsdp"}\nactor.optim.lr = 1e-6\n')
-    with pytest.raises(ConfigError, match=r"is not TOML: .*; a table in braces takes no further keys"):
+    with pytest.raises(ConfigError, match=r"is not TOML: .*; a table in braces is complete"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text('actor = {strategy = "fsdp"}\n[actor.optim]\nlr = 1e-6\n')
+    with pytest.raises(ConfigError, match=r"is not TOML: .*; a table in braces is complete"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text("[actor]\nlr = 1e-6\n[actor]\n")
+    with pytest.raises(ConfigError, match=r"is not TOML: [^;]*$"):
         load(tmp_path / "bad.toml")
 
 

@@ -66,7 +66,7 @@ def test_ground_truths_that_no_response_can_equal():
     assert list(notices(unknown, [], DataConfig(train_batch_size=1), None, answers=False)) == []
     # An environment reads them as it likes.
     table = DataConfig(train_batch_size=1)
-    assert list(notices(unknown, [], table, char_tokenizer("abc"), answers=False, played=True)) == []
+    assert list(notices(unknown, [], table, char_tokenizer("abc"), answers=False, judged_by_env=True)) == []
 
 
 @pytest.mark.parametrize(("kind", "said"), [("good", {"chosen": ("b",)}), ("bad", {"rejected": ("c",)})])

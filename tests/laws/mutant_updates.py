@@ -122,8 +122,8 @@ class AppliesAnother(Mock):
 
     applied = None
 
-    def apply_update(self, state, grads, *, donate=True, **settings):
-        return apply_update(self.applied, state, grads, donate=donate)
+    def apply_update(self, state, grads, *, donate=True, optimizer=None):
+        return apply_update(optimizer or self.applied, state, grads, donate=donate)
 
 
 class NeverClips(AppliesAnother):

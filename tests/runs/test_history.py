@@ -170,15 +170,17 @@ def test_a_continuation_names_another_number_of_threads(tiny, tmp_path, monkeypa
     """They round differently. On a GPU the CPU decides nothing."""
     plan = tiny_run(tiny, tmp_path / "run", "driver.num_threads=2")
     now = fingerprints(plan)
-    (said,) = changed_inputs(now | {"CPU": "version AVX2, 1 threads"}, now)
+    (said,) = changed_inputs(now | {"CPU": "version AVX2, threads 1"}, now)
     kernels = torch.backends.cpu.get_cpu_capability()
-    assert said == f"another set-up of the CPU (AVX2, 1 threads -> {kernels}, 2 threads)"
+    assert said == f"another set-up of the CPU (AVX2, threads 1 -> {kernels}, threads 2)"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     free = attrs.evolve(plan, driver=attrs.evolve(plan.driver, num_threads=0))
-    assert fingerprints(free)["CPU"] == f"version {kernels}, 7 threads"
+    assert fingerprints(free)["CPU"] == f"version {kernels}, threads 7"
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     over_ray = attrs.evolve(free, driver=attrs.evolve(free.driver, kind="ray"), ray=attrs.evolve(plan.ray, ranks=2))
-    assert fingerprints(over_ray)["CPU"] == f"version {kernels}, 4 threads"
+    assert fingerprints(over_ray)["CPU"] == f"version {kernels}, threads 4"
+    elsewhere = attrs.evolve(over_ray, ray=attrs.evolve(over_ray.ray, address="10.0.0.1:6379"))
+    assert "CPU" not in fingerprints(elsewhere), "what a cluster computes on is not known here"
     monkeypatch.setattr("verl_fn.build.device", lambda driver: "cuda")
     assert "CPU" not in fingerprints(plan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -59,8 +60,7 @@ def check_fields(options: Any, rewards: Collection[str] | None = None) -> dict[s
 
     Raises:
         ConfigError: one of them reads a field that the run's batches lack, writes in place, returns what no loss or
-            no estimator returns, or uses a name or a module that does not exist; or the loss needs an output that no
-            model gives.
+            no estimator returns, or uses a name that exists nowhere; or the loss needs an output that no model gives.
     """
     if not isinstance(options, PolicyOptimization):
         return {}
@@ -104,13 +104,14 @@ def _failure(whose: str, error: Exception, tokens: int) -> str:
     """Returns a sentence about an error that a batch of the run may not raise.
 
     Raises:
-        ConfigError: every batch raises it.
+        ConfigError: the function reads an output beside its needs, or a name that exists nowhere.
     """
     if isinstance(error, AttributeError) and isinstance(error.obj, TokenOutputs):
         raise ConfigError(f"{whose}: {error}") from error
     what = f"{type(error).__name__}: {error}{user_files.place_of(error, __file__)}"
-    # No numbers cause these, but a field that only the run's batches have may be None here.
-    if isinstance(error, AttributeError | NameError | ImportError) and getattr(error, "obj", what) is not None:
+    # A variable may be unset, or of another kind, for these rows only.
+    missing = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType | torch.Tensor | Batch)
+    if missing or type(error) is NameError:
         raise ConfigError(f"{whose} fails with {what}") from error
     return (
         f"{whose} fails on a made-up batch of two rows: {what}. The tokens of all rows lie end to end, here {tokens}"

@@ -261,8 +261,10 @@ def read_table(path: str | Path | None) -> Table:
     """
     if path is None:
         return {}
+    text = ""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except OSError as error:
         beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
         hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""
@@ -270,8 +272,9 @@ def read_table(path: str | Path | None) -> Table:
             hint = "; the first argument is a TOML file, and key=value follows it"
         raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
-        closed = "immutable" in str(error)  # the word of tomllib
-        hint = "; a table in braces takes no further keys: write all of its keys inside, or none" if closed else ""
+        # The words of tomllib for a key that is added to a table in braces.
+        closed = "{" in text and re.search(r"immutable|Cannot declare .* twice", str(error))
+        hint = "; a table in braces is complete: write all of its keys inside, or none" if closed else ""
         raise ConfigError(f"{path} is not TOML: {error}{hint}") from error
 
 

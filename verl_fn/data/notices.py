@@ -250,14 +250,14 @@ def notices(
     tokenizer: Any,
     *,
     answers: bool,
-    played: bool = False,
+    judged_by_env: bool = False,
     sizes: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yields a line for each unusual property of the problems.
 
     Args:
         answers: whether the run trains on the answers.
-        played: whether only an environment judges, for which a ground truth need not be a text to write.
+        judged_by_env: whether only an environment judges; then no response has to be the ground truth.
         sizes: the number of training problems of each file, if each has a weight.
     """
     trained, held_out = traits_of(training, tokenizer), traits_of(validation, tokenizer)
@@ -277,7 +277,7 @@ def notices(
     yield from _of_flags(trained, answers)
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         first = range(min(len(problems), MOST_ENCODED))  # one is read at a time, with its images
-        truths = [] if answers or played else [problems[i].answer for i in first]
+        truths = [] if answers or judged_by_env else [problems[i].answer for i in first]
         if lacking := _unwritable(truths, tokenizer):
             lacks = describe_unknown("ground truth", truths[lacking[0]], tokenizer)
             yield (

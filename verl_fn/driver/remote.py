@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
 from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState, snapshot
+from verl_fn.state.guards import expect
 from verl_fn.state.split import balance
-from verl_fn.steps import Loss
+from verl_fn.steps import Loss, Optimizer
 
 from .cluster import Cluster
 from .group import START_SECONDS, Call, Group, Member, curable, unwrapped_error
@@ -70,10 +71,7 @@ class Remote(protocol.Remote[T]):
 
     def snapshot(self) -> Any:
         """Raises an error that explains how to copy the value on its ranks."""
-        raise TypeError(
-            "this is a handle to a value on its ranks, and a snapshot is made there: backend.map(snapshot, value, "
-            "keep=True)"
-        )
+        raise TypeError("a snapshot of a handle is made on its ranks: backend.map(snapshot, value, keep=True)")
 
 
 class RemoteTrain:
@@ -114,18 +112,20 @@ class RemoteTrain:
     def apply_update(
         self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True, optimizer: Any = None
     ) -> tuple[Remote[TrainState], Any]:
+        given = {} if optimizer is None else {"optimizer": optimizer}
+        for one in given.values():
+            expect("apply_update", Optimizer, one)
         if donate:
             for prepare in self._cluster.before_update:
                 prepare(self.component)
         new: Remote[TrainState] = Remote(self)
-        metrics = self._invoke("apply_update", (new.id, None), state, grads, donate=donate, optimizer=optimizer)
+        metrics = self._invoke("apply_update", (new.id, None), state, grads, donate=donate, **given)
         if donate:
             # Before the call has ended, since only the ranks know whether it failed before it used the values.
             for value, name in ((state, "TrainState"), (grads, "Grads")):
                 value.fate = (
-                    f"this remote {name} was donated to apply_update, also if that has failed. Use the value that "
-                    "apply_update returned, or restore a checkpoint if it failed; to keep the old one, pass "
-                    "donate=False."
+                    f"this remote {name} was donated to apply_update, also if that has failed. Use what apply_update "
+                    "returned, or restore a checkpoint if it failed; to keep the old one, pass donate=False."
                 )
         return new, metrics
 

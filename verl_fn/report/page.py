@@ -68,7 +68,7 @@ class RunRecord:
         unused: keys without effect in this run; none are known of a config that this version does not take.
         rows: the metrics, one row for each step.
         answers: the held-out answers by step, then by what was asked.
-        inputs: the fingerprints of the user's code, the data and the libraries by name.
+        inputs: the fingerprints of the user's code, the data, the libraries and the CPU by name.
         failure: how the run ended, if it failed.
     """
 

@@ -60,7 +60,7 @@ class Fit:
         settings: what the plan lacks, as ``key=value``.
         phases: what lies on the GPU in each phase.
         layout: strategy and ranks; empty if they do not change.
-        on_cpu: bytes that settings move to the memory of CPUs, of all ranks.
+        on_cpu: bytes that lie in the memory of CPUs, of all ranks: of a layout all, of a change what it adds.
     """
 
     settings: Settings
@@ -255,7 +255,7 @@ def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
     named = f"{after.roles['actor'].strategy} over {size} ranks" if size > 1 else "one process"
     if after.rollout.placement == "apart":
         named += f" and engines on {after.rollout.engines * after.rollout.tensor_parallel_size} GPUs"
-    return Fit(lacking, phases(after, gpu), named, host_memory(after, gpu, size).nbytes)
+    return Fit(lacking, phases(after, gpu), named, _on_cpus(after, gpu))
 
 
 def _possible(plan: Plan, settings: Settings, gpus: int, gpu: int) -> Plan | None:
@@ -336,7 +336,12 @@ def _after(plan: Plan, changes: Sequence[Change], gpu: int, gpus: int) -> Fit | 
     after = _possible(plan, settings, gpus, gpu)
     if after is None or not fits(after, gpu):
         return None
-    return Fit(settings, phases(after, gpu), on_cpu=host_memory(after, gpu, ranks.training_ranks(after)).nbytes)
+    return Fit(settings, phases(after, gpu), on_cpu=max(0, _on_cpus(after, gpu) - _on_cpus(plan, gpu)))
+
+
+def _on_cpus(plan: Plan, gpu: int) -> int:
+    """Returns the bytes that a plan moves to the memory of CPUs, of all ranks."""
+    return host_memory(plan, gpu, ranks.training_ranks(plan)).nbytes
 
 
 def _with_fewer_replicas(plan: Plan, gpu: int) -> Settings | None:
@@ -364,9 +369,9 @@ def better_engine(plan: Plan, gpu: int) -> Iterator[str]:
     if r.name == "vllm":
         better = largest_share(plan, gpu)
         if better and better > r.gpu_memory_utilization + 0.05 and cached_rows(plan, gpu) < rows:
-            setting, size = f"rollout.gpu_memory_utilization={better:g}", ranks.training_ranks(plan)
-            now, then = (host_memory(one, gpu, size).nbytes for one in (plan, with_settings(plan, [setting], gpu)))
-            moved = f", and takes {(then - now) / GIB:.0f} GiB more of CPU memory" if then > now else ""
+            setting = f"rollout.gpu_memory_utilization={better:g}"
+            more = _on_cpus(with_settings(plan, [setting], gpu), gpu) - _on_cpus(plan, gpu)
+            moved = f", and takes {more / GIB:.0f} GiB more of CPU memory" if more > GIB / 2 else ""
             yield (
                 f"{setting} fits ({r.gpu_memory_utilization:g} now){moved}: a larger cache holds more rows at once"
             )

@@ -275,11 +275,12 @@ def fingerprints(plan: Plan) -> dict[str, str]:
         # A cluster may have a library that this process lacks.
         if version := installed_version(library):
             prints[library] = _VERSION + version
-    if build.device(plan.driver) == "cpu":
+    # What a cluster computes on is not known here.
+    if build.device(plan.driver) == "cpu" and not (plan.driver.kind == "ray" and plan.ray.address):
         # Sums of other vectors and threads have another order, and so other roundings.
         ranks = training_ranks(plan)
         count = build.threads(plan.driver, ranks, by_user=plan.driver.kind == "local" and ranks == 1)
-        prints[CPU] = f"{_VERSION}{torch.backends.cpu.get_cpu_capability()}, {count} threads"
+        prints[CPU] = f"{_VERSION}{torch.backends.cpu.get_cpu_capability()}, threads {count}"
     # A folder that was copied from the hub is recorded by its commit there.
     return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 

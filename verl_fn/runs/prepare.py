@@ -207,9 +207,9 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
         )
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
-        played = bool(plan.env.name) and not plan.reward.by_user
+        by_env = bool(plan.env.name) and not plan.reward.by_user
         yield from notices(
-            source.training, source.validation, plan.data, tokenizer, answers=answers, played=played,
+            source.training, source.validation, plan.data, tokenizer, answers=answers, judged_by_env=by_env,
             sizes=source.sizes,
         )  # fmt: skip
     held_out = source.held_out(plan.data.val_size) if isinstance(source, FileData) else ()

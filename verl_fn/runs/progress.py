@@ -24,7 +24,7 @@ NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".3f"),
     # ppo_kl compares with the policy that sampled. The other two compare with the reference policy.
-    ("actor/ppo_kl", "ppo_kl", ".3g"),
+    ("actor/ppo_kl", "ppo_kl", "z.3g"),
     ("actor/kl_loss", "ref_kl", ".3g"),
     ("actor/reward_kl_penalty", "ref_kl", ".3g"),
     ("actor/grad_norm", "grad", ".3g"),

@@ -572,7 +572,7 @@ def check_updates(case: BackendCase, state: Handle[TrainState], optimizer: Optim
         ("a gradient of norm 0.001", state, 1e-3 / norm, None),
         ("a gradient of norm 1000", state, 1e3 / norm, None),
         (f"position {LATER} of the schedule", later, 1.0, None),
-        ("an optimizer given to apply_update", state, 1e3 / norm, _other_settings(optimizer)),
+        ("an optimizer given to apply_update", state, 1e3 / norm, _other_settings(optimizer) or optimizer),
     ):
         settings = {} if given is None else {"optimizer": given}
         gradient = case.made(scaled(factor), grads)
@@ -608,7 +608,7 @@ def _other_settings(optimizer: object) -> Optimizer | None:
         case AdamW(schedule, (beta1, beta2), eps, decay):
             other: Schedule = partial(_doubled, schedule)
             return attrs.evolve(
-                optimizer, schedule=other, betas=(beta1 / 2, beta2 - 0.1), eps=10 * eps, weight_decay=decay + 0.1
+                optimizer, schedule=other, betas=(beta1 / 2, 0.9 * beta2), eps=10 * eps, weight_decay=decay + 0.1
             )
         case SGD(schedule):
             return attrs.evolve(optimizer, schedule=partial(_doubled, schedule))

@@ -74,9 +74,11 @@ def other_updates(folder):
     backend = Fsdp(folder, optimizer())
     state = backend.init(KEY)
     grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
-    told = error_of(
-        lambda: backend.apply_update(state, grads, optimizer=odd(optimizer(), OPTIMIZERS["another rate"]()))
-    )
+    told = [
+        error_of(lambda other=other: backend.apply_update(state, grads, optimizer=odd(None, other)))
+        for other in (OPTIMIZERS["another rate"](), 1e-3)
+    ]
+    told.append(error_of(lambda: backend.apply_update(state, grads, optimizer=1e-3), TypeError))
     _, metrics = backend.apply_update(state, grads, optimizer=OPTIMIZERS["another rate"]())
     return told, metrics["lr"].value
 
