@@ -1,5 +1,6 @@
 """Updates by Megatron's own distributed optimizer: laws, ours beside it, checkpoints, and what it cannot compute."""
 
+import math
 import re
 
 import attrs
@@ -9,7 +10,7 @@ from megatron_support import EXPERTS, FP32, MARKS, check_run
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
-from verl_fn.backends.megatron.distributed_optimizer import Distributed, check_updates_by
+from verl_fn.backends.megatron.distributed_optimizer import Distributed, _translated, check_updates_by
 from verl_fn.steps import AdamW, adamw, chain, clip_by_global_norm, ppo_clip, sgd, stateless
 from verl_fn.testing import tiny_batch
 
@@ -50,6 +51,14 @@ def test_an_update_keeps_the_mask_that_megatrons_optimizer_was_made_with():
         theirs.with_settings_of(chain(clip_by_global_norm(1.0), adamw(1e-3)))
     with pytest.raises(ValueError, match="cannot compute SGD"):
         theirs.with_settings_of(sgd(0.1))
+
+
+def test_a_norm_without_end_clips_nothing():
+    """Gradients are scaled for Megatron's norm only if clipping undoes it."""
+    adam = adamw(1e-3)
+    assert _translated(chain(clip_by_global_norm(math.inf), adam)) == (0.0, adam)
+    scales = [Distributed(adam, norm, adam, None, {}, None)._scale(2.0**70) for norm in (0.0, 1.0, 2.0**59, 2.0**60)]
+    assert scales == [1.0, 2.0**-11, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": Lora(rank=4, alpha=8.0)}], ids=str)
