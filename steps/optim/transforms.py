@@ -369,7 +369,8 @@ def check_slots(slots: Slots, names: list[str], params: Params, dtype: torch.dty
         )
     held, weights = tensors_of(slots, names[:1]), tensors_of(params, names[:1])
     check_device("the optimizer's state lies", held, weights)
-    if held and held[0].dtype != (dtype or weights[0].dtype):
+    # Of parameters in bf16, the check of gradients says what to do.
+    if held and held[0].dtype != (dtype or weights[0].dtype) and torch.bfloat16 in (dtype, held[0].dtype):
         raise ValueError(
             f"the optimizer's state is {_kind(held[0]).split()[0]}, and this optimizer keeps "
             f"{str(dtype or weights[0].dtype).removeprefix('torch.')}; moments of another dtype need a new state: "
