@@ -377,7 +377,7 @@ class SGD(Optimizer):
         if self.momentum:
             check_slots(state.momentum, params.trained(), params)
         elif len(state.momentum):
-            raise ValueError("sgd without momentum did not make this state's optimizer tree, which has momentum")
+            raise ValueError("this state's optimizer tree has momentum, and this sgd has none; give it momentum")
         self.schedule(position)
 
     def update(

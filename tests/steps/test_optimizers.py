@@ -403,7 +403,7 @@ def test_a_frozen_model_is_not_updated_and_not_lost():
     [
         (adamw(1e-3), adamw(1e-3, moments=torch.bfloat16), "state is float64, and this optimizer keeps bfloat16"),
         (adamw(1e-3, moments=torch.bfloat16), adamw(1e-3), "state is bfloat16, and this optimizer keeps float64"),
-        (sgd(0.1, momentum=0.9), sgd(0.1), "sgd without momentum did not make"),
+        (sgd(0.1, momentum=0.9), sgd(0.1), "tree has momentum, and this sgd has none"),
         (sgd(0.1), sgd(0.1, momentum=0.9), "differ in their names"),
         (sgd(0.1), adamw(1e-3), "adamw did not make"),
         (chain(clip_by_global_norm(1.0), sgd(0.1)), sgd(0.1), "sgd did not make"),

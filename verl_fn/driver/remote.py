@@ -112,9 +112,9 @@ class RemoteTrain:
     def apply_update(
         self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True, optimizer: Any = None
     ) -> tuple[Remote[TrainState], Any]:
+        if optimizer is not None:
+            expect("apply_update", Optimizer, optimizer)
         given = {} if optimizer is None else {"optimizer": optimizer}
-        for one in given.values():
-            expect("apply_update", Optimizer, one)
         if donate:
             for prepare in self._cluster.before_update:
                 prepare(self.component)
