@@ -180,10 +180,10 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor, d_log_z: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
-        grads = gradients(
-            hidden, weight, bias, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
-            d_entropies, ctx.needs_input_grad[:3], ctx.chunk * len(weight), ctx.grad_buffer,
-            ctx.softcap,
+        grads: Gradients = _Gradients.apply(
+            hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(),
+            entropies if ctx.entropy else None, d_entropies.contiguous(), ctx.needs_input_grad[:3],
+            ctx.chunk * len(weight), ctx.grad_buffer, ctx.softcap,
         )  # fmt: skip
         return *grads, None, None, None, None, None, None, None, None
 
@@ -364,60 +364,65 @@ def slices(n: int, chunk: int) -> list[slice]:
     return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
 
 
-def at(temperature: Tensor | None, part: slice) -> Tensor | None:
-    """Returns the temperatures of a part of the tokens."""
-    return None if temperature is None else temperature[part]
+def at(numbers: Tensor | None, part: slice) -> Tensor | None:
+    """Returns a part of the numbers of tokens, such as temperatures, if there are any."""
+    return None if numbers is None else numbers[part]
 
 
-def gradients(
-    hidden: Float[Tensor, "N H"],
-    weight: Float[Tensor, "V H"],
-    bias: Float[Tensor, " V"] | None,
-    targets: Int[Tensor, " N"],
-    temperature: Float[Tensor, " N"] | None,
-    log_z: Float[Tensor, " N"],
-    d_logprobs: Float[Tensor, " N"],
-    entropies: Float[Tensor, " N"] | None,
-    d_entropies: Float[Tensor, " N"],
-    needed: Sequence[bool],
-    size: int,
-    grad_buffer: Float[Tensor, "V H"] | None = None,
-    softcap: float | None = None,
-) -> Gradients:
-    """Returns the gradients of hidden states, weight and bias, from the gradients of log-probabilities and entropies.
+class _Gradients(torch.autograd.Function):
+    """The gradients of hidden states, weight and bias, from the gradients of log-probabilities and entropies.
 
-    Args:
-        weight: of the output layer, or rows of it.
-        targets: rows of ``weight``; -1 is none of them.
-        log_z: the log-normalisers, over the whole vocabulary.
-        entropies: over the whole vocabulary; None where they were not computed.
-        needed: which of the three gradients are computed; the others are None.
-        size: the most logits at a time.
-        grad_buffer: in fp32; the gradient of ``weight`` is added to it, and None is returned for it.
-
-    Raises:
-        NotDifferentiable: later, if a derivative of these gradients is taken.
-
-    Example:
-        >>> hidden, weight, log_z, d = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([2.0]).log(), torch.ones(1)
-        >>> gradients(hidden, weight, None, torch.tensor([1]), None, log_z, d, None, d, (False, True, False), 1)[1]
-        tensor([[-0.5000],
-                [ 0.5000]])
+    They have no derivatives: in these, log-normalisers and entropies would be constants.
     """
-    found: Gradients = _Once.apply(
-        hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(), entropies,
-        d_entropies.contiguous(), needed, size, grad_buffer, softcap,
-    )  # fmt: skip
-    return found
-
-
-class _Once(torch.autograd.Function):
-    """Gradients without derivatives, in which log-normalisers and entropies would be constants."""
 
     @staticmethod
-    def forward(*given: Any) -> Gradients:
-        head = _Head(*given)
-        return head.by_block() if any(head.needed[1:]) else head.by_chunk()
+    def forward(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        log_z: Tensor,
+        d_logprobs: Tensor,
+        entropies: Tensor | None,
+        d_entropies: Tensor,
+        needed: Sequence[bool],
+        size: int,
+        grad_buffer: Tensor | None,
+        softcap: float | None,
+    ) -> Gradients:
+        """Returns the gradients that are needed, from at most ``size`` logits at a time, and None for the others."""
+
+        def d_logits(targets: Tensor, tokens: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+            logits = torch.nn.functional.linear(hidden[tokens], weight[rows], at(bias, rows))
+            gradient_in_place(
+                logits, targets, at(temperature, tokens), log_z[tokens], d_logprobs[tokens], at(entropies, tokens),
+                d_entropies[tokens], softcap,
+            )  # fmt: skip
+            return logits
+
+        for_hidden, for_weight, for_bias = needed
+        if not for_weight and not for_bias:
+            d_hidden = torch.empty_like(hidden)
+            for part in slices(len(hidden), max(1, size // max(1, len(weight)))):
+                torch.mm(d_logits(targets[part], part), weight, out=d_hidden[part])
+            return d_hidden, None, None
+        sum_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+        d_weight = torch.empty_like(weight) if for_weight and grad_buffer is None else None
+        d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
+        for block in slices(len(weight), _block(size, len(hidden))):
+            of_block = d_logits(_among(targets, block.start, block.stop - block.start), rows=block)
+            if sum_hidden is not None:
+                _add_product(sum_hidden, of_block, weight[block])
+            if d_weight is not None:
+                torch.mm(of_block.t(), hidden, out=d_weight[block])
+            elif for_weight and grad_buffer is not None:
+                _add_product(grad_buffer[block], of_block.t(), hidden)
+            if d_bias is not None:
+                d_bias[block] = of_block.sum(0)
+            # Before the next block's are made.
+            del of_block
+        return None if sum_hidden is None else sum_hidden.to(hidden.dtype), d_weight, d_bias
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -426,65 +431,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise NotDifferentiable("these log-probs have no second derivatives; logprobs_and_entropy(plain=True) has")
-
-
-@attrs.frozen(eq=False)
-class _Head:
-    """The arguments of ``gradients``."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    temperature: Tensor | None
-    log_z: Tensor
-    d_logprobs: Tensor
-    entropies: Tensor | None
-    d_entropies: Tensor
-    needed: Sequence[bool]
-    size: int
-    grad_buffer: Tensor | None
-    softcap: float | None
-
-    def by_block(self) -> Gradients:
-        hidden, weight, bias, grad_buffer = self.hidden, self.weight, self.bias, self.grad_buffer
-        for_hidden, for_weight, for_bias = self.needed
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        d_weight = torch.empty_like(weight) if for_weight and grad_buffer is None else None
-        d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
-        for block in slices(len(weight), _block(self.size, len(hidden))):
-            rows = weight[block]
-            own = _among(self.targets, block.start, len(rows))
-            d_logits = self._d_logits(hidden, rows, None if bias is None else bias[block], own, slice(None))
-            if d_hidden is not None:
-                _add_product(d_hidden, d_logits, rows)
-            if d_weight is not None:
-                torch.mm(d_logits.t(), hidden, out=d_weight[block])
-            elif for_weight and grad_buffer is not None:
-                _add_product(grad_buffer[block], d_logits.t(), hidden)
-            if d_bias is not None:
-                d_bias[block] = d_logits.sum(0)
-            # Before the next block's are made.
-            del d_logits
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
-
-    def by_chunk(self) -> Gradients:
-        d_hidden = torch.empty_like(self.hidden)
-        for part in slices(len(self.hidden), max(1, self.size // max(1, len(self.weight)))):
-            d_logits = self._d_logits(self.hidden[part], self.weight, self.bias, self.targets[part], part)
-            torch.mm(d_logits, self.weight, out=d_hidden[part])
-            del d_logits
-        return d_hidden, None, None
-
-    def _d_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
-        """Returns the gradient of the logits of a part of the tokens, for these rows of the output layer."""
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        entropies = None if self.entropies is None else self.entropies[part]
-        gradient_in_place(
-            logits, targets, at(self.temperature, part), self.log_z[part], self.d_logprobs[part], entropies,
-            self.d_entropies[part], self.softcap,
-        )  # fmt: skip
-        return logits
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
