@@ -165,37 +165,33 @@ def rms_norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) 
         >>> rms_norm(torch.full((1, 4), 2.0), torch.ones(4), 0.0)
         tensor([[1., 1., 1., 1.]])
     """
-    if x.is_cuda:
-        return _Norm.apply(x, weight, eps)
-    return _norm(x, weight, eps)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    if not x.is_cuda:
+        return norm(x, weight)
+    return _AsOther.apply(functools.partial(logprobs.on_cuda().norm, eps=eps), norm, x, weight)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+class _AsOther(torch.autograd.Function):
+    """A kernel's result, with the gradients of another function that computes the same of the same tensors."""
 
-
-class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return logprobs.on_cuda().norm(x, weight, eps)
+    def forward(ctx: Any, kernel: Callable[..., Tensor], other: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.other = other
+        return kernel(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(functools.partial(_norm, eps=ctx.eps), ctx, grad), None
-
-
-def _gradients(fn: Callable[..., Tensor], ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Returns the gradients of ``fn`` at the saved tensors; it is computed again."""
-    # Read once: a checkpointed layer computes them again.
-    saved = ctx.saved_tensors
-    needed = ctx.needs_input_grad[: len(saved)]
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
-        of_needed = iter(torch.autograd.grad(fn(*inputs), [t for t in inputs if t.requires_grad], grad))
-    return [next(of_needed) if need else None for need in needed]
+        # Read once: a checkpointed layer computes them again.
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(need) for t, need in zip(saved, needed, strict=True)]
+            of_needed = iter(torch.autograd.grad(ctx.other(*inputs), [t for t in inputs if t.requires_grad], grad))
+        return None, None, *(next(of_needed) if need else None for need in needed)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -206,17 +202,6 @@ def silu(x: Tensor) -> Tensor:
         tensor([0.])
     """
     return nn.functional.silu(x) if x.is_cuda else x / (1.0 + torch.exp(-x))
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return logprobs.on_cuda().gated(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(_gradients(lambda gate, up: silu(gate) * up, ctx, grad))
 
 
 # Attention
@@ -314,30 +299,6 @@ def _over_blocks(
     return total / mass
 
 
-class _Attention(torch.autograd.Function):
-    """Attention of packed or padded rows; its gradient is the one of the attention that is used elsewhere."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: packed.Packing, scaling: float, window: int | None
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.options = packing, scaling, window
-        if q.is_cuda:
-            return logprobs.on_cuda().packed_attention(q, k, v, packing, scaling, window)
-        q, k, v = (packed.spread(x, packing) for x in (q, k, v))
-        return rows_attention(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packing, scaling, window = ctx.options
-
-        def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return packed.chosen(q, packing)(q, k, v, packing, scaling, window, None, None)
-
-        return *_gradients(other, ctx, grad), None, None, None
-
-
 def packed_attention(
     q: Float[Tensor, "T heads dim"],
     k: Float[Tensor, "T kv dim"],
@@ -346,8 +307,18 @@ def packed_attention(
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "T heads dim"]:
-    """Returns causal attention within each of the packed rows."""
-    return _Attention.apply(q, k, v, packing, scaling, window)
+    """Returns causal attention within each of the packed rows, with the gradients of the attention that is used elsewhere."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.is_cuda:
+            return logprobs.on_cuda().packed_attention(q, k, v, packing, scaling, window)
+        q, k, v = (packed.spread(x, packing) for x in (q, k, v))
+        return rows_attention(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
+
+    def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed.chosen(q, packing)(q, k, v, packing, scaling, window, None, None)
+
+    return _AsOther.apply(attend, other, q, k, v)
 
 
 def model_attention(
@@ -462,7 +433,10 @@ def _of_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def _of_mlp(mlp: Any, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x))) if x.is_cuda else own(x)
+    if not x.is_cuda:
+        return own(x)
+    given = mlp.gate_proj(x), mlp.up_proj(x)
+    return mlp.down_proj(_AsOther.apply(logprobs.on_cuda().gated, lambda gate, up: silu(gate) * up, *given))
 
 
 def _adapted(layer: Any, scale: float, x: Tensor) -> Tensor:
