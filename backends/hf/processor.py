@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.hf.config import LOCAL, ModelError, read_config, read_json, reason, refused
+from verl_fn.backends.hf.config import LOCAL, ModelError, read_config, read_json, refused
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.vision import (
     FAMILIES,
@@ -180,8 +180,15 @@ def shown(images: Sequence[Any], processor: Processor) -> Shown:
     Raises:
         ModelError: the image processor fails, or makes other pixels than the model reads.
     """
-    fields, sizes, tokens = _processed(images, processor)
-    return Shown(tokens, fields, sum(sizes))
+    process: Callable[..., Any] = processor.image_processor
+    sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+    with refused(f"the image processor fails on images of {sizes} pixels"):
+        if GRIDS in processor.family.fields:
+            return _of_grids(process(images=list(images), return_tensors="pt"), processor)
+        if PIXEL_MASKS in processor.family.fields:
+            given = {"return_tensors": "pt", "return_row_col_info": True}
+            return _of_tiles(process(images=[list(images)], **given), processor)
+        return _of_squares(process(images=list(images), return_tensors="pt"), processor)
 
 
 def images_of(ids: Sequence[int], seen: Shown, processor: Processor) -> RowImages:
@@ -202,25 +209,7 @@ def images_of(ids: Sequence[int], seen: Shown, processor: Processor) -> RowImage
     return RowImages(seen.fields, axis_positions(places, seen.fields[GRIDS], merge_size(processor.config)), len(ids))
 
 
-def _processed(images: Sequence[Any], processor: Processor) -> tuple[dict[str, Tensor], list[int], list[str]]:
-    """Returns the fields of images, the number of features of each, and the text that stands for each."""
-    process: Callable[..., Any] = processor.image_processor
-    try:
-        if GRIDS in processor.family.fields:
-            return _of_grids(process(images=list(images), return_tensors="pt"), processor)
-        if PIXEL_MASKS in processor.family.fields:
-            given = {"return_tensors": "pt", "return_row_col_info": True}
-            return _of_tiles(process(images=[list(images)], **given), processor)
-        return _of_squares(process(images=list(images), return_tensors="pt"), processor)
-    # An image processor has no error of its own for images that it cannot take.
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
-        raise ModelError(f"the image processor fails on images of {sizes} pixels: {reason(error)}") from error
-
-
-def _of_grids(made: Any, processor: Processor) -> tuple[dict[str, Tensor], list[int], list[str]]:
+def _of_grids(made: Any, processor: Processor) -> Shown:
     grids, vision = made["image_grid_thw"], processor.config.vision_config
     merge = merge_size(processor.config)
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -231,10 +220,10 @@ def _of_grids(made: Any, processor: Processor) -> tuple[dict[str, Tensor], list[
             "them; copy the model's own preprocessor_config.json"
         )
     sizes = (grids.prod(-1) // merge**2).tolist()
-    return {PIXELS: made["pixel_values"], GRIDS: grids}, sizes, [processor.mark * size for size in sizes]
+    return Shown([processor.mark * size for size in sizes], {PIXELS: made["pixel_values"], GRIDS: grids}, sum(sizes))
 
 
-def _of_tiles(made: Any, processor: Processor) -> tuple[dict[str, Tensor], list[int], list[str]]:
+def _of_tiles(made: Any, processor: Processor) -> Shown:
     from transformers.models.idefics3.processing_idefics3 import get_image_prompt_string
 
     pixels = made["pixel_values"][0]
@@ -245,11 +234,11 @@ def _of_tiles(made: Any, processor: Processor) -> tuple[dict[str, Tensor], list[
         get_image_prompt_string(r, c, each, image_token=processor.mark, **tokens)
         for r, c in zip(rows, columns, strict=True)
     ]
-    sizes = [each * (r * c + 1) for r, c in zip(rows, columns, strict=True)]
-    return {PIXELS: pixels, PIXEL_MASKS: made["pixel_attention_mask"][0].bool()}, sizes, texts
+    features = sum(each * (r * c + 1) for r, c in zip(rows, columns, strict=True))
+    return Shown(texts, {PIXELS: pixels, PIXEL_MASKS: made["pixel_attention_mask"][0].bool()}, features)
 
 
-def _of_squares(made: Any, processor: Processor) -> tuple[dict[str, Tensor], list[int], list[str]]:
+def _of_squares(made: Any, processor: Processor) -> Shown:
     if bool((torch.as_tensor(made["num_crops"]) > 0).any()):
         raise ModelError(
             f"{processor.folder}: the image processor cuts images into crops (do_pan_and_scan), and the prompt's "
@@ -261,7 +250,7 @@ def _of_squares(made: Any, processor: Processor) -> tuple[dict[str, Tensor], lis
     shown = processor.feature * each
     text = f"\n\n{processor.mark}{shown}{tokenizer.convert_ids_to_tokens(config.eoi_token_index)}\n\n"
     count = len(made["pixel_values"])
-    return {PIXELS: made["pixel_values"]}, [each] * count, [text] * count
+    return Shown([text] * count, {PIXELS: made["pixel_values"]}, each * count)
 
 
 def _check_size(pixels: Tensor, processor: Processor) -> None:
