@@ -116,7 +116,7 @@ def packed_attention(
 def chosen(q: Tensor, packing: Packing) -> Callable[..., Tensor]:
     """Returns the attention for queries of this dtype and device, ``[T, heads, dim]``."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and packing.blocks is None
-    return _transformable if packing.plain else _fused if half else _padded
+    return _fused if half and not packing.plain else _padded
 
 
 def _fused(
@@ -254,12 +254,6 @@ def softmax(
         return scores.softmax(-1)
     column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-
-
-def _transformable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
-    """Computes the same with matrix products and a softmax, since fused kernels have no forward-mode derivative."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return _padded(q, k, v, packing, *options)
 
 
 def register(name: str = NAME, attend: Callable[..., Any] = packed_attention) -> None:

@@ -307,7 +307,7 @@ def packed_attention(
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "T heads dim"]:
-    """Returns causal attention within each packed row; gradients are those of the attention that is used elsewhere."""
+    """Returns causal attention within each packed row, with the gradients of the attention that others use."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.is_cuda:

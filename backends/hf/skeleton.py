@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,9 @@ def dtype_of(given: str | torch.dtype, option: str) -> torch.dtype:
 _deterministic = SharedSetting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
 
 
-@contextlib.contextmanager
-def repeatable(asked: bool) -> Iterator[None]:
+def repeatable(asked: bool) -> AbstractContextManager[None]:
     """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already."""
-    if not asked:
-        yield
-        return
-    with _deterministic.set_to(True):
-        yield
+    return _deterministic.set_to(True) if asked else contextlib.nullcontext()
 
 
 @attrs.frozen
@@ -316,7 +312,7 @@ class Skeleton(nn.Module):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The modules of the longest stack of the language model; empty if it has none."""
-        return _stack(self.body if self.family is None else getattr(self.body, self.family.text))
+        return _stack(self.language_model)
 
     @property
     def tower_layers(self) -> Sequence[nn.Module]:
@@ -389,28 +385,22 @@ class Skeleton(nn.Module):
             ValueError: a row is too long to be computed as if no other row were there.
         """
         self.check_longest(packing.longest)
-        if seen is not None:
-            return self._of_images(tokens, positions, packing, seen)
-        if self.padded:
-            return self._of_padded(tokens, packing)
-        # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
-        # positions, but cannot do so with a traced tensor.
-        mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
-        outputs = self.body(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=mask,
-            use_cache=False,
-            packing=packing,
-        )
-        return outputs.last_hidden_state[0]
-
-    def _of_images(self, tokens: Tensor, positions: Tensor, packing: Packing, seen: Seen) -> Tensor:
-        """Runs the language model on packed rows with the features of images in place of image tokens."""
-        mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
-        packing = attrs.evolve(packing, blocks=seen.blocks)
+        # Fused kernels have no forward-mode derivative.
         with sdpa_kernel(SDPBackend.MATH) if packing.plain else contextlib.nullcontext():
-            outputs = self.read(tokens, positions[None], seen, attention_mask=mask, use_cache=False, packing=packing)
+            if self.padded and seen is None:
+                # The model as it is: causal attention hides the padding after a row.
+                table = tokens.new_zeros(packing.rows * packing.longest).index_copy(0, packing.slots, tokens)
+                outputs = self.body(input_ids=table.view(packing.rows, -1), use_cache=False)
+                return outputs.last_hidden_state.flatten(0, 1).index_select(0, packing.slots)
+            # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
+            # positions, but cannot do so with a traced tensor.
+            mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
+            given: dict[str, Any] = {"attention_mask": mask, "use_cache": False, "packing": packing}
+            if seen is None:
+                outputs = self.body(input_ids=tokens[None], position_ids=positions[None], **given)
+            else:
+                given["packing"] = attrs.evolve(packing, blocks=seen.blocks)
+                outputs = self.read(tokens, positions[None], seen, **given)
         hidden: Tensor = outputs.last_hidden_state[0]
         return hidden
 
@@ -423,16 +413,7 @@ class Skeleton(nn.Module):
             given: arguments of the language model.
         """
         places = positions if seen.positions is None else seen.positions.T[:, None]
-        model = getattr(self.body, seen.family.text)
-        return model(**seen.embedded(self.body, tokens), position_ids=places, **given)
-
-    def _of_padded(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """Runs the model as it is on a table of rows; causal attention hides the padding after a row."""
-        table = tokens.new_zeros(packing.rows * packing.longest).index_copy(0, packing.slots, tokens)
-        # Fused kernels have no forward-mode derivative.
-        with sdpa_kernel(SDPBackend.MATH) if packing.plain else contextlib.nullcontext():
-            outputs = self.body(input_ids=table.view(packing.rows, -1), use_cache=False)
-        return outputs.last_hidden_state.flatten(0, 1).index_select(0, packing.slots)
+        return self.language_model(**seen.embedded(self.body, tokens), position_ids=places, **given)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of hidden states in fp32, ``[N, V]``."""
