@@ -40,13 +40,6 @@ GEMMA = {
 }
 # The names of the tools, with line breaks; few characters, since a tokenizer has to know each.
 TOOLS = "{% for tool in tools or [] %}{{ (tool.function or tool).name + '\n' }}{% endfor %}"
-# CHAT_TEMPLATE of new_model for content that is a list of parts, too.
-TEMPLATE = (
-    f"{{{{ bos_token }}}}{TOOLS}"
-    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}"
-    "{% endfor %}{% endif %}{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
-)
 # Put before a chat template for text: content that is a list of parts becomes text, with a mark for each image.
 PARTS = (
     "{%- set made = namespace(messages=[]) -%}{%- for message in messages -%}{%- set content -%}"
@@ -87,13 +80,13 @@ def add_image_tokens(tokenizer: Any, arch: str) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items() if name.strip()}
 
 
-def image_template(arch: str, template: str = TEMPLATE) -> str:
-    """Returns a chat template with an architecture's mark for images in place of IMAGE; by default a minimal one."""
+def image_template(arch: str, template: str) -> str:
+    """Returns a chat template for content that may be a list of parts, with an architecture's mark for each image."""
     tokens = _tokens(arch)
     shown = tokens.get("boi_token_index") or tokens.get("image_token_id", "")
     if tokens is QWEN:
         shown = tokens["vision_start_token_id"] + shown + tokens["vision_end_token_id"]
-    return template.replace("IMAGE", shown)
+    return PARTS.replace("IMAGE", shown) + template
 
 
 def _tokens(arch: str) -> dict[str, str]:
@@ -211,12 +204,10 @@ def new_model(
     Raises:
         ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
     """
-    from safetensors import SafetensorError
-
     tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
     sees = arch in FAMILIES
     if chat_template:
-        tokenizer.chat_template = image_template(arch) if sees else CHAT_TEMPLATE
+        tokenizer.chat_template = image_template(arch, CHAT_TEMPLATE) if sees else CHAT_TEMPLATE
     fields: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_hidden_layers": num_hidden_layers,
@@ -229,14 +220,11 @@ def new_model(
     seen = (add_image_tokens(tokenizer, arch), image_size) if sees else None
     model = _random_model(arch, fields, tokenizer, seed, seen, list(overrides))
     folder = Path(folder)
-    try:
-        with quiet(), replaced_folder(folder) as aside:
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-            if sees:
-                write_image_processor(aside, arch, image_size)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    with refused(f"{folder} cannot be written"), quiet(), replaced_folder(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        if sees:
+            write_image_processor(aside, arch, image_size)
     return folder
 
 
@@ -280,7 +268,7 @@ def new_tower(
         )
     ids = add_image_tokens(tokenizer, arch)
     if tokenizer.chat_template:
-        tokenizer.chat_template = image_template(arch, PARTS) + tokenizer.chat_template
+        tokenizer.chat_template = image_template(arch, tokenizer.chat_template)
     size = max(text.vocab_size, len(tokenizer))
     fields = {name: value for name, value in text.to_dict().items() if not name.startswith("_")}
     whole = vision_fields(arch, {**fields, "vocab_size": size}, ids, image_size)
@@ -343,7 +331,7 @@ def _random_model(
     sizes = {"vocab_size": len(tokenizer), "intermediate_size": 3 * fields["hidden_size"]}
     sizes["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    try:
+    with refused(f"transformers makes no {arch} of these fields"):
         whole = {**ends, **sizes, **fields}
         if seen is not None:
             whole = vision_fields(arch, whole, *seen)
@@ -357,14 +345,6 @@ def _random_model(
             torch.manual_seed(seed)
             auto = AutoModelForCausalLM if seen is None else AutoModelForImageTextToText
             return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    # transformers has no error of its own for fields that do not fit together.
-    except Exception as error:
-        if isinstance(error, ModelError):
-            raise
-        why = " ".join(str(error).split())
-        raise ModelError(
-            f"transformers makes no {arch} of these fields: {type(error).__name__}: {why:.200}"
-        ) from error
 
 
 def _check_fields(arch: str, names: Sequence[str]) -> None:
