@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -164,24 +163,22 @@ class Fsdp(SkeletonBackend):
         base, own = adapters.without(params) | buffers, adapters.own(params)
         unmerged = apart(base, own, rows=layout.sent, cut=layout.published, local=local_of)
 
+        def gather(t: Tensor) -> Tensor:
+            return exact.rounded(whole(t), self.dtype) if self.exact else whole(t)
+
         def source(
-            params: Params, rows: Callable[[Tensor], Tensor] = whole, cut: Callable[..., Any] = lambda specs: None
+            params: Params, rows: Callable[[Tensor], Tensor] = gather, cut: Callable[..., Any] = lambda specs: None
         ) -> Weights:
             def read() -> Iterator[tuple[str, Tensor]]:
-                yield from adapters.merged(params, rows, whole)
+                yield from adapters.merged(params, rows, gather)
                 yield from ((name, rows(t)) for name, t in buffers.items())
 
             specs = specs_of(adapters.merged_like(params) | buffers)
             return Weights(specs, read, cut(specs))
 
         if self.exact:
-            # One rank has the whole of each tensor.
-            def part(t: Tensor) -> Tensor:
-                return exact.rounded(whole(t), self.dtype)
-
-            given = {name: whole(t) for name, t in buffers.items()}.items()
-            read = functools.partial(adapters.merged, params, part, part)
-            return attrs.evolve(source(params), read=lambda: itertools.chain(read(), given))
+            # One rank has the whole of each tensor, and exact models have no buffers.
+            return source(params)
         frozen = skeleton.frozen_names
         rows = functools.partial(source, rows=layout.sent, cut=layout.published)
         held = attrs.evolve(keeping(rows, params, frozen, local=local_of), apart=unmerged)
@@ -314,24 +311,21 @@ class Fsdp(SkeletonBackend):
                     "ulysses_sequence_parallel_size to 1"
                 )
             self._adopt(model.skeleton, model.shapes)
-            self._modules = self._sharded(model)
+            self._modules = ShardedModules(
+                model.skeleton,
+                model.shapes,
+                self.layout,
+                self.device,
+                dtype=self.dtype,
+                reduce_dtype=self.reduce_dtype,
+                reshard=self.reshard_after_forward,
+                compile=self.compile,
+                folder=self.folder,
+            )
         else:
             # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), model.skeleton, folder)
         return model
-
-    def _sharded(self, model: Hollow) -> ShardedModules:
-        return ShardedModules(
-            model.skeleton,
-            model.shapes,
-            self.layout,
-            self.device,
-            dtype=self.dtype,
-            reduce_dtype=self.reduce_dtype,
-            reshard=self.reshard_after_forward,
-            compile=self.compile,
-            folder=self.folder,
-        )
 
     def _built_modules(self) -> ShardedModules:
         if self._modules is None:

@@ -43,12 +43,12 @@ class DropsARank(Fsdp):
 class Averages(Fsdp):
     """Gradients are divided by the number of ranks, as FSDP does by itself."""
 
-    def _sharded(self, model):
-        modules = super()._sharded(model)
-        for module in model.skeleton.modules():
+    def _hollow(self, *args):
+        model = super()._hollow(*args)
+        for module in self._modules.skeleton.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(self.layout.size))
-        return modules
+        return model
 
 
 class NormOfOneRank(Fsdp):
