@@ -120,8 +120,8 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     # The outputs for token t are read at token t - 1, where the model has seen exactly the tokens before t.
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)
     if skeleton.head == "lm":
-        outputs = _of_vocabulary(at_targets, hidden, skeleton, staged, wanted)
-        return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})
+        outputs = _of_vocabulary(at_targets, at_targets.read(hidden), skeleton, staged, wanted)
+        return TokenOutputs({name: at_targets.spread(t) for name, t in outputs.items() if name in wanted})
     outputs, layer = {}, skeleton.output_layer
     if "values" in wanted:
         outputs["values"] = at_targets.spread(layer(at_targets.read(hidden)).float()[:, 0])
@@ -135,24 +135,12 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
 def _of_vocabulary(
     at_targets: _Reading, hidden: Tensor, skeleton: Skeleton, staged: Staged, wanted: set[str]
 ) -> dict[str, Tensor]:
-    """Returns outputs of the distribution over the vocabulary."""
-    read, temperature = at_targets.read(hidden), at_targets.chosen(staged.temperature)
+    """Returns outputs of the distribution over the vocabulary, for hidden states of these places."""
+    plain, temperature = staged.packing.plain, at_targets.chosen(staged.temperature)
     tokens = staged.batch.tokens[at_targets.places]
     candidates = staged.batch["candidates"][at_targets.places] if "candidate_logprobs" in wanted else None
-    of_places = _of_own_head if skeleton.fit.own_head else _of_output_layer
-    outputs = of_places(skeleton, read, tokens, temperature, candidates, wanted, staged.packing.plain)
-    return {name: at_targets.spread(t) for name, t in outputs.items()}
-
-
-def _of_output_layer(
-    skeleton: Skeleton,
-    hidden: Tensor,
-    tokens: Tensor,
-    temperature: Tensor | None,
-    candidates: Tensor | None,
-    wanted: set[str],
-    plain: bool,
-) -> dict[str, Tensor]:
+    if skeleton.fit.own_head:
+        return _of_own_head(skeleton, hidden, tokens, temperature, candidates, wanted, plain)
     layer = (skeleton.output_layer.weight, skeleton.output_layer.bias)
     temperature, softcap = skeleton.fit.heat(temperature, hidden)
     logprobs, entropy = logprobs_and_entropy(
