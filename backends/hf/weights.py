@@ -136,11 +136,9 @@ class FolderWeights:
 
 def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
     """Returns whether transformers would read the tensors of these names without renaming or converting any."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
-        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     skeleton = model.skeleton
     own = skeleton.output_name
     wanted = {name for name in model.shapes if name not in model.adapters}
