@@ -85,62 +85,38 @@ def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
 
 @_one_at_a_time
 def build(
-    folder: str | Path,
-    head: str,
-    *,
-    pretrained: bool,
-    key: Key,
-    checkpointing: Checkpointing = False,
-    lora: Lora | None = None,
-    row_layout: str = "auto",
-    frozen: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    trained: bool = True,
-    freeze_tower: bool = False,
+    folder: str | Path, head: str, *, pretrained: bool, key: Key, row_layout: str = "auto", **options: Any
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
 
-    Trained parameters are fp32.
+    Trained parameters are fp32. Arguments that are not explained are as for ``hollow``.
 
     Args:
-        head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
         pretrained: read the weights; otherwise draw them from ``key``.
-        key: what random weights and adapters are drawn from.
-        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
-        lora: adapters to put in.
-        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
-        frozen: the dtype of parameters that are not trained.
-        trained: whether a model without adapters is trained.
-        freeze_tower: do not train the module that sees images.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
-    auto, config, options, fit = _recipe(folder, head, row_layout)
-    loaded = None
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), kernels_for(device, auto, config):
+    made = hollow(folder, head, key=key, row_layout=row_layout, **options)
+    auto, config, how, _ = _recipe(folder, head, row_layout)
+    with _making_model(folder), kernels_for("cpu", auto, config):
         torch.manual_seed(key.seed())
         if pretrained:
-            model, loaded = _loaded(auto, config, folder, options)
+            model, loaded = _loaded(auto, config, folder, how)
+            _check_loaded(made.skeleton, loaded, made.new_head, folder)
         else:
-            model = auto.from_config(config, **options)
-    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
-    if loaded is not None:
-        _check_loaded(skeleton, loaded, new_head, folder)
-    if new_head:
-        for p in skeleton.output_layer.parameters():
-            nn.init.zeros_(p)
-    if not pretrained:
-        _read_constants(skeleton, auto, config, options, folder)
-    params = {name: p.detach() for name, p in model.named_parameters()}
+            model = auto.from_config(config, **how)
+    params = {name: p.detach() for name, p in model.named_parameters()} | made.adapters
     if pretrained:
-        for name, t in params.items():
+        for name, b in made.skeleton.constants.items():
+            b.copy_(model.get_buffer(name))
+    for name, t in params.items():
+        if made.new_head and name.startswith(f"{made.skeleton.output_name}."):
+            t.zero_()
+        elif pretrained:
             check_numbers(name, t, folder)
-    params |= _adapted(skeleton, lora, key, folder)
-    skeleton.trained = trained
-    _to_meta(model)
-    return skeleton, _masters(skeleton, params, frozen)
+    return made.skeleton, {name: params[name].to(t.dtype) for name, t in made.shapes.items()}
 
 
 @_one_at_a_time
@@ -203,7 +179,7 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Sk
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
+    with _making_model(folder):
         # On the meta device, transformers reads only the headers of the files.
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
@@ -249,15 +225,26 @@ def hollow(
     trained: bool = True,
     freeze_tower: bool = False,
 ) -> Hollow:
-    """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
+    """Returns the model of a Hugging Face folder without memory for its weights.
+
+    Args:
+        head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
+        key: what adapters are drawn from.
+        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
+        lora: adapters to put in.
+        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
+        frozen: the dtype of parameters that are not trained.
+        device: where the model is going to compute.
+        trained: whether a model without adapters is trained.
+        freeze_tower: do not train the module that sees images.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    with kernels_for(device, auto, config):
-        model = _without_weights(auto, config, options, folder)
+    with _making_model(folder), kernels_for(device, auto, config), _parameters_on_meta():
+        model = auto.from_config(copy.deepcopy(config), **options)
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
     _read_constants(skeleton, auto, config, options, folder)
     skeleton.trained = trained
@@ -266,16 +253,14 @@ def hollow(
     if lora is not None:
         # PEFT makes an adapter on the device of the layer's weight, and draws its values only on a real device.
         _replace(model, lambda p: torch.zeros(()).expand(p.shape))
-        adapters = _adapted(skeleton, lora, key, folder)
-        _to_meta(model)
+        skeleton.adapt(lora, key.fold_in("lora"), folder)
+        values = {canonical(name): p.detach() for name, p in model.named_parameters()}
+        adapters = {name: values[name] for name in skeleton.adapters.names()}
+        _replace(model, lambda p: torch.empty_like(p, device="meta"))
         shapes |= {name: t.to("meta") for name, t in adapters.items()}
-    return Hollow(skeleton, _masters(skeleton, shapes, frozen), adapters, new_head)
-
-
-def _masters(skeleton: Skeleton, params: dict[str, Tensor], frozen: torch.dtype) -> dict[str, Tensor]:
-    """Returns parameters as a state holds them: the ones that are not trained in the dtype ``frozen``."""
-    trained = params if skeleton.trainable is None else skeleton.trainable
-    return {name: t if name in trained else t.to(frozen) for name, t in params.items()}
+    trained_names = shapes if skeleton.trainable is None else skeleton.trainable
+    held = {name: t if name in trained_names else t.to(frozen) for name, t in shapes.items()}
+    return Hollow(skeleton, held, adapters, new_head)
 
 
 def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, dict[str, Any], Fit]:
@@ -291,16 +276,10 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     return auto, config, options | {"attn_implementation": attentions(config, fit.attention)}, fit
 
 
-def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
-    """Returns transformers' model with its parameters on the meta device."""
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
-        return auto.from_config(copy.deepcopy(config), **options)
-
-
 @contextlib.contextmanager
-def _refusals(folder: str | Path) -> Iterator[None]:
-    """Replaces errors of transformers by ones that name the folder."""
-    with refused(str(folder)):
+def _making_model(folder: str | Path) -> Iterator[None]:
+    """Lets transformers make a model inside: quietly, with draws of its own, and with errors that name the folder."""
+    with refused(str(folder)), quiet(), torch.random.fork_rng(devices=[]):
         try:
             yield
         except RuntimeError as error:
@@ -379,15 +358,6 @@ def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[st
             b.copy_(stored[name])
 
 
-def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path) -> dict[str, Tensor]:
-    """Adds the adapters of ``lora`` to a skeleton, and returns their values."""
-    if lora is None:
-        return {}
-    skeleton.adapt(lora, key.fold_in("lora"), folder)
-    values = {canonical(name): p.detach() for name, p in skeleton.model.named_parameters()}
-    return {name: values[name] for name in skeleton.adapters.names()}
-
-
 def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, folder: str | Path) -> None:
     """Raises an error for a folder that lacks weights of the model, or has others.
 
@@ -456,11 +426,6 @@ def _parameters_on_meta() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         deterministic.fill_uninitialized_memory = fills
-
-
-def _to_meta(model: nn.Module) -> None:
-    """Drops the storage of all parameters; a tied weight stays one parameter."""
-    _replace(model, lambda p: torch.empty_like(p, device="meta"))
 
 
 def _replace(model: nn.Module, by: Callable[[Tensor], Tensor]) -> None:
