@@ -261,37 +261,37 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
 def _goes_on(skeleton: Skeleton, batch: Batch) -> bool:
     """Returns whether rows that go on from their past, begin at other times and change slots get the same logits."""
     rows, whole = list(batch.rows()), skeleton.logits(_hidden(skeleton, batch)).split(batch.lengths.tolist())
+    # Of each slot the row's number, and how many of its tokens were read.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    begun = [max(1, len(rows[i]) // 2 - 1) for i in order]
+    *slots, late = [(i, max(1, len(rows[i]) // 2 - 1)) for i in order]
 
-    def right(found: Tensor, numbers: Sequence[int], lengths: Sequence[int]) -> bool:
-        wanted = torch.stack([whole[i][length - 1] for i, length in zip(numbers, lengths, strict=True)])
+    def right(found: Tensor, slots: Sequence[tuple[int, int]]) -> bool:
+        wanted = torch.stack([whole[i][end - 1] for i, end in slots])
         return not _apart(skeleton.logits(found), wanted, ROUNDING)
 
     try:
         past = Past(skeleton)
         # After a step, the first row moves to a new slot and goes on there; the last row begins in its old slot.
-        held, ends = order[:-1], begun[:-1]
-        prompts = Batch.from_rows([rows[i][:end] for i, end in zip(held, ends, strict=True)])
-        if not right(past.read(skeleton, prompts, torch.arange(len(held))), held, ends):
+        prompts = Batch.from_rows([rows[i][:end] for i, end in slots])
+        if not right(past.read(skeleton, prompts, torch.arange(len(slots))), slots):
             return False
         for moment in range(len(rows[order[0]])):
             if moment == 1:
-                past.copy([0], [len(held)])
-                new = past.read(skeleton, Batch.from_rows([rows[order[-1]][: begun[-1]]]), torch.tensor([0]))
-                held, ends = [order[-1], *held[1:], held[0]], [begun[-1], *ends[1:], ends[0]]
-                if not right(new, held[:1], ends[:1]):
+                past.copy([0], [len(slots)])
+                slots = [late, *slots[1:], slots[0]]
+                prompt = Batch.from_rows([rows[late[0]][: late[1]]])
+                if not right(past.read(skeleton, prompt, torch.tensor([0])), slots[:1]):
                     return False
-            active = [k for k, i in enumerate(held) if ends[k] < len(rows[i])]
+            active = [k for k, (i, end) in enumerate(slots) if end < len(rows[i])]
             if not active:
                 return True
-            if len(active) < len(held):
+            if len(active) < len(slots):
                 past.copy(active, list(range(len(active))))
-                held, ends = [held[k] for k in active], [ends[k] for k in active]
-            tokens = torch.stack([rows[i][end] for i, end in zip(held, ends, strict=True)])
+                slots = [slots[k] for k in active]
+            tokens, ends = torch.stack([rows[i][end] for i, end in slots]), [end for _, end in slots]
             found = past.step(skeleton, tokens, torch.tensor(ends), max(ends) + 1)
-            ends = [end + 1 for end in ends]
-            if not right(found, held, ends):
+            slots = [(i, end + 1) for i, end in slots]
+            if not right(found, slots):
                 return False
     except Exception:  # a family may lack a cache, or have one of another kind
         return False
