@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that sharding uses, in one file; written for the version in ``TORCH``.
+"""Every private name of PyTorch that sharding uses, in one file; written for version 2.11.
 
 FSDP2 has no public way to point its modules at other shards, to read which tensor belongs to which parameter, or to
-return to its idle state after a pass that failed. ``PRIVATE`` lists every name that is used here, and a test looks up
-each of them, so that another version of PyTorch fails with the name that it lacks.
+return to its idle state after a pass that failed. A test lists every name that is used here and looks it up, so that
+another version of PyTorch fails with the name that it lacks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,6 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-TORCH = "2.11"
-
-PRIVATE: dict[str, tuple[str, ...]] = {
-    "DTensor": ("_local_tensor", "_spec"),
-    "FSDPState": ("_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx"),
-    "FSDPStateContext": ("iter_forward_root", "post_backward_final_callback_queued", "is_last_backward"),
-    "FSDPCommContext": (
-        "device_handle", "post_forward_order", "all_gather_state", "reduce_scatter_state",
-        "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream",
-    ),
-    "FSDPParamGroup": (
-        "fsdp_params", "reshard", "_training_state", "_orig_dtype", "_reduce_dtype", "_all_gather_result",
-        "_post_forward_indices", "_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state",
-        "_partial_reduce_output",
-    ),
-    "FSDPParam": (
-        "_module_info", "_setattr_on_modules", "reset_sharded_param", "sharded_param", "_sharded_param_data",
-        "unsharded_accumulated_grad", "_unsharded_param",
-    ),
-    "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
-}  # fmt: skip
 
 Spec: TypeAlias = DTensorSpec
 Group: TypeAlias = Any  # FSDP's record of the parameters that are gathered together

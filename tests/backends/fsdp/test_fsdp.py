@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -148,7 +147,7 @@ def test_a_reset_that_does_nothing_is_caught(two, folder):
 
 def test_what_is_private_to_torch_is_there(one, folder):
     """Every private name of PyTorch that sharding touches; a new version is tried here first."""
-    assert torch.__version__.startswith(f"{torch_private.TORCH}."), "read backends/fsdp/torch_private.py anew"
+    assert torch.__version__.startswith("2.11."), "read backends/fsdp/torch_private.py anew"
     assert one.run("private_names", folder) == [[]]
 
 

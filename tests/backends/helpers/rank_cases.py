@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl_fn.backends.fsdp import Fsdp, sharding, torch_private
 from verl_fn.backends.fsdp.sharding import whole_of
-from verl_fn.backends.fsdp.torch_private import PRIVATE, local_of, sharded
+from verl_fn.backends.fsdp.torch_private import local_of, sharded
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Grads, Key, Params, Slots, TokenOutputs, snapshot, tree
@@ -433,6 +433,28 @@ def compared(folder):
 def _of_dtype(t, dtype):
     spec = torch_private.spec_of(t)
     return torch_private.spec(spec.mesh, spec.placements, t.shape, dtype)
+
+
+# The private names that backends/fsdp/torch_private.py uses, by the class that has them.
+PRIVATE = {
+    "DTensor": ("_local_tensor", "_spec"),
+    "FSDPState": ("_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx"),
+    "FSDPStateContext": ("iter_forward_root", "post_backward_final_callback_queued", "is_last_backward"),
+    "FSDPCommContext": (
+        "device_handle", "post_forward_order", "all_gather_state", "reduce_scatter_state",
+        "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream",
+    ),
+    "FSDPParamGroup": (
+        "fsdp_params", "reshard", "_training_state", "_orig_dtype", "_reduce_dtype", "_all_gather_result",
+        "_post_forward_indices", "_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state",
+        "_partial_reduce_output",
+    ),
+    "FSDPParam": (
+        "_module_info", "_setattr_on_modules", "reset_sharded_param", "sharded_param", "_sharded_param_data",
+        "unsharded_accumulated_grad", "_unsharded_param",
+    ),
+    "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
+}  # fmt: skip
 
 
 def private_names(folder):
