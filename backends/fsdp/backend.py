@@ -9,9 +9,9 @@ call depends on the states that came before, and nothing is copied in or out.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.agreement import (
     Share,
@@ -336,18 +335,13 @@ class Fsdp(SkeletonBackend):
     def _built(self) -> Skeleton:
         return self._built_modules().skeleton
 
-    @contextlib.contextmanager
-    def _pointing_at(self, params: Params) -> Iterator[dict[str, nn.Parameter]]:
+    def _pointing_at(self, params: Params) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Points FSDP's modules at these shards, and yields the parameters in which gradients accumulate."""
-
-        def zeros(shape: tuple[int, int]) -> DTensor:
-            return self.layout.shard(torch.zeros(shape), self.device)
-
-        leaves = self._built().adapters.completed(params, zeros)
+        layout, device = self.layout, self.device
+        leaves = self._built().adapters.completed(params, lambda shape: layout.shard(torch.zeros(shape), device))
         # Also where no gradients are needed: FSDP fixes the dtypes of gradients in its first call.
         trained = {*params.trained(), *(leaves.keys() - params.keys())}
-        with self._built_modules().pointing_at(leaves, trained) as pointed:
-            yield pointed
+        return self._built_modules().pointing_at(leaves, trained)
 
     def _share(
         self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None

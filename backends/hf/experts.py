@@ -107,13 +107,15 @@ def grouped(
         picked: the numbers of the experts of each token, all of them of this module.
         weights: of the picked experts.
     """
+    from transformers.integrations.moe import _grouped_linear
+
     experts, order = picked.flatten().sort()
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     of_expert = experts[:, None] == torch.arange(module.num_experts, device=experts.device)
     # A product with ones and zeros picks biases, so that their gradients are a product, too.
     ones, ends = of_expert.to(module.down_proj.dtype), of_expert.sum(0).cumsum(0, dtype=torch.int32)
-    product = functools.partial(_product, ends=ends, transposed=module.is_transposed)
+    product = functools.partial(_grouped_linear, offs=ends, is_transposed=module.is_transposed)
     x = _Moved.apply(hidden.repeat_interleave(picked.shape[1], 0), order, back)
     x = torch.addmm(product(x, module.gate_up_proj), ones, module.gate_up_proj_bias)
     x = product(module._apply_gate(x), module.down_proj)
@@ -138,10 +140,3 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (back,) = ctx.saved_tensors
         return grad[back], None, None
-
-
-def _product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    from transformers.integrations.moe import _grouped_linear
-
-    out: Tensor = _grouped_linear(x, weight, ends, is_transposed=transposed)
-    return out

@@ -8,7 +8,7 @@ id is; an image token of the prompt stands for one feature of the tower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +189,6 @@ def axis_positions(images: Bool[Tensor, " T"], grids: Int[Tensor, "n 3"], merge:
     return torch.cat([torch.arange(len(images))[None], torch.cat(parts, 1)]).T.contiguous()
 
 
-def _positions(config: Any, batch: Batch) -> Iterator[Tensor]:
-    merge, masks = merge_size(config), image_tokens(config, batch).split(batch.lengths.tolist())
-    for mask, grids in zip(masks, batch.ragged[GRIDS].rows(), strict=True):
-        yield axis_positions(mask, grids, merge)
-
-
 def beside_tokens(batch: Batch) -> Int[Tensor, " B"] | None:
     """Returns what each row costs beside its tokens in a micro-batch's budget: the patches that a tower computes.
 
@@ -269,8 +263,10 @@ def _check_positions(config: Any, batch: Batch) -> None:
             f"{POSITIONS} has shape {list(found.shape)}; it must be [{batch.num_tokens}, {AXES}]: place in the row, "
             "time, height and width of each token"
         )
-    for row, (own, expected) in enumerate(zip(batch.rows(POSITIONS), _positions(config, batch), strict=True)):
-        if not torch.equal(own, expected):
+    images = image_tokens(config, batch).split(batch.lengths.tolist())
+    rows = zip(batch.rows(POSITIONS), images, batch.ragged[GRIDS].rows(), strict=True)
+    for row, (own, of_row, grids) in enumerate(rows):
+        if not torch.equal(own, axis_positions(of_row, grids, merge_size(config))):
             raise ValueError(
                 f"row {row} has {POSITIONS} that are not the positions of its images; make the rows with with_images"
             )
