@@ -348,8 +348,8 @@ def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[st
         if not files:
             return
         if constants.keys() <= files.keys():
-            opened = {file: Slices(file) for file in {files[name] for name in constants}}
-            stored = {name: opened[files[name]].rows(name, 0, max(1, *b.shape, 1)) for name, b in constants.items()}
+            opened = functools.cache(Slices)
+            stored = {name: opened(files[name]).rows(name, 0, max(1, *b.shape, 1)) for name, b in constants.items()}
         else:
             # Under other names that transformers knows.
             with quiet():

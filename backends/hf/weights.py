@@ -7,8 +7,10 @@ quantized files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,10 +110,8 @@ class FolderWeights:
         if name not in self.files:
             return into.zero_()
         file = self.files[name]
-        files: dict[Path, Slices] = self._opened.__dict__.setdefault("files", {})
-        if file not in files:
-            files[file] = Slices(file)
-        into.copy_(files[file].rows(name, start, end))
+        opened: Callable[[Path], Slices] = self._opened.__dict__.setdefault("files", functools.cache(Slices))
+        into.copy_(opened(file).rows(name, start, end))
         check_numbers(name, into, file)
         return into
 
@@ -162,15 +162,13 @@ def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
 def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None:
     """Returns the digest, or None where a tensor has another shape or no floating-point dtype."""
     digest = hashlib.blake2b(digest_size=8)
-    opened: dict[Path, Slices] = {}
+    opened = functools.cache(Slices)
     for name, file in sorted(files.items()):
-        if file not in opened:
-            opened[file] = Slices(file)
-        dtype, shape = opened[file].about(name)
+        dtype, shape = opened(file).about(name)
         if dtype not in FLOATS or shape != tuple(shapes[name]) or not shape:
             return None
         digest.update(f"{name}{dtype}{shape}".encode())
         for row in sorted({0, shape[0] // 3, shape[0] - 1}):
-            part = opened[file].rows(name, row, row + 1).reshape(-1)[:64]
+            part = opened(file).rows(name, row, row + 1).reshape(-1)[:64]
             digest.update(part.clone().view(torch.uint8).numpy().data)
     return digest.hexdigest()
