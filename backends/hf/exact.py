@@ -165,14 +165,15 @@ def rms_norm(x: Float[Tensor, "*T H"], weight: Float[Tensor, " H"], eps: float) 
         >>> rms_norm(torch.full((1, 4), 2.0), torch.ones(4), 0.0)
         tensor([[1., 1., 1., 1.]])
     """
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
     if not x.is_cuda:
-        return norm(x, weight)
-    return _AsOther.apply(functools.partial(logprobs.on_cuda().norm, eps=eps), norm, x, weight)
+        return _norm(x, weight, eps)
+    kernel = functools.partial(logprobs.on_cuda().norm, eps=eps)
+    return _AsOther.apply(kernel, functools.partial(_norm, eps=eps), x, weight)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class _AsOther(torch.autograd.Function):
