@@ -115,10 +115,6 @@ class _Sender(End):
         with contextlib.suppress(SenderFailed):
             send_message(self.open, ("taken", number))
 
-    def finish(self, *message: str) -> None:
-        """Tells the sender how the publication ended."""
-        send_message(self.open, message)
-
 
 # The senders that another process has passed on to this one; their staging areas last as long as their connections.
 _PASSED_ON: dict[str, _Sender] = {}
@@ -191,10 +187,10 @@ class Inlet:
             except BaseException as error:
                 for sender in self._senders:
                     with contextlib.suppress(SenderFailed):
-                        sender.finish("refused", f"{type(error).__name__}: {error}")
+                        send_message(sender.open, ("refused", f"{type(error).__name__}: {error}"))
                 raise
             for sender in self._senders:
-                sender.finish("done")
+                send_message(sender.open, ("done",))
             failing.pop_all()
 
     def close(self) -> None:

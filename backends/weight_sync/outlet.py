@@ -187,22 +187,19 @@ class Outlet(End):
         targets = [t.view(chunk.values.shape) for t, chunk in zip(targets, bucket, strict=True)]
         entries = [(chunk.name, chunk.start, tuple(chunk.values.shape), chunk.checksum) for chunk in bucket]
         message = ("bucket", number, self._dtype, entries)
-        if not nbytes:
-            send_message(self.open, message)
-            self._busy.append(number)
-            return
-        if slot.device == bucket[0].values.device:
+        if nbytes and slot.device == bucket[0].values.device:
             torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
         else:
             for target, chunk in zip(targets, bucket, strict=True):
                 # Converted where it lies; otherwise torch copies the source's dtype to the CPU and converts it there.
                 target.copy_(chunk.values.to(self._dtype))
-        if self.kind in ("group", "socket"):
-            # Both sides take part in the transfer, so the message has to come first.
+        # Both sides take part in the transfer of a group or a socket, so the message has to come before it.
+        message_first = self.kind in ("group", "socket")
+        if message_first:
             send_message(self.open, message)
+        if nbytes:
             transfer(self._staging, number, nbytes)
-        else:
-            transfer(self._staging, number, nbytes)
+        if not message_first:
             send_message(self.open, message)
         self._busy.append(number)
 

@@ -112,7 +112,7 @@ class Weights:
         bucket: list[Chunk] = []
         room = [size] * of
         for name, tensor in self.read():
-            rows = _rows(tensor)
+            rows = tensor.detach().reshape(tensor.shape or (1,))
             each = max(1, math.prod(rows.shape[1:]) * rows.element_size())
             edges = (0, len(rows)) if self.cut is None else self.cut.edges[name]
             parts = [(last - first) * each for first, last in itertools.pairwise(edges)]
@@ -226,11 +226,6 @@ def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpe
         4
     """
     return tuple(attrs.evolve(spec, dtype=dtype) for spec in specs)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Returns a tensor as rows; a scalar is one row."""
-    return tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
 
 
 @attrs.frozen(eq=False)
