@@ -108,9 +108,6 @@ def build(
         else:
             model = auto.from_config(config, **how)
     params = {name: p.detach() for name, p in model.named_parameters()} | made.adapters
-    if pretrained:
-        for name, b in made.skeleton.constants.items():
-            b.copy_(model.get_buffer(name))
     for name, t in params.items():
         if made.new_head and name.startswith(f"{made.skeleton.output_name}."):
             t.zero_()
@@ -345,13 +342,13 @@ def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[st
     constants = skeleton.constants
     with refused(f"{folder}: its weights cannot be read"):
         files = files_of(Path(folder)) if constants else {}
-        if not files:
+        if not constants or not (files or any(Path(folder).glob("pytorch_model*.bin"))):
             return
         if constants.keys() <= files.keys():
             opened = functools.cache(Slices)
             stored = {name: opened(files[name]).rows(name, 0, max(1, *b.shape, 1)) for name, b in constants.items()}
         else:
-            # Under other names that transformers knows.
+            # Pickled, or under other names that transformers knows.
             with quiet():
                 stored = dict(auto.from_pretrained(folder, config=config, **options | LOCAL).named_buffers())
         for name, b in constants.items():

@@ -218,8 +218,12 @@ def test_values_of_buffers_come_from_the_folder(folder, tmp_path):
     model.save_pretrained(tmp_path)
     result = compare(tmp_path)
     assert max(result["logprobs"], result["gradient"], result["sampled"]) <= BAR
-    made = hollow(tmp_path, "lm", key=Key.from_seed(0)).skeleton.constants
-    assert made and all(b.tolist() == pytest.approx([0.9, -0.9, 0.5, -0.5]) for b in made.values())
+    for pickled in (False, True):
+        if pickled:
+            torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+            (tmp_path / "model.safetensors").unlink()
+        made = hollow(tmp_path, "lm", key=Key.from_seed(0)).skeleton.constants
+        assert made and all(b.tolist() == pytest.approx([0.9, -0.9, 0.5, -0.5]) for b in made.values())
 
 
 def test_dropout_and_noise_are_turned_off(folder, tmp_path):
