@@ -34,6 +34,8 @@ ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 PEFT_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."  # of the names in that file
 ABOUT = "lora.json"
+# What reading a damaged one raises.
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 ALL = "all-linear"
 
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -225,14 +227,12 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
     Raises:
         LoraError: the description of the adapters cannot be read.
     """
-    try:
+    with raised_as(LoraError, f"{folder / ABOUT} cannot be read", *_DAMAGES):
+        if not (folder / ABOUT).exists():
+            return None
         about = json.loads((folder / ABOUT).read_text())
         lora = Lora(about["rank"], about["alpha"], about["targets"])
         return Adapters(lora, tuple(about["layers"]), frozenset(about["transposed"])), about["base_model"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LoraError(f"{folder / ABOUT} cannot be read: {error}") from error
 
 
 def inject(
@@ -392,17 +392,12 @@ class Reference:
             LoraError: it cannot be read.
         """
         about = Path(folder) / ABOUT
-        try:
-            content = json.loads(about.read_text())
-            if "files" not in content:
+        with raised_as(LoraError, f"{about} cannot be read", *_DAMAGES):
+            if not about.exists() or "files" not in (content := json.loads(about.read_text())):
                 return None
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
             base, beside = Path(content["base_model"]), Path(folder, content["beside"])
             return cls(base if base.is_dir() or not beside.is_dir() else beside, str(content["dtype"]), files)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise LoraError(f"{about} cannot be read: {error}") from error
 
     def check(self, checkpoint: str | Path, base: str | Path | None = None) -> Path:
         """Compares the files of a model folder with the files that the adapters were trained on.
