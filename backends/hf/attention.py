@@ -81,6 +81,11 @@ class Packing:
         """How many tokens the longest row has."""
         return len(self.places)
 
+    def table(self, x: Tensor, padding: int = 0) -> Tensor:
+        """Returns packed tokens, ``[T, ...]``, as a table of rows, ``[B, longest, ...]``, padded on the right."""
+        rows = x.new_full((self.rows * self.longest, *x.shape[1:]), padding).index_copy(0, self.slots, x)
+        return rows.view(self.rows, self.longest, *x.shape[1:])
+
 
 def packed_attention(
     module: torch.nn.Module,
@@ -201,29 +206,22 @@ def _padded(
 ) -> Tensor:  # fmt: skip
     # Rows are padded on the right, so the causal mask hides the padding from every token.
     longest = packing.longest
-    table = spread(q, packing), spread(k, packing), spread(v, packing)
+    q, k, v = (packing.table(x).transpose(1, 2) for x in (q, k, v))
     i, mask = packing.places, None
     if window is not None and longest > window:
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
     if packing.blocks is not None:
-        numbers = packing.blocks.new_full((packing.rows * longest,), -1)
-        numbers = numbers.index_copy(0, packing.slots, packing.blocks).view(packing.rows, 1, -1)
+        numbers = packing.table(packing.blocks, -1)[:, None]
         same = numbers[..., None] == numbers[..., None, :]
         mask = (i[:, None] >= i if mask is None else mask) | (same & (numbers >= 0)[..., None])
     if softcap is None and sinks is None:
         gqa = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
-            *table, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
     else:
-        out = _scored(*table, i[:, None] >= i if mask is None else mask, scaling, softcap, sinks)
+        out = _scored(q, k, v, i[:, None] >= i if mask is None else mask, scaling, softcap, sinks)
     return out.transpose(1, 2).flatten(0, 1)[packing.slots]
-
-
-def spread(x: Float[Tensor, "T heads dim"], packing: Packing) -> Float[Tensor, "B heads longest dim"]:
-    """Returns packed tokens as a table of rows that are padded on the right with zeros."""
-    table = x.new_zeros(packing.rows * packing.longest, *x.shape[1:]).index_copy(0, packing.slots, x)
-    return table.view(packing.rows, packing.longest, *x.shape[1:]).transpose(1, 2)
 
 
 def _scored(

@@ -313,7 +313,7 @@ def packed_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.is_cuda:
             return logprobs.on_cuda().packed_attention(q, k, v, packing, scaling, window)
-        q, k, v = (packed.spread(x, packing) for x in (q, k, v))
+        q, k, v = (packing.table(x).transpose(1, 2) for x in (q, k, v))
         return rows_attention(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1)[packing.slots]
 
     def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -389,8 +389,7 @@ class Skeleton(nn.Module):
         with sdpa_kernel(SDPBackend.MATH) if packing.plain else contextlib.nullcontext():
             if self.padded and seen is None:
                 # The model as it is: causal attention hides the padding after a row.
-                table = tokens.new_zeros(packing.rows * packing.longest).index_copy(0, packing.slots, tokens)
-                outputs = self.body(input_ids=table.view(packing.rows, -1), use_cache=False)
+                outputs = self.body(input_ids=packing.table(tokens), use_cache=False)
                 return outputs.last_hidden_state.flatten(0, 1).index_select(0, packing.slots)
             # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
             # positions, but cannot do so with a traced tensor.
