@@ -328,7 +328,9 @@ def sent_by_first(make: Model, model: Hollow, layout: Layout, device: torch.devi
         shape = model.shapes[name].shape
         start, end = layout.bounds(shape[0])
         full = whole.pop(name, None)
-        for first, last in _blocks(shape):
+        each = max(1, BLOCK // max(1, 4 * shape[1:].numel()))
+        for first in range(0, shape[0], each):
+            last = min(first + each, shape[0])
             block = torch.empty(last - first, *shape[1:], dtype=into.dtype)
             if full is not None:
                 block.copy_(full[first:last])
@@ -360,10 +362,3 @@ def _filled(
         else sharded(locals_[name], layout.spec(t.shape, t.dtype))
         for name, t in model.shapes.items()
     }
-
-
-def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
-    """Yields runs of rows of at most ``BLOCK`` bytes, one row at least."""
-    each = max(1, BLOCK // max(1, 4 * shape[1:].numel()))
-    for first in range(0, shape[0], each):
-        yield first, min(first + each, shape[0])

@@ -34,7 +34,7 @@ from .publication import IncompleteWeights
 
 SLOTS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a slot
-GROUP_SECONDS = 600
+GROUP_TIMEOUT = timedelta(seconds=600)
 # What a sender can send: the model with its adapters merged in, or the same without frozen tensors; the model and
 # its adapters, or only the adapters.
 MERGED, CHANGED, WHOLE, ADAPTERS = "merged", "changed", "whole", "adapters"
@@ -204,8 +204,7 @@ def offered(
     if kind == "group":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         address = connection_address(connection)
-        timeout = timedelta(seconds=GROUP_SECONDS)
-        store = open_store(address, 2, timeout)
+        store = open_store(address, 2, GROUP_TIMEOUT)
         return (kind, nbytes, device.type, address, store.port), lambda: _Group(memory, _pair(device, store, 0), 0)
     return (kind, nbytes), lambda: _Socket(torch.empty(size, dtype=torch.uint8), connection, True)
 
@@ -237,7 +236,7 @@ def opened(description: Description, device: torch.device, connection: Connectio
         if kind == "group":
             _, address, port = rest
             memory = torch.empty(size, dtype=torch.uint8, device=device)
-            store = dist.TCPStore(address, port, 2, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
+            store = dist.TCPStore(address, port, 2, is_master=False, timeout=GROUP_TIMEOUT)
             return _Group(memory, _pair(device, store, 1), 1)
     except (OSError, ValueError, RuntimeError) as error:
         raise CannotOpen(f"{kind}: {error}") from error
@@ -254,12 +253,11 @@ def connection_address(connection: Connection) -> str:
 def _pair(device: torch.device, store: Any, rank: int) -> Any:
     """Makes a process group of two, independent of any other group of this process."""
     use_loopback(store.host)
-    timeout = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = GROUP_TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, 2, options)
-    return dist.ProcessGroupGloo(store, rank, 2, timeout)
+    return dist.ProcessGroupGloo(store, rank, 2, GROUP_TIMEOUT)
 
 
 class SenderFailed(IncompleteWeights):
