@@ -202,7 +202,7 @@ class Clock:
 
 
 def with_chat_arguments(tokenizer: Any, chat_template_kwargs: Mapping[str, Any], date: str | None) -> Any:
-    """Gives a tokenizer the arguments with which ``chat_tokens`` and ``chat_texts`` render its chat template.
+    """Gives a tokenizer the arguments with which ``chat_texts`` renders its chat template.
 
     Args:
         chat_template_kwargs: variables of the template.
@@ -251,19 +251,18 @@ def check_template(tokenizer: Any) -> None:
         )
 
 
-def chat_tokens(
+def chat_texts(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
     tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    generation_prompt: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Returns the token ids of chat messages, up to the start of the assistant's answer.
+) -> list[str]:
+    """Returns the texts of several conversations.
 
     Args:
+        conversations: the messages of each, and whether the assistant's answer is begun; otherwise the text ends with
+            the last message.
         tools: JSON schemas of the functions that the assistant can call.
-        generation_prompt: begin the assistant's answer; otherwise end with the last message.
         chat_template_kwargs: arguments of the template; they replace arguments of ``with_chat_arguments``.
 
     Raises:
@@ -273,48 +272,10 @@ def chat_tokens(
         >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
         >>> tokenizer = char_tokenizer("ab\\n")
         >>> tokenizer.chat_template = CHAT_TEMPLATE
-        >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
-        [1, 5, 4, 6]
-    """
-    ids: list[int] = _applied(
-        tokenizer, [(messages, generation_prompt)], tools, chat_template_kwargs or {}, tokenize=True
-    )[0]
-    return ids
-
-
-def chat_texts(
-    tokenizer: Any,
-    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Returns what ``chat_tokens`` makes tokens of, for several conversations.
-
-    Args:
-        conversations: the messages of each, and whether the assistant's answer is begun.
-
-    Raises:
-        ModelError: as ``chat_tokens``.
-
-    Example:
-        >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
-        >>> tokenizer = char_tokenizer("ab\\n")
-        >>> tokenizer.chat_template = CHAT_TEMPLATE
         >>> chat_texts(tokenizer, [([{"role": "user", "content": "ba"}], True)])
         ['<bos>ba\\n']
     """
-    return _applied(tokenizer, conversations, tools, chat_template_kwargs or {}, tokenize=False)
-
-
-def _applied(
-    tokenizer: Any,
-    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
-    tools: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any],
-    *,
-    tokenize: bool,
-) -> list[Any]:
-    arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
+    arguments = {**getattr(tokenizer, ARGUMENTS, {}), **(chat_template_kwargs or {})}
     if _reads_parts(tokenizer):
         conversations = [([_in_parts(m) for m in messages], begun) for messages, begun in conversations]
     try:
@@ -323,8 +284,7 @@ def _applied(
                 list(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
-                tokenize=tokenize,
-                return_dict=False,
+                tokenize=False,
                 **arguments,
             )
             for messages, generation_prompt in conversations

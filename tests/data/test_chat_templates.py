@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.backends.hf.tokenizer import chat_tokens, with_chat_arguments
+from verl_fn.backends.hf.tokenizer import chat_texts, with_chat_arguments
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation, encode_examples, encode_rows
 from verl_fn.data.files import encode_prompts
@@ -295,8 +295,8 @@ def test_arguments_of_a_problem_replace_those_of_the_run():
     problems = [attrs.evolve(Problem(asked, "a"), chat_template_kwargs=kwargs) for kwargs in ({}, own)]
     with_chat_arguments(made, {"one": "a", "two": "b"}, None)
     assert made.batch_decode(encode_prompts(problems, made, 8)) == ["?ab", "?ad"]
-    tokens = [chat_tokens(made, asked, chat_template_kwargs=kwargs) for kwargs in ({}, own)]
-    assert made.batch_decode(tokens) == ["?ab", "?ad"]
+    texts = [chat_texts(made, [(asked, True)], chat_template_kwargs=kwargs)[0] for kwargs in ({}, own)]
+    assert texts == ["?ab", "?ad"]
 
 
 def test_reasoning_that_begins_an_answer_is_not_said_to_be_unseen():

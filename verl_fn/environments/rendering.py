@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of
-from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
+from verl_fn.backends.hf.tokenizer import chat_texts, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 from verl_fn.data.images import check_marks
 from verl_fn.data.notices import special_pattern
@@ -44,7 +44,7 @@ class TemplateArguments:
 
     Attributes:
         tools: JSON schemas of the functions that the model can call.
-        kwargs: arguments of the template, as of ``chat_tokens``.
+        kwargs: arguments of the template, as of ``chat_texts``.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -285,9 +285,8 @@ class Renderer:
     def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
         messages, tools, kwargs = json.loads(conversation)
         with _renderable(messages):
-            return chat_tokens(
-                self._tokenizer, messages, tools, generation_prompt=generation_prompt, chat_template_kwargs=kwargs
-            )
+            text = chat_texts(self._tokenizer, [(messages, generation_prompt)], tools, kwargs)[0]
+        return self._encode(text)
 
 
 def call_format(tokenizer: Any) -> str:
