@@ -496,7 +496,6 @@ def saved_config(model: Any, read: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_carried(contents: Mapping[str, bytes], folder: Path) -> None:
     """Writes files into a folder."""
-    if any(name.startswith(_TEMPLATES) for name in contents):
-        (folder / _TEMPLATES).mkdir(exist_ok=True)
     for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
