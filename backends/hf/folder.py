@@ -175,13 +175,13 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Sk
     Raises:
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
-    auto, config, options, fit = _recipe(folder, head, row_layout)
+    made = hollow(folder, head, key=Key.from_seed(0), row_layout=row_layout)
+    auto, config, options, _ = _recipe(folder, head, row_layout)
     with _making_model(folder):
         # On the meta device, transformers reads only the headers of the files.
-        model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
-    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
-    _check_loaded(skeleton, loaded, new_head, folder)
-    return skeleton
+        _, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
+    _check_loaded(made.skeleton, loaded, made.new_head, folder)
+    return made.skeleton
 
 
 def pads_rows(folder: str | Path, head: str, row_layout: str = "auto") -> bool:
@@ -242,9 +242,16 @@ def hollow(
     auto, config, options, fit = _recipe(folder, head, row_layout)
     with _making_model(folder), kernels_for(device, auto, config), _parameters_on_meta():
         model = auto.from_config(copy.deepcopy(config), **options)
-    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
-    _read_constants(skeleton, auto, config, options, folder)
+    model.config.use_cache = False
+    model.eval()
+    experts.use_grouped(model)
+    if checkpointing:
+        _recompute_layers(model, checkpointing, folder)
+    skeleton = Skeleton(model, head, longest_row(config), fit)
+    skeleton.files = carried(folder, model)
+    skeleton.freeze_tower(freeze_tower, folder)
     skeleton.trained = trained
+    _read_constants(skeleton, auto, config, options, folder)
     shapes = {name: p.detach() for name, p in model.named_parameters()}
     adapters: dict[str, Tensor] = {}
     if lora is not None:
@@ -257,6 +264,7 @@ def hollow(
         shapes |= {name: t.to("meta") for name, t in adapters.items()}
     trained_names = shapes if skeleton.trainable is None else skeleton.trainable
     held = {name: t if name in trained_names else t.to(frozen) for name, t in shapes.items()}
+    new_head = head == "value" and not any("TokenClassification" in name for name in config.architectures or ())
     return Hollow(skeleton, held, adapters, new_head)
 
 
@@ -293,36 +301,19 @@ def _making_model(folder: str | Path) -> Iterator[None]:
             ) from error
 
 
-def _prepared(
-    model: Any,
-    folder: str | Path,
-    head: str,
-    config: Any,
-    fit: Fit,
-    checkpointing: Checkpointing,
-    freeze_tower: bool = False,
-) -> tuple[Skeleton, bool]:
-    """Returns the model as a skeleton, and whether its output layer is new."""
-    model.config.use_cache = False
-    model.eval()
-    experts.use_grouped(model)
-    if checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"{folder}: {type(model).__name__} cannot compute its layers again in the backward pass; set "
-                "enable_gradient_checkpointing to false"
-            )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # Only these modules are told to train: routers, for example, would add noise.
-        for module in model.modules():
-            module.training = bool(getattr(module, "gradient_checkpointing", False))
-            if module.training and checkpointing == OFFLOAD:
-                module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
-    has_value_head = any("TokenClassification" in name for name in config.architectures or ())
-    skeleton = Skeleton(model, head, longest_row(config), fit)
-    skeleton.files = carried(folder, model)
-    skeleton.freeze_tower(freeze_tower, folder)
-    return skeleton, head == "value" and not has_value_head
+def _recompute_layers(model: Any, checkpointing: Checkpointing, folder: str | Path) -> None:
+    """Makes a model compute its layers again in the backward pass."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{folder}: {type(model).__name__} cannot compute its layers again in the backward pass; set "
+            "enable_gradient_checkpointing to false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Only these modules are told to train: routers, for example, would add noise.
+    for module in model.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
+        if module.training and checkpointing == OFFLOAD:
+            module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
 
 
 def _offloading(recompute: Callable[P, T]) -> Callable[P, T]:
