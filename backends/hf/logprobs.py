@@ -518,12 +518,10 @@ def top_logprobs(
     if count > len(weight):
         raise ValueError(f"the {count} likeliest tokens are asked for, and the vocabulary has {len(weight)}")
     values, ids = [], []
-    for part in slices(len(hidden), chunk or default_chunk(hidden, weight)):
+    for part in slices(len(hidden), chunk or default_chunk(hidden, weight)) or [slice(0, 0)]:
         logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part), softcap)
         top = logits.topk(count, -1)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)
         del logits
-    if not values:
-        return hidden.new_zeros(0, count, dtype=torch.float32), hidden.new_zeros(0, count, dtype=torch.int64)
     return torch.cat(values), torch.cat(ids)

@@ -271,8 +271,7 @@ def target_layers(
     from transformers.pytorch_utils import Conv1D
 
     excluded = {output, *(() if without is None else without.modules())}
-    named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m not in excluded]
-    linear = [name for name, _ in named]
+    linear = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m not in excluded]
     there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     if not linear:
         raise LoraError(f"{folder}: {type(model).__name__} has no linear layers, so it can have no adapters")
