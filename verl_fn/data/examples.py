@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import ended
 from verl_fn.data.columns import (
     BEHIND,
@@ -383,12 +382,7 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
     """Returns the texts of the rows of a problem of chat messages; none for a string prompt."""
     if _is_plain(problem):
         return []
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{label_of(problem)}: it is a list of chat messages, and the tokenizer has no chat template; use a "
-            "tokenizer folder with chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
-        )
-    try:
+    with named(problem):
         if isinstance(problem, Conversation):
             return turn_parts(tokenizer, problem, problem.messages, ends)
         responses = [one for one, _ in problem.responses] if isinstance(problem, Judged) else [problem.answer]
@@ -397,8 +391,6 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
         for response in responses:
             said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
             rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))
-    except (DataError, ModelError) as error:
-        raise DataError(f"{label_of(problem)}: {error}") from error
     if any(len(parts) > 1 for parts in rows):
         raise DataError(
             f"{label_of(problem)}: a response has several turns of the assistant, and the chat template renders the "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -22,6 +22,7 @@ from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.rendering import name_of, prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import raised_as
 from verl_fn.state import Key, RowImages
 
 BLOCK = 4096  # problems of the stream whose files are drawn together
@@ -133,13 +134,9 @@ def _filled(texts: list[str], number: int, tokenizer: Any, problem: Problem) -> 
         return seen
 
 
-@contextlib.contextmanager
-def named(problem: Problem) -> Iterator[None]:
-    """Puts the name of a problem in front of errors about it."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{label_of(problem)}: {error}") from error
+def named(problem: Problem) -> AbstractContextManager[None]:
+    """Makes errors about a problem, its template or its images a DataError that begins with the problem's name."""
+    return raised_as(DataError, label_of(problem), DataError, ModelError)
 
 
 def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
@@ -160,7 +157,11 @@ def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
 
 
 def _texts(problems: Sequence[Problem], tokenizer: Any) -> list[str]:
-    return [_plain(p) if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems]
+    texts = []
+    for problem in problems:
+        with named(problem):
+            texts.append(_plain(problem) if isinstance(problem.prompt, str) else prompt_text(tokenizer, problem))
+    return texts
 
 
 def _plain(problem: Problem) -> str:
@@ -169,9 +170,9 @@ def _plain(problem: Problem) -> str:
     for tool in problem.tools:
         if not re.search(rf"(?<!\w){re.escape(name_of(tool))}(?!\w)", problem.prompt):
             raise DataError(
-                f"{label_of(problem)}: the prompt is a string that no chat template renders, and it does not name "
-                f"the row's tool {name_of(tool)!r}, so the model would not see it; write the prompt as messages, or "
-                "remove the column tools (a function of data.convert can)"
+                "the prompt is a string that no chat template renders, and it does not name the row's tool "
+                f"{name_of(tool)!r}, so the model would not see it; write the prompt as messages, or remove the "
+                "column tools (a function of data.convert can)"
             )
     return problem.prompt
 
@@ -249,19 +250,6 @@ def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
         lacks = ": it lacks one that the chat template adds to the messages"
     shown = f"{text!r:.80}" + "..." * (len(repr(text)) > 80)
     return f"the tokenizer does not know every character of the {what} {shown}{lacks}"
-
-
-def _rendered(problem: Problem, tokenizer: Any) -> str:
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{label_of(problem)}: the prompt is a list of chat messages, and the tokenizer has no chat template; "
-            "use string prompts, or a tokenizer folder with chat_template.jinja (`verl-fn new-model ... "
-            "--chat-template` writes one)"
-        )
-    try:
-        return prompt_text(tokenizer, problem)
-    except (DataError, ModelError) as error:
-        raise DataError(f"{label_of(problem)}: {error}") from error
 
 
 def label_of(problem: Problem) -> str:

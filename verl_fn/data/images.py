@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images_of, processor_of, shown
 from verl_fn.config.options import home
 from verl_fn.data.rows import DataError, Row, one_line
@@ -246,15 +245,13 @@ def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
     """Returns the images of a problem as its model reads them; None without images.
 
     Raises:
-        DataError: the model reads no images, or cannot read these.
+        ModelError: the model reads no images, or cannot read these.
+        DataError: the file of one is damaged.
     """
     if not problem.images:
         return None
-    try:
-        processor = processor_of(tokenizer)
-        return shown(pictures(problem), processor), processor
-    except ModelError as error:
-        raise DataError(str(error)) from error
+    processor = processor_of(tokenizer)
+    return shown(pictures(problem), processor), processor
 
 
 def unplaced(seen: tuple[Shown, Processor] | None) -> RowImages | None:
@@ -286,11 +283,6 @@ def kept(ids: Sequence[int], seen: tuple[Shown, Processor] | None) -> RowImages 
     """Returns what a row of these tokens holds of its images.
 
     Raises:
-        DataError: the tokens do not fit the images.
+        ModelError: the tokens do not fit the images.
     """
-    if seen is None:
-        return None
-    try:
-        return images_of(ids, *seen)
-    except ModelError as error:
-        raise DataError(str(error)) from error
+    return None if seen is None else images_of(ids, *seen)

@@ -66,7 +66,7 @@ def prompt_text(tokenizer: Any, problem: Problem) -> str:
     if tokenizer.eos_token_id is not None and any(one["role"] == "assistant" for one in messages):
         ends = tokenizer.batch_decode([[token] for token in all_ends(tokenizer, tokenizer.eos_token_id)])
         messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
-    render = _renderer(tokenizer, problem)
+    render = _renderer(tokenizer, problem, "string prompts, or ")
     text = render([(messages, True)])[0]
     _check_seen(messages, problem.tools, text, render, tokenizer, problem)
     return text
@@ -163,7 +163,12 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
     return first + tokenizer.backend_tokenizer.encode_batch_fast(strings[1:], add_special_tokens=False)
 
 
-def _renderer(tokenizer: Any, problem: Problem) -> Render:
+def _renderer(tokenizer: Any, problem: Problem, instead: str = "") -> Render:
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"it is a list of chat messages, and the tokenizer has no chat template; use {instead}a tokenizer folder "
+            "with chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
+        )
     if problem.images:
         processor_of(tokenizer)  # templates of models of text fail on parts of messages, or drop them
 
