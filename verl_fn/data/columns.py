@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from verl_fn.backends.hf.processor import MARK
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.images import COLUMNS, check_marks, images_in, in_text
-from verl_fn.data.rows import DataError, Inexact, Row, check_plain, parsed
+from verl_fn.data.rows import DataError, Inexact, Row, check_plain, leaves, parsed, strings
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -347,9 +347,7 @@ def is_filled(value: Any) -> bool:
         >>> is_filled([{"bytes": None}, ""]), is_filled([{"bytes": b"x"}])
         (False, True)
     """
-    if isinstance(value, Mapping):
-        return any(map(is_filled, value.values()))
-    return any(map(is_filled, value)) if isinstance(value, list) else bool(value)
+    return any(map(bool, leaves(value)))
 
 
 def is_media_only(name: str) -> bool:
@@ -369,32 +367,15 @@ def holds_media(value: Any) -> bool:
         >>> [holds_media(value) for value in ("a.png", {"bytes": b"x"}, 2, "2", "false", [640, 480], {"bytes": None})]
         [True, True, False, False, False, False, False]
     """
-    held = [one for one in _leaves(value) if not isinstance(one, str | bytes | int | float | None) or one]
+    held = [one for one in leaves(value) if not isinstance(one, str | bytes | int | float | None) or one]
     return len(held) > FEW_NUMBERS or any(
         not isinstance(one, int | float) and not (isinstance(one, str) and _NO_NAME.fullmatch(one)) for one in held
     )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
-    if inner is None:
-        yield value
-    else:
-        for one in inner:
-            yield from _leaves(one)
-
-
 def matters(name: str) -> bool:
     """Returns whether something else may be learned without a column that is not used, so that its values count."""
     return is_media(name) or name in _TURNS or name in _TEXTS or _WEIGHT.fullmatch(name) is not None
-
-
-def _words(value: Any) -> list[list[str]]:
-    """Returns the words of each string in a value."""
-    if isinstance(value, str):
-        return [value.split()]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [text for one in inner for text in _words(one)]
 
 
 def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
@@ -417,8 +398,8 @@ def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
                 f"{_TURNS[name]}, {remove}"
             )
     elif name in _TEXTS:
-        seen = "\n".join(map("".join, _words(shown)))
-        texts = list(filter(None, _words(value)))
+        seen = "\n".join("".join(text.split()) for text in strings(shown))
+        texts = [text.split() for text in strings(value) if text.strip()]
         texts = [words for words in texts if len(words) >= WORDS] or texts
         if texts and not any("".join(words) in seen for words in texts):
             raise DataError(

@@ -28,9 +28,8 @@ from verl_fn.data.entries import Kind
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged, repeated
-from verl_fn.data.notices import strings
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
-from verl_fn.data.rows import DataError, Row
+from verl_fn.data.rows import DataError, Row, strings
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Batch, Key, RowImages, with_images
 

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,7 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, WORDS, is_filled, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
 from verl_fn.data.rendering import REASONING, Message, all_ends, in_parts, opens_reasoning, token_ids
+from verl_fn.data.rows import strings
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
@@ -151,19 +152,6 @@ def special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     tokens = {} if tokenizer is None else tokenizer.added_tokens_decoder
     special = sorted({str(token) for token in tokens.values() if token.special}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, special))) if special else None
-
-
-def strings(value: Any) -> list[str]:
-    """Returns all strings in a prompt.
-
-    Example:
-        >>> strings(({"role": "user", "content": "hi"},))
-        ['user', 'hi']
-    """
-    if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [string for one in inner for string in strings(one)]
 
 
 def _flags(problem: Problem, special: re.Pattern[str] | None) -> int:

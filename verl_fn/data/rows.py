@@ -368,16 +368,35 @@ def has_inexact(value: Any) -> bool:
         >>> has_inexact(parsed('{"a": [0.1, 1e400]}')), has_inexact(parsed('{"a": [0.1, 12345678901234567890]}'))
         (True, False)
     """
+    return any(isinstance(one, Inexact) for one in leaves(value))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields the values in lists and objects that are neither, in their order; any other value itself.
+
+    Example:
+        >>> list(leaves({"a": [1, "b"], "c": {"d": None}}))
+        [1, 'b', None]
+    """
     left = [value]
     while left:
         one = left.pop()
         if isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-        elif isinstance(one, Inexact):
-            return True
-    return False
+            one = [*one.values()]
+        if isinstance(one, list | tuple):
+            left += reversed(one)
+        else:
+            yield one
+
+
+def strings(value: Any) -> list[str]:
+    """Returns all strings in a value.
+
+    Example:
+        >>> strings(({"role": "user", "content": "hi"},))
+        ['user', 'hi']
+    """
+    return [one for one in leaves(value) if isinstance(one, str)]
 
 
 def _float(written: str) -> float:
