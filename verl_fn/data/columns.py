@@ -130,19 +130,27 @@ SHOWN = ("tools", "chat_template_kwargs", THINKING, *COLUMNS)
 OPTIONAL = ("ability", "extra_info", *SHOWN)
 
 
-def fields_of(place: str, row: Row) -> dict[str, Any]:
-    """Returns the fields of a problem that every kind of row may have: its place, and the columns ``OPTIONAL``.
+def fields_of(place: str, row: Row, number: int, source: str | None = None) -> dict[str, Any]:
+    """Returns the fields of a problem that every kind of row has: its number and place, and its optional columns.
+
+    Args:
+        source: the data source of a row that names none; without it, the row must.
 
     Raises:
         DataError: a column has something else than it must.
 
     Example:
-        >>> fields_of("a.jsonl, line 1", {"ability": "math"})
-        {'place': 'a.jsonl, line 1', 'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {},
-        'images': ()}
+        >>> fields_of("a.jsonl, line 1", {"ability": "math"}, 0, "mine")
+        {'id': 0, 'place': 'a.jsonl, line 1', 'data_source': 'mine', 'extra_info': {'ability': 'math'}, 'tools': (),
+        'chat_template_kwargs': {}, 'images': ()}
     """
+    named = source if row.get("data_source") is None else row["data_source"]
+    if not isinstance(named, str):
+        raise DataError(f"{place}: data_source must be a string, not {named!r:.80}")
     return {
+        "id": number,
         "place": place,
+        "data_source": named,
         "extra_info": extra_info_of(place, row),
         "tools": tools_of(place, row),
         "chat_template_kwargs": template_kwargs_of(place, row),
@@ -419,20 +427,6 @@ def check_other(place: str, name: str, value: Any, shown: list[Any]) -> None:
 def _is_one(weight: Any) -> bool:
     """Returns whether a weight, or each of several, is 1 or nothing."""
     return all(map(_is_one, weight)) if isinstance(weight, list) else weight in (1, "")
-
-
-def source_of(place: str, row: Row, default: str | None = None) -> str:
-    """Returns the ``data_source`` of a row.
-
-    Raises:
-        DataError: it is no string.
-    """
-    source = row.get("data_source")
-    if source is None and default is not None:
-        return default
-    if not isinstance(source, str):
-        raise DataError(f"{place}: data_source must be a string, not {source!r:.80}")
-    return source
 
 
 def without_nulls(value: Any) -> Any:

@@ -22,7 +22,6 @@ from verl_fn.data.columns import (
     ground_truth_of,
     learned_turns,
     prompt_of,
-    source_of,
 )
 from verl_fn.data.entries import Kind
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
@@ -59,7 +58,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
-        fields = fields_of(place, row)
+        fields = fields_of(place, row, number, MESSAGES)
         images = len(fields["images"])
         value = prompt_of(place, row[MESSAGES], MESSAGES, images)
         if isinstance(value, str):
@@ -81,8 +80,6 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
         return Conversation(
             prompt=value[:last],
             answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
-            id=number,
-            data_source=source_of(place, row, MESSAGES),
             **fields,
             messages=value[: last + 1],
         )
@@ -99,7 +96,7 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
     required = (prompt_key, COMPLETION)
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
-        common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
+        common = fields_of(place, row, number, COMPLETION)
         prompt = prompt_of(place, row[prompt_key], prompt_key, len(common["images"]))
         repeats = bool(common["images"]) and isinstance(row[COMPLETION], list)
         shown = len(common["images"]) if repeats else None

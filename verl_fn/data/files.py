@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun
-from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of
 from verl_fn.data.entries import Kind
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.rendering import name_of, prompt_text, token_counts, token_ids
@@ -270,12 +270,10 @@ def problem_rows(prompt_key: str = "prompt", others: str = "") -> Kind:
     """
 
     def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
-        fields = fields_of(place, row)
+        fields = fields_of(place, row, number)
         return Problem(
-            data_source=source_of(place, row),
             prompt=prompt_of(place, row[prompt_key], prompt_key, len(fields["images"])),
             answer=ground_truth_of(place, row["reward_model"]),
-            id=number,
             **fields,
         )
 

@@ -18,7 +18,6 @@ from verl_fn.data.columns import (
     ground_truth_of,
     learned_turns,
     prompt_of,
-    source_of,
 )
 from verl_fn.data.entries import Kind
 from verl_fn.data.rows import DataError, Row
@@ -27,6 +26,9 @@ from verl_fn.state import Key
 
 Response: TypeAlias = str | Messages
 """A response: a string, or the messages that follow the prompt's."""
+
+JudgedParts: TypeAlias = tuple[Response, tuple[Response, ...], tuple[Response, ...]]
+"""A prompt with its good responses, and with the others."""
 
 PAIR_COLUMNS = ("chosen", "rejected")
 LABEL_COLUMNS = ("completion", "label")
@@ -152,9 +154,16 @@ def labelled_rows(prompt_key: str = "prompt") -> Kind:
     return _kind(LABEL_COLUMNS, prompt_key, _labelled)
 
 
-def _kind(required: tuple[str, ...], prompt_key: str, make: Callable[[str, Row, str, int], Judged]) -> Kind:
+def _kind(required: tuple[str, ...], prompt_key: str, parts: Callable[[str, Row, str], JudgedParts]) -> Kind:
     def made(place: str, row: Row, number: int, unused: Counter[str]) -> Judged:
-        judged = make(place, row, prompt_key, number)
+        prompt, chosen, rejected = parts(place, row, prompt_key)
+        fields = fields_of(place, row, number, SOURCE)
+        if fields["images"]:
+            raise DataError(
+                f"{place}: the row has images, which are not read beside judged responses; leave the row out"
+            )
+        truth = "" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"])
+        judged = Judged(prompt, truth, **fields, chosen=chosen, rejected=rejected)
         messages = [response for response, _ in judged.responses if not isinstance(response, str)]
         if any(learned_turns(one)[-1] < len(one) - 1 for one in messages):
             unused[BEHIND] += 1
@@ -164,7 +173,7 @@ def _kind(required: tuple[str, ...], prompt_key: str, make: Callable[[str, Row, 
     return Kind(required, (prompt_key, "data_source", "reward_model", *OPTIONAL), made, hint)
 
 
-def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
+def _pair(place: str, row: Row, prompt_key: str) -> JudgedParts:
     for column in PAIR_COLUMNS:
         if row[column] is None:
             other = PAIR_COLUMNS[1 - PAIR_COLUMNS.index(column)]
@@ -184,10 +193,10 @@ def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
             chosen, rejected = chosen[len(begun) :], rejected[len(as_well) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
-    return _judged(place, row, number, prompt, (chosen,), (rejected,))
+    return prompt, (chosen,), (rejected,)
 
 
-def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
+def _labelled(place: str, row: Row, prompt_key: str) -> JudgedParts:
     label = row["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{place}: label must be true or false, not {label!r:.80}")
@@ -200,7 +209,7 @@ def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
         if not response:
             raise DataError(f"{place}: completion repeats {prompt_key} and ends with it; add the assistant's turn")
     _check_response(place, prompt, response, "completion")
-    return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
+    return prompt, (response,) if label else (), () if label else (response,)
 
 
 def _response(place: str, value: Any, column: str) -> Response:
@@ -260,25 +269,3 @@ def _check_response(place: str, prompt: Response, response: Response, column: st
     check_turns(place, response, column)
     if response[0]["role"] != "assistant":
         raise DataError(f"{place}: {column} begins with a message of {response[0]['role']!r}, not of the assistant")
-
-
-def _judged(
-    place: str,
-    row: Row,
-    number: int,
-    prompt: Response,
-    chosen: tuple[Response, ...],
-    rejected: tuple[Response, ...],
-) -> Judged:
-    fields = fields_of(place, row)
-    if fields["images"]:
-        raise DataError(f"{place}: the row has images, which are not read beside judged responses; leave the row out")
-    return Judged(
-        prompt=prompt,
-        answer="" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"]),
-        id=number,
-        data_source=source_of(place, row, SOURCE),
-        chosen=chosen,
-        rejected=rejected,
-        **fields,
-    )
