@@ -342,20 +342,18 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | 
     """
     if len(problems) < 2:
         raise DataError("kto also compares responses to other prompts; set data.train_batch_size to at least 2")
-    examples = encode_examples(problems, tokenizer, end_tokens)
-    labels = [float(good) for problem in problems for _, good in problem.responses]
-    splits = [(ids[: mask.index(1.0)], ids[mask.index(1.0) :], mask[mask.index(1.0) :]) for ids, mask in examples]
-    counts = [len(problem.responses) for problem in problems]
-    # Rows of the next problem begin where this problem's rows end.
-    owner = [i for i, count in enumerate(counts) for _ in range(count)]
-    first = [sum(counts[:i]) for i in range(len(counts))]
+    rows = encode_rows(problems, tokenizer, end_tokens)
+    examples = [row for of_problem in rows for row in of_problem]
     others = []
-    for (prompt, _, _), place in zip(splits, owner, strict=True):
-        _, response, mask = splits[first[(place + 1) % len(problems)]]
-        others.append((prompt + response, [0.0] * len(prompt) + mask))
-    zeros, ones = [0.0] * len(examples), [1.0] * len(examples)
+    for of_problem, ((response, said), *_) in zip(rows, [*rows[1:], rows[0]], strict=True):
+        start = said.index(1.0)
+        for ids, mask in of_problem:
+            prompt = ids[: mask.index(1.0)]
+            others.append((prompt + response[start:], [0.0] * len(prompt) + said[start:]))
+    labels = [float(good) for problem in problems for _, good in problem.responses]
+    mismatched = [0.0] * len(examples) + [1.0] * len(others)
     return packed([*examples, *others]).with_rows(
-        label=torch.tensor(labels + labels), mismatched=torch.tensor(zeros + ones)
+        label=torch.tensor(labels + labels), mismatched=torch.tensor(mismatched)
     )
 
 
