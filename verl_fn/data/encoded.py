@@ -147,25 +147,28 @@ class Encoder:
         Raises:
             UserError: a problem cannot be encoded.
         """
-        prompts = np.array(prompt_lengths(problems, self.tokenizer), np.int32)
-        rows = np.zeros((len(problems), 4), np.int32)
-        if self.end_tokens is not None:
-            self._encode_rows(problems, prompts, rows)
+        prompts, rows = self.lengths(problems)
         traits = traits_of(problems, self.tokenizer)
         kept = problems if self.pack is None else [self.pack(one) for one in problems]
         return Part(file, kept, prompts, rows, traits, unused or Counter())
 
-    def _encode_rows(self, problems: Sequence[Problem], prompts: np.ndarray, rows: np.ndarray) -> None:
+    def lengths(self, problems: Sequence[Problem]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the lengths of problems: what ``Encoded`` has as prompts and rows."""
+        prompts = np.array(prompt_lengths(problems, self.tokenizer), np.int32)
+        rows = np.zeros((len(problems), 4), np.int32)
+        if self.end_tokens is None:
+            return prompts, rows
         fits = [self.limit is None or length <= self.limit for length in prompts]
         places = [
             i for i, one in enumerate(problems) if fits[i] and (not self.judged_only or isinstance(one, Judged))
         ]
-        encoded = encode_rows([problems[i] for i in places], self.tokenizer, self.end_tokens or ())
+        encoded = encode_rows([problems[i] for i in places], self.tokenizer, self.end_tokens)
         for i, examples in zip(places, encoded, strict=True):
             lengths = [len(ids) for ids, _ in examples]
             starts = [mask.index(1.0) if 1.0 in mask else len(mask) for _, mask in examples]
             responses = [length - start for length, start in zip(lengths, starts, strict=True)]
             rows[i] = max(lengths), sum(lengths), max(starts), max(responses)
+        return prompts, rows
 
 
 def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) -> Encoded:

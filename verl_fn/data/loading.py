@@ -24,8 +24,8 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import truth
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
-from verl_fn.data.examples import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows, encode_rows
-from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows
+from verl_fn.data.examples import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows
+from verl_fn.data.files import FileData, encode_prompts, label_of, problem_rows, too_long
 from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
@@ -40,9 +40,6 @@ OF_ANSWERS = (
     "verl_fn.data.converters:sharegpt in data.convert reads conversations"
 )
 FIRST = 64  # rows of each data set that are checked when a run starts
-
-Read = Callable[[Sequence[Entry]], tuple[Problem, ...]]
-"""Makes the problems of all rows of files and data sets."""
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -75,15 +72,15 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
     return reasoning_data(table, tokenizer)
 
 
-def kinds_of(
-    files: Sequence[Entry],
+def kind_of(
+    file: Entry,
     learns_from: LearnsFrom,
     *,
     prompt_key: str = "prompt",
     held_out: bool = False,
     convert: Sequence[Convert] = (),
-) -> tuple[Kind, ...]:
-    """Returns the kind of rows of each file, in the form that an algorithm learns from.
+) -> Kind:
+    """Returns the kind of a file's rows, as its columns say, in the form that an algorithm learns from.
 
     For ``answers`` files have conversations (with a column ``messages``), prompts and completions (with a column
     ``completion``, and neither ``reward_model`` nor ``label``), or problems in verl's columns. Held-out
@@ -91,18 +88,11 @@ def kinds_of(
     file of pairs gives two labelled responses a row.
 
     Args:
-        files: each has the kind that its own columns say.
         convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
 
     Raises:
         DataError: a data set cannot be read, or a function fails on the first row.
     """
-    return tuple(_kind_of(file, learns_from, prompt_key, held_out, convert) for file in files)
-
-
-def _kind_of(
-    file: Entry, learns_from: LearnsFrom, prompt_key: str, held_out: bool, convert: Sequence[Convert]
-) -> Kind:
     if learns_from == "samples":
         return problem_rows(prompt_key)
     columns = set(entry_columns(file, convert))
@@ -137,9 +127,9 @@ def read_files(
     Raises:
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
-    kinds = kinds_of(files, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
     problems: list[Problem] = []
-    for file, kind in zip(files, kinds, strict=True):
+    for file in files:
+        kind = kind_of(file, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
         for block in kind.blocks(file, convert):
             problems += kind.problems(block, len(problems), convert, unused)
     return tuple(problems)
@@ -202,12 +192,12 @@ def file_data(
     """
     check_files(table)
     convert = converters(table)
-    kinds = functools.partial(kinds_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    kind = functools.partial(kind_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None
     encoder = Encoder((), convert, tokenizer, end_tokens, limit=limit)
     of_held_out = attrs.evolve(
         encoder,
-        kinds=kinds(table.val_files, held_out=True),
+        kinds=tuple(kind(file, held_out=True) for file in table.val_files),
         end_tokens=end_tokens if table.train_files else None,
         # Held-out rows that hold what is learned have a loss.
         judged_only=learns_from != "answers",
@@ -218,7 +208,8 @@ def file_data(
         return _streamed(table, encoder, held_out, learns_from, say)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
-    found = encoded_files(table.train_files, attrs.evolve(encoder, kinds=kinds(table.train_files)), table.convert)
+    of_training = attrs.evolve(encoder, kinds=tuple(map(kind, table.train_files)))
+    found = encoded_files(table.train_files, of_training, table.convert)
     _report_unused("data.train_files", found.unused, learns_from, say)
     training = short_enough("data.train_files", found, table, say, each=bool(weights))
     validation = short_enough("data.val_files", held_out, table, say)
@@ -232,8 +223,15 @@ def file_data(
 
 def _streamed(
     table: DataConfig, encoder: Encoder, held_out: Encoded, learns_from: LearnsFrom, say: Callable[[str], None]
-) -> FileData:
+) -> StreamedData:
+    """Opens the data sets of ``data.train_files``, and checks the first rows of each."""
     validation = short_enough("data.val_files", held_out, table, say).problems
+    if files := [entry for entry in table.train_files if not is_set(entry)]:
+        raise DataError(
+            f"data.stream: {files[0]} is a file, and only data sets of the package datasets are read row by row; "
+            "name FOLDER#SPLIT or hub:datasets/OWNER/NAME@COMMIT#SPLIT, or leave data.stream out"
+        )
+    tables = tuple(map(open_set, table.train_files))
     unused, told, rows = Counter[str](), set[str](), 0
 
     def read(files: Sequence[Entry]) -> tuple[Problem, ...]:
@@ -245,7 +243,39 @@ def _streamed(
             told.update(unused)
         return problems
 
-    return streamed(table, encoder.tokenizer, read, validation, learns_from, encoder.end_tokens)
+    first = tuple(problem for one in tables for problem in read([one.take(range(min(FIRST, len(one))))]))
+    fits = functools.partial(_fit, table, encoder)
+    fits(first)
+    prompt, response = table.max_prompt_length, table.max_response_length
+    # KTO puts responses behind the prompts of others.
+    longest = prompt + response + (prompt if learns_from == "labels" else 0) if encoder.end_tokens is not None else 0
+    return StreamedData(
+        first, validation, table.shuffle, prompt, longest, 2 * longest, tuple(map(len, tables)), table.weights,
+        tables=tables, read=read, fits=fits,
+    )  # fmt: skip
+
+
+def _fit(table: DataConfig, encoder: Encoder, problems: Sequence[Problem]) -> list[bool]:
+    """Returns whether each problem is short enough.
+
+    Raises:
+        DataError: one is not, and longer ones are not left out; or it cannot be encoded.
+    """
+    limit, longest = table.max_prompt_length, table.max_prompt_length + table.max_response_length
+    prompts, rows = encoder.lengths(problems)
+    if table.filter_overlong_prompts:
+        short: list[bool] = ((prompts <= limit) & (rows[:, 0] <= longest)).tolist()
+        return short
+    for problem, prompt, row in zip(problems, prompts.tolist(), rows[:, 0].tolist(), strict=True):
+        if prompt > limit and (table.truncation == "error" or problem.images):
+            raise too_long(problem, prompt, limit)
+        if row > longest:
+            raise DataError(
+                f"{label_of(problem)}: prompt and response have {row} tokens, and data.stream allows {longest}, the "
+                "sum of data.max_prompt_length and data.max_response_length; raise one of them, or set "
+                "data.filter_overlong_prompts to draw another row"
+            )
+    return [True] * len(problems)
 
 
 def _report_unused(key: str, unused: Counter[str], learns_from: LearnsFrom, say: Callable[[str], None]) -> None:
@@ -357,8 +387,8 @@ class StreamedData(FileData):
     """
 
     tables: tuple[Table, ...]
-    read: Read
-    fits: Fits
+    read: Callable[[Sequence[Entry]], tuple[Problem, ...]]
+    fits: Callable[[Sequence[Problem]], list[bool]]
 
     def _problems(self, key: Key, start: int, places: Sequence[int]) -> Sequence[Problem]:
         """Reads the rows of places, and others of the same data sets for those that are too long.
@@ -385,90 +415,3 @@ class StreamedData(FileData):
                 rows[i] = int(torch.randint(self.sizes[tables[i]], (), generator=generator))
         name = self.tables[tables[unfit[0]]].name
         raise DataError(f"{name}: {MAX_FAILED_DRAWS} rows in succession are too long; raise data.max_prompt_length")
-
-
-def streamed(
-    table: DataConfig,
-    tokenizer: Any,
-    read: Read,
-    validation: Sequence[Problem],
-    learns_from: LearnsFrom,
-    end_tokens: int | Sequence[int] | None,
-) -> StreamedData:
-    """Opens the data sets of ``data.train_files``, and checks the first rows of each.
-
-    Args:
-        read: makes problems of rows.
-        end_tokens: the model's if the run trains on the data's own answers.
-
-    Raises:
-        DataError: an entry is a file, or a data set or one of the first rows cannot be used.
-    """
-    if files := [entry for entry in table.train_files if not is_set(entry)]:
-        raise DataError(
-            f"data.stream: {files[0]} is a file, and only data sets of the package datasets are read row by row; "
-            "name FOLDER#SPLIT or hub:datasets/OWNER/NAME@COMMIT#SPLIT, or leave data.stream out"
-        )
-    tables = tuple(map(open_set, table.train_files))
-    first = tuple(problem for one in tables for problem in read([one.take(range(min(FIRST, len(one))))]))
-    prompt, response = table.max_prompt_length, table.max_response_length
-    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_tokens, table.truncation)
-    fits(first)
-    # KTO puts responses behind the prompts of others.
-    longest = 0 if end_tokens is None else prompt + response + (prompt if learns_from == "labels" else 0)
-    return StreamedData(
-        training=first,
-        validation=validation,
-        shuffle=table.shuffle,
-        max_prompt=prompt,
-        max_row=longest,
-        max_group=2 * longest,
-        sizes=tuple(map(len, tables)),
-        weights=table.weights,
-        tables=tables,
-        read=read,
-        fits=fits,
-    )
-
-
-@attrs.frozen(eq=False)
-class Fits:
-    """Tells which problems are short enough; where longer ones are not left out, they are errors.
-
-    Attributes:
-        max_prompt: tokens that no prompt may exceed.
-        max_row: tokens that no training row may exceed.
-        leave_out: whether longer ones are left out.
-        end_tokens: the model's if the run trains on the data's own answers; otherwise only prompts count.
-        truncation: how longer prompts are cut, if they are not left out.
-    """
-
-    max_prompt: int
-    max_row: int
-    leave_out: bool
-    tokenizer: Any
-    end_tokens: int | Sequence[int] | None
-    truncation: str = "error"
-
-    def __call__(self, problems: Sequence[Problem]) -> list[bool]:
-        """Returns whether each problem is short enough.
-
-        Raises:
-            DataError: one is not, and longer ones are not left out; or it cannot be encoded.
-        """
-        limit = None if self.leave_out else self.max_prompt
-        prompts = encode_prompts(problems, self.tokenizer, limit, self.truncation)
-        fits = [len(ids) <= self.max_prompt for ids in prompts]
-        if self.end_tokens is None:
-            return fits
-        rows = encode_rows(problems, self.tokenizer, self.end_tokens)
-        for i, (problem, examples) in enumerate(zip(problems, rows, strict=True)):
-            longest = max(len(ids) for ids, _ in examples)
-            if longest > self.max_row and not self.leave_out:
-                raise DataError(
-                    f"{label_of(problem)}: prompt and response have {longest} tokens, and data.stream allows "
-                    f"{self.max_row}, the sum of data.max_prompt_length and data.max_response_length; raise one of "
-                    "them, or set data.filter_overlong_prompts to draw another row"
-                )
-            fits[i] = fits[i] and longest <= self.max_row
-        return fits
