@@ -20,6 +20,7 @@ Example: TypeAlias = tuple[list[int], list[float]]
 """The tokens of a row, and its ``response_mask``."""
 
 Render: TypeAlias = Callable[[Sequence[tuple[Sequence[Message], bool]]], list[str]]
+Same: TypeAlias = Callable[[Sequence[Message]], bool]
 
 Parts: TypeAlias = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is learned."""
@@ -280,44 +281,53 @@ def check_shown(messages: Sequence[Message], text: str, render: Render, start: i
     Raises:
         DataError: it does not: with something else in its place, the text is the same.
     """
-    said = _json(messages)
+    said, same = _json(messages), _same(text, render, True)
     for i, message in enumerate(messages[start:], start):
         content = message.get("content")
         if content and message["role"] != "assistant" and not _has(text, content, said):
-            _check_changes(messages, i, {"content": content + "x"}, "content", text, render, prompt=True)
-        _check_calls(messages, i, text, text, said, render, prompt=True)
-        _check_elsewhere(messages, i, text, render, prompt=True)
+            _check_changes(messages, i, {"content": content + "x"}, "content", same)
+        _check_calls(messages, i, text, said, same)
+        _check_elsewhere(messages, i, same)
+
+
+def _same(text: str, render: Render, prompt: bool) -> Same:
+    """Returns a function that tells whether other messages make the same text."""
+
+    def same(messages: Sequence[Message]) -> bool:
+        try:
+            return render([(messages, prompt)])[0] == text
+        except ModelError:
+            # The template looks at what has changed.
+            return False
+
+    return same
 
 
 def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Render) -> None:
     """Raises DataError unless a turn to learn says all that its message has: content, reasoning and tool calls."""
-    message, until = messages[number], messages[: number + 1]
+    message, until, same = messages[number], messages[: number + 1], _same(after, render, False)
     content = message.get("content") or ""
     if not _has(said, content):
         parts = re.split(r"(</?\w+>)", content)
         for place, part in enumerate(parts):
             if part.strip() and not re.fullmatch(r"</?\w+>", part) and not _has(said, part):
                 changed = "".join([*parts[: place + 1], "x", *parts[place + 1 :]])
-                _check_changes(until, number, {"content": changed}, "content", after, render)
+                _check_changes(until, number, {"content": changed}, "content", same)
     for name in REASONING:
         value = message.get(name)
         if isinstance(value, str) and value.strip() and not _has(said, value):
-            _check_changes(until, number, {name: value + "x"}, name, after, render)
-    _check_calls(until, number, said, after, _json(message), render)
-    _check_elsewhere(until, number, after, render)
+            _check_changes(until, number, {name: value + "x"}, name, same)
+    _check_calls(until, number, said, _json(message), same)
+    _check_elsewhere(until, number, same)
 
 
-def _check_elsewhere(
-    messages: Sequence[Message], number: int, text: str, render: Render, *, prompt: bool = False
-) -> None:
+def _check_elsewhere(messages: Sequence[Message], number: int, same: Same) -> None:
     for name in ELSEWHERE.keys() & messages[number].keys():
         if messages[number][name]:
-            _check_changes(messages, number, {name: "x"}, name, text, render, prompt=prompt)
+            _check_changes(messages, number, {name: "x"}, name, same)
 
 
-def _check_calls(
-    messages: Sequence[Message], number: int, seen: str, text: str, said: str, render: Render, *, prompt: bool = False
-) -> None:
+def _check_calls(messages: Sequence[Message], number: int, seen: str, said: str, same: Same) -> None:
     calls = list(messages[number].get("tool_calls") or ())
     for place, call in enumerate(calls):
         if _shows(seen, call, said):
@@ -327,7 +337,7 @@ def _check_calls(
         for other, name in ((none, "tool_calls"), (_otherwise(call), "the arguments of tool_calls")):
             if other != call:
                 fields = {"tool_calls": [*calls[:place], other, *calls[place + 1 :]]}
-                _check_changes(messages, number, fields, name, text, render, prompt=prompt)
+                _check_changes(messages, number, fields, name, same)
     for call in calls:
         written = call.get("function", call).get("arguments")
         if isinstance(written, str) and _json(written) in seen:
@@ -338,24 +348,9 @@ def _check_calls(
             )
 
 
-def _check_changes(
-    messages: Sequence[Message],
-    number: int,
-    fields: Message,
-    name: str,
-    text: str,
-    render: Render,
-    *,
-    prompt: bool = False,
-) -> None:
+def _check_changes(messages: Sequence[Message], number: int, fields: Message, name: str, same: Same) -> None:
     """Raises DataError if a field has no effect on the text."""
-    changed = [*messages[:number], {**messages[number], **fields}, *messages[number + 1 :]]
-    try:
-        same = render([(changed, prompt)])[0] == text
-    except ModelError:
-        # The template looks at it.
-        return
-    if same:
+    if same([*messages[:number], {**messages[number], **fields}, *messages[number + 1 :]]):
         hint = " (templates have other names for reasoning, or none)" if name in REASONING else ""
         hint = " (many show only an object, not a string of JSON)" if "arguments" in name else hint
         hint = f" (it belongs into {ELSEWHERE[name]})" if name in ELSEWHERE else hint
