@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,28 +37,11 @@ class Asked:
 
 
 @attrs.frozen(eq=False)
-class Part:
-    """Some problems of a file with their lengths, as ``Encoded`` has them.
-
-    Attributes:
-        file: the number of the file.
-        problems: the problems, or each as bytes.
-        prompts, rows, traits, unused: as in ``Encoded``.
-    """
-
-    file: int
-    problems: Sequence[Problem | bytes]
-    prompts: np.ndarray
-    rows: np.ndarray
-    traits: Traits
-    unused: Counter[str]
-
-
-@attrs.frozen(eq=False)
 class Encoded:
-    """Problems of files with the lengths of their tokens.
+    """Problems of files, or a part of them, with the lengths of their tokens.
 
     Attributes:
+        problems: the problems; of a part that is to be stored, each as bytes.
         prompts: tokens of each prompt, of shape (problems,).
         rows: for each problem, tokens of its longest row, of its rows together, of the longest prompt of a row, and
             of the longest response, of shape (problems, 4); 0 unless its rows are learned from.
@@ -66,7 +50,7 @@ class Encoded:
         unused: for each column that is not used, the number of rows with a value in it.
     """
 
-    problems: Sequence[Problem]
+    problems: Sequence[Any]
     prompts: np.ndarray
     rows: np.ndarray
     traits: Traits
@@ -130,8 +114,8 @@ class Encoder:
     limit: int | None = None
     pack: Callable[[Problem], bytes] | None = None
 
-    def __call__(self, asked: Asked) -> Part:
-        """Returns the part of a block.
+    def __call__(self, asked: Asked) -> Encoded:
+        """Returns the problems of a block.
 
         Raises:
             UserError: a row cannot be used, or cannot be encoded.
@@ -141,7 +125,7 @@ class Encoder:
         problems = list(kind.problems(asked.block, asked.first, self.convert, unused))
         return self.part(problems, asked.file, unused)
 
-    def part(self, problems: Sequence[Problem], file: int = 0, unused: Counter[str] | None = None) -> Part:
+    def part(self, problems: Sequence[Problem], file: int = 0, unused: Counter[str] | None = None) -> Encoded:
         """Returns problems with their lengths.
 
         Raises:
@@ -150,7 +134,7 @@ class Encoder:
         prompts, rows = self.lengths(problems)
         traits = traits_of(problems, self.tokenizer)
         kept = problems if self.pack is None else [self.pack(one) for one in problems]
-        return Part(file, kept, prompts, rows, traits, unused or Counter())
+        return Encoded(kept, prompts, rows, traits, (0,) * file + (len(problems),), unused or Counter())
 
     def lengths(self, problems: Sequence[Problem]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of problems: what ``Encoded`` has as prompts and rows."""
@@ -171,27 +155,16 @@ class Encoder:
         return prompts, rows
 
 
-def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) -> Encoded:
-    """Returns all parts as one.
-
-    Args:
-        problems: the problems of all parts, if the parts do not have them.
-    """
+def assembled(parts: Iterable[Encoded]) -> Encoded:
+    """Returns all parts as one."""
     parts = list(parts)
-    unused: Counter[str] = Counter()
-    sizes: Counter[int] = Counter()
-    for part in parts:
-        unused.update(part.unused)
-        sizes[part.file] += len(part.prompts)
     return Encoded(
-        [one for part in parts for one in part.problems if isinstance(one, Problem)]
-        if problems is None
-        else problems,
+        [one for part in parts for one in part.problems],
         np.concatenate([np.zeros(0, np.int32), *(part.prompts for part in parts)]),
         np.concatenate([np.zeros((0, 4), np.int32), *(part.rows for part in parts)]),
         joined([part.traits for part in parts]),
-        tuple(sizes[file] for file in sorted(sizes)),
-        unused,
+        tuple(map(sum, itertools.zip_longest(*(part.sizes for part in parts), fillvalue=0))),
+        sum((part.unused for part in parts), Counter[str]()),
     )
 
 

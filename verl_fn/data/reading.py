@@ -39,7 +39,7 @@ import numpy as np
 import verl_fn
 from verl_fn.backends.hf.processor import SETTINGS
 from verl_fn.backends.hf.tokenizer import ARGUMENTS, template_text
-from verl_fn.data.encoded import Asked, Encoded, Encoder, Part, assembled
+from verl_fn.data.encoded import Asked, Encoded, Encoder, assembled
 from verl_fn.data.entries import Entry
 from verl_fn.data.examples import Conversation
 from verl_fn.data.hub import Table, is_set, open_set
@@ -208,7 +208,7 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
         return assembled(map(encoder, head))
     del head
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[Encoded]:
         return in_order(attrs.evolve(encoder, pack=packed), _asked(opened, encoder))
 
     try:
@@ -420,21 +420,20 @@ class Stored(Sequence[Problem]):
         return unpacked(self.read(start, int(self.ends[number]) - start), number, file)
 
 
-def write_stored(out: BinaryIO, parts: Iterable[Part]) -> None:
+def write_stored(out: BinaryIO, parts: Iterable[Encoded]) -> None:
     """Writes the problems of parts, one after the other, then their columns, and a checksum."""
-    hashed, kept, ends, end = _DIGEST(), list[Part](), list[np.ndarray](), 0
+    hashed, kept, ends, end = _DIGEST(), list[Encoded](), list[np.ndarray](), 0
 
     def put(data: bytes) -> None:
         hashed.update(data)
         out.write(data)
 
     for part in parts:
-        problems = [one for one in part.problems if isinstance(one, bytes)]
-        put(b"".join(problems))
-        ends.append(end + np.cumsum([len(one) for one in problems], dtype=np.int64))
-        end += sum(map(len, problems))
+        put(b"".join(part.problems))
+        ends.append(end + np.cumsum([len(one) for one in part.problems], dtype=np.int64))
+        end += sum(map(len, part.problems))
         kept.append(attrs.evolve(part, problems=()))
-    whole = assembled(kept, ())
+    whole = assembled(kept)
     columns = {
         "ends": np.concatenate(ends),
         "prompts": whole.prompts,
@@ -477,7 +476,9 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
     return Encoded(Stored(read, ends), prompts, rows, traits, tuple(about["sizes"]), Counter(about["unused"]))
 
 
-def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[], bool] = lambda: True) -> Encoded:
+def stored(
+    name: str, parts: Callable[[], Iterable[Encoded]], unchanged: Callable[[], bool] = lambda: True
+) -> Encoded:
     """Returns encoded problems from the cache, and makes them first if the cache lacks them.
 
     Several processes that lack the same at once wait for the one that makes it. If the cache cannot be written,
@@ -508,7 +509,7 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
         return in_memory(parts())
 
 
-def in_memory(parts: Iterable[Part]) -> Encoded:
+def in_memory(parts: Iterable[Encoded]) -> Encoded:
     """Returns packed parts as one, in memory; as bytes they take far less room than as problems."""
     memory = io.BytesIO()
     write_stored(memory, parts)
