@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,21 +30,11 @@ SIZES = {"train": 2000, "test": 200}
 LARGEST = 60  # of the terms of sums and differences
 NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fay")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
+_TEXTS = ("model", "data_source", "row", "prompt", "input", "response", "answer", "ended", "messages")
 _TYPES = {
-    "model": pa.string(),
-    "data_source": pa.string(),
-    "problem": pa.int64(),
-    "row": pa.string(),
-    "sample": pa.int64(),
-    "prompt": pa.string(),
-    "input": pa.string(),
-    "response": pa.string(),
-    "answer": pa.string(),
-    "score": pa.float64(),
-    "acc": pa.float64(),
+    **dict.fromkeys(_TEXTS, pa.string()),
+    **dict.fromkeys(("problem", "sample"), pa.int64()),
     "finished": pa.bool_(),
-    "ended": pa.string(),
-    "messages": pa.string(),
 }
 Picture: TypeAlias = UInt8[np.ndarray, "side side 3"]
 
@@ -74,11 +65,11 @@ def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if not source.is_dir():
         raise DataError(f"{source} is not a folder; give the one with GSM8K's raw files")
-    return write_splits(out, {split: pa.Table.from_pylist(_gsm8k_rows(source, out, split)) for split in SPLITS})
+    return write_splits(out, {split: _gsm8k_rows(source, out, split) for split in SPLITS})
 
 
-def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, int]:
-    """Writes each table as ``SPLIT.parquet``; files from before are replaced once all are written.
+def write_splits(out: str | Path, splits: Mapping[str, list[dict[str, Any]]]) -> dict[str, int]:
+    """Writes the rows of each split as ``SPLIT.parquet``; files from before are replaced once all are written.
 
     Returns:
         The number of rows in each split.
@@ -89,14 +80,10 @@ def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, i
     out = Path(out).expanduser()
     with raised_as(DataError, f"{out} cannot be written", OSError), contextlib.ExitStack() as stack:
         out.mkdir(parents=True, exist_ok=True)
-        for split, table in tables.items():
-            aside = stack.enter_context(replaced(_target(out, split)))
-            pq.write_table(table, aside, write_page_checksum=True)
-    return {split: table.num_rows for split, table in tables.items()}
-
-
-def _target(out: Path, split: str) -> Path:
-    return out / f"{split}.parquet"
+        for split, rows in splits.items():
+            aside = stack.enter_context(replaced(out / f"{split}.parquet"))
+            pq.write_table(pa.Table.from_pylist(rows), aside, write_page_checksum=True)
+    return {split: len(rows) for split, rows in splits.items()}
 
 
 def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
@@ -111,7 +98,7 @@ def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
 
 
 def _gsm8k_files(source: Path, out: Path, split: str) -> list[Path]:
-    target = _target(out, split)
+    target = out / f"{split}.parquet"
     for pattern in (f"{split}.jsonl", f"*{split}*.parquet"):
         candidates = [file for file in source.rglob(pattern) if file.resolve() != target.resolve()]
         files = sorted(file for file in candidates if "socratic" not in str(file.relative_to(source)))
@@ -141,11 +128,12 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> dict[str, int]:
     questions, rows = _questions(seed), {}
     for split, count in SIZES.items():
         chosen = [next(questions) for _ in range(count)]
-        rows[split] = pa.Table.from_pylist(
-            [_arithmetic_row(question, answer, split, i) for i, (question, _, answer) in enumerate(chosen)]
-        )
+        rows[split] = [
+            _row(ARITHMETIC, f"{question} {INSTRUCTION}", question, str(answer), split, i)
+            for i, (question, _, answer) in enumerate(chosen)
+        ]
         if split == "train":
-            rows["worked"] = pa.Table.from_pylist([_worked_row(question, worked) for question, worked, _ in chosen])
+            rows["worked"] = [_worked_row(question, worked) for question, worked, _ in chosen]
     return write_splits(out, rows)
 
 
@@ -186,9 +174,9 @@ def _worked_row(question: str, worked: str) -> dict[str, Any]:
     return {"data_source": ARITHMETIC, "messages": [asked, {"role": "assistant", "content": worked}]}
 
 
-def _arithmetic_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
-    extra = {"split": split, "index": index, "answer": str(answer), "question": question}
-    return math_row(ARITHMETIC, f"{question} {INSTRUCTION}", str(answer), extra)
+def _row(source: str, prompt: str, question: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    extra = {"split": split, "index": index, "answer": answer, "question": question}
+    return math_row(source, prompt, answer, extra)
 
 
 def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Path:
@@ -237,10 +225,14 @@ def prepare_squares(out: str | Path, seed: int = 0, rows: Mapping[str, int] = DR
     Raises:
         DataError: ``out`` cannot be written.
     """
-    drawn, tables = _questions_about_squares(seed), {}
+    drawn, splits = _questions_about_squares(seed), {}
     for split, count in rows.items():
-        tables[split] = pa.Table.from_pylist([_row(*next(drawn), split, i) for i in range(count)])
-    return write_splits(out, tables)
+        splits[split] = [
+            _row(SQUARES, f"<image>{question}", question, answer, split, i)
+            | {"ability": "vision", "images": [{"bytes": content, "path": None}]}
+            for i, (question, answer, content) in enumerate(itertools.islice(drawn, count))
+        ]
+    return write_splits(out, splits)
 
 
 def _questions_about_squares(seed: int) -> Iterator[tuple[str, str, bytes]]:
@@ -297,14 +289,3 @@ def png(picture: Picture) -> bytes:
     written = io.BytesIO()
     Image.fromarray(picture).save(written, "PNG")
     return written.getvalue()
-
-
-def _row(question: str, answer: str, content: bytes, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": SQUARES,
-        "prompt": [{"role": "user", "content": f"<image>{question}"}],
-        "images": [{"bytes": content, "path": None}],
-        "ability": "vision",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
