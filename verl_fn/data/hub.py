@@ -20,7 +20,7 @@ from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import MANY, SUFFIXES, Block, DataError, one_line
 from verl_fn.data.tasks import GSM8K
-from verl_fn.errors import UsageError, UserError, install
+from verl_fn.errors import UsageError, UserError, install, raised_as
 
 PREFIX, DATASETS = "hub:", "datasets/"
 RECORD = ".hub.json"  # hidden, since the package datasets takes other files of a folder for rows
@@ -91,16 +91,15 @@ def prepare_hub(written: str, out: str | Path) -> str:
         DataError: ``out`` is not empty or cannot be written.
     """
     name, out = hub_name(written), Path(out).expanduser()
-    try:
-        check_empty(out)
+    with raised_as(DataError, f"{out} cannot be written", OSError):
+        try:
+            check_empty(out)
+        except UsageError as error:
+            raise DataError(str(error)) from error
         snapshot = hub_snapshot(name)
         pinned = attrs.evolve(name, revision=snapshot.name)
         with replaced_folder(out) as aside:
             copied = _copy(name, snapshot, aside, pinned)
-    except UsageError as error:
-        raise DataError(str(error)) from error
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}") from error
     return f"wrote {out} from {pinned}: {copied}"
 
 
@@ -127,7 +126,7 @@ def hub_commit(name: HubName) -> str:
     except Exception as error:
         raise HubError(
             f"{name} is no commit, and the hub cannot be asked for the commit of {name.revision} "
-            f"({' '.join(str(error).split()):.200}); write the commit's 40 digits, as shown on the hub's page "
+            f"({one_line(error)}); write the commit's 40 digits, as shown on the hub's page "
             "of the files' history"
         ) from error
 
@@ -156,8 +155,7 @@ def hub_snapshot(name: HubName) -> Path:
             return Path(download(local_files_only=True))
         except Exception:
             if not isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
-                reason = " ".join(str(error).split())
-                raise HubError(f"{name} cannot be downloaded: {reason:.300}") from error
+                raise HubError(f"{name} cannot be downloaded: {one_line(error)}") from error
             raise HubError(
                 f"{name} is not in the hub's cache, or not all of it, and the hub cannot be reached; connect to it "
                 "and unset HF_HUB_OFFLINE, or copy the files here from a machine that has them"

@@ -297,17 +297,14 @@ class Replies:
             self._by_question[question] = reply
             if self.file is None:
                 return
-            line = json.dumps({"question": question, "reply": reply}) + "\n"
+            line = json.dumps({"question": question, "reply": reply}).encode() + b"\n"
             try:
                 # One write, so that lines of two processes do not mix.
-                descriptor = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                try:
-                    written = os.write(descriptor, line.encode())
-                finally:
-                    os.close(descriptor)
+                with self.file.open("ab", buffering=0) as out:
+                    written = out.write(line)
             except OSError as error:
                 raise RewardError(f"{self.file} cannot be written: {error.strerror}") from error
-            if written < len(line.encode()):
+            if written < len(line):
                 raise RewardError(f"{self.file} cannot be written: the disk is full")
 
     def _read(self, file: Path) -> None:
