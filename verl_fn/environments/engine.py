@@ -387,8 +387,6 @@ def _empty_reply(one: Conversation, end: int) -> Sample:
         mask=torch.ones(1),
         versions=torch.zeros(1, dtype=torch.int64),
         finish_reason="stop",
-        temperature=1.0,
-        near_ties=0,
     )
 
 

@@ -373,15 +373,15 @@ class TokenRow:
 
     Attributes:
         prompt: the tokens before the first reply.
-        parts: for each reply and each part between two replies: tokens, log-probs, log-probs before the cut or None,
-            mask and versions.
+        parts: for each reply and each part between two replies: tokens, log-probs, log-probs before a cut, mask and
+            versions.
         near_ties: of all replies.
         routed: the experts of the tokens that the model computed, or None where the engine does not give them.
         images: of the prompt, if it has any.
     """
 
     prompt: list[int]
-    parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]] = attrs.field(factory=list)
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = attrs.field(factory=list)
     near_ties: int = 0
     routed: Tensor | None = None
     images: RowImages | None = None
@@ -399,7 +399,8 @@ class TokenRow:
             # last token was not computed.
             known = sample.routed_experts[:0] if self.routed is None else self.routed
             self.routed = torch.cat([known, sample.routed_experts[len(known) : -1]])
-        self.parts.append((sample.tokens, sample.log_probs, sample.full_log_probs, sample.mask, sample.versions))
+        full = sample.log_probs if sample.full_log_probs is None else sample.full_log_probs
+        self.parts.append((sample.tokens, sample.log_probs, full, sample.mask, sample.versions))
 
     def routes(self) -> Tensor | None:
         """Returns the experts of all tokens; tokens after the last computed one have its experts, as in a sample."""
@@ -412,7 +413,7 @@ class TokenRow:
         """Adds tokens that the model did not draw."""
         zeros = torch.zeros(len(tokens))
         versions = torch.full((len(tokens),), version)
-        self.parts.append((torch.tensor(tokens, dtype=torch.int64), zeros, None, zeros, versions))
+        self.parts.append((torch.tensor(tokens, dtype=torch.int64), zeros, zeros, zeros, versions))
 
 
 @attrs.define(eq=False)
@@ -488,7 +489,6 @@ class Conversation:
         samples = []
         for i, row in enumerate(self.rows):
             tokens, log_probs, full, mask, versions = zip(*row.parts, strict=True)
-            cuts = self.request.sampling.cuts
             cut_off = self.reason == "length" and i == len(self.rows) - 1
             samples.append(
                 Sample(
@@ -497,11 +497,7 @@ class Conversation:
                     prompt=torch.tensor(row.prompt),
                     tokens=torch.cat(tokens),
                     log_probs=torch.cat(log_probs),
-                    full_log_probs=torch.cat(
-                        [f if f is not None else p for f, p in zip(full, log_probs, strict=True)]
-                    )
-                    if cuts
-                    else None,
+                    full_log_probs=torch.cat(full) if self.request.sampling.cuts else None,
                     mask=torch.cat(mask),
                     versions=torch.cat(versions),
                     finish_reason="length" if cut_off else "stop",
