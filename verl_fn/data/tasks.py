@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -188,11 +189,7 @@ def _reverse(rng: random.Random) -> Problem:
     return Problem(f"{letters}>", letters[::-1])
 
 
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-}
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def _countdown(rng: random.Random) -> Problem:
