@@ -24,7 +24,7 @@ from verl_fn.data.columns import (
     prompt_of,
 )
 from verl_fn.data.entries import Kind
-from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of, named
+from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, named
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged, repeated
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
@@ -235,28 +235,19 @@ def encode_rows(
     prompts = iter(zip(encode_prompts(plain, tokenizer, images=shown), shown, strict=True))
     results, held = [], list[RowImages | None]()
     for problem, parts, of_problem in zip(problems, rendered, seen, strict=True):
-        if _is_plain(problem):
-            prompt, own = next(prompts)
-            results.append(_answers(problem, prompt, tokenizer, ends))
-            held += [own] * len(results[-1])
-            continue
-        results.append([next(rows) for _ in parts])
-        for ids, _ in results[-1]:
-            with named(problem):
-                held.append(kept(ids, of_problem))
-            if has_unknown(ids, tokenizer):
-                raise DataError(f"{label_of(problem)}: {describe_unknown('messages', _texts(problem), tokenizer)}")
-            if ids[-1] not in ends:
-                raise DataError(
-                    f"{label_of(problem)}: the text of the chat template ends with {tokenizer.decode(ids[-1:])!r}, "
-                    "which the tokenizer does not make the token that ends an answer; take another template"
-                )
-    for problem, examples in zip(problems, results, strict=True):
-        if isinstance(problem, Judged) and problem.chosen and problem.rejected and examples[0] == examples[-1]:
-            raise DataError(
-                f"{label_of(problem)}: chosen and rejected are the same tokens, so neither is preferred; remove the "
-                "row"
-            )
+        with named(problem):
+            if _is_plain(problem):
+                prompt, own = next(prompts)
+                examples = _answers(problem, prompt, tokenizer, ends)
+                held += [own] * len(examples)
+            else:
+                examples = [next(rows) for _ in parts]
+                for ids, _ in examples:
+                    _check_rendered(problem, ids, tokenizer, ends)
+                    held.append(kept(ids, of_problem))
+            if isinstance(problem, Judged) and problem.chosen and problem.rejected and examples[0] == examples[-1]:
+                raise DataError("chosen and rejected are the same tokens, so neither is preferred; remove the row")
+        results.append(examples)
     if images is not None:
         images += held
     return results
@@ -385,13 +376,24 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
         for response in responses:
             said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
             rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))
-    if any(len(parts) > 1 for parts in rows):
-        raise DataError(
-            f"{label_of(problem)}: a response has several turns of the assistant, and the chat template renders the "
-            "first ones otherwise once more follow, as templates do that drop earlier reasoning; let a response be "
-            "one turn, with the turns before it in the prompt, or take another template"
-        )
+        if any(len(parts) > 1 for parts in rows):
+            raise DataError(
+                "a response has several turns of the assistant, and the chat template renders the first ones "
+                "otherwise once more follow, as templates do that drop earlier reasoning; let a response be one "
+                "turn, with the turns before it in the prompt, or take another template"
+            )
     return [parts for (parts,) in rows]
+
+
+def _check_rendered(problem: Problem, ids: list[int], tokenizer: Any, ends: Sequence[int]) -> None:
+    if has_unknown(ids, tokenizer):
+        texts = (problem.prompt, getattr(problem, "messages", ()), getattr(problem, "responses", ()))
+        raise DataError(describe_unknown("messages", "".join(strings(texts)), tokenizer))
+    if ids[-1] not in ends:
+        raise DataError(
+            f"the text of the chat template ends with {tokenizer.decode(ids[-1:])!r}, which the tokenizer does not "
+            "make the token that ends an answer; take another template"
+        )
 
 
 def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence[int]) -> list[Example]:
@@ -402,17 +404,12 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence
     rows = []
     for text, ids in zip(texts, token_ids(texts, tokenizer), strict=True):
         if has_unknown(ids, tokenizer):
-            raise DataError(f"{label_of(problem)}: {describe_unknown(kind, text, tokenizer)}")
+            raise DataError(describe_unknown(kind, text, tokenizer))
         ids = ended(ids, tokenizer, ends)
         if inside := [token for token in ids[:-1] if token in ends]:
             raise DataError(
-                f"{label_of(problem)}: the {kind} has {tokenizer.decode(inside[:1])!r}, the token that ends an "
-                "answer, before its end, so the rest would never be said; remove it"
+                f"the {kind} has {tokenizer.decode(inside[:1])!r}, the token that ends an answer, before its end, so "
+                "the rest would never be said; remove it"
             )
         rows.append(([*prompt, *ids], [0.0] * len(prompt) + [1.0] * len(ids)))
     return rows
-
-
-def _texts(problem: Problem) -> str:
-    """Returns all texts of a problem's messages."""
-    return "".join(strings((problem.prompt, getattr(problem, "messages", ()), getattr(problem, "responses", ()))))

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -390,26 +390,13 @@ class _Read(dict[str, Any]):
         self._read.add(f"{self._place}.{name}")
         return super().__getitem__(name)
 
-    def __contains__(self, name: object) -> bool:
-        self._read.add(f"{self._place}.{name}")
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(f"{self._place}.{name}")
-        return super().get(name, default)
-
     def __iter__(self) -> Iterator[str]:
         self._read.update(f"{self._place}.{name}" for name in super().__iter__())
         return super().__iter__()
 
-    def keys(self) -> Any:
-        return list(self)
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
+    # Methods of a dict would not call these two.
+    get, __contains__ = Mapping.get, Mapping.__contains__  # type: ignore[assignment]
+    keys, items, values = Mapping.keys, Mapping.items, Mapping.values  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(dict(self.items()))

@@ -223,9 +223,7 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Block]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
             columns.check(str(path), schema.names)
-            wanted = schema.names if columns.optional is None else (*columns.required, *columns.optional)
-            more = [name for name in schema.names if name not in wanted and columns.others(name)]
-            names = [*(name for name in wanted if name in schema.names), *more]
+            names = list(filter(columns.has, schema.names))
             rest = [name for name in schema.names if name not in names and schema.names.count(name) == 1]
             if twice := [name for name in names if schema.names.count(name) > 1]:
                 raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
