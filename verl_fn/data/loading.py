@@ -30,7 +30,7 @@ from verl_fn.data.hub import Table, is_set, open_set
 from verl_fn.data.judged import LABEL_COLUMNS, PAIR_COLUMNS, TaskPairs, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import SUFFIXES, DataError
-from verl_fn.data.tasks import MAX_FAILED_DRAWS, TASKS, Problem, Source, Task, different, is_held_out
+from verl_fn.data.tasks import MAX_FAILED_DRAWS, TASKS, Problem, Source, different, is_held_out
 from verl_fn.scores import SOURCE, reasoning_question
 from verl_fn.state import Key
 
@@ -42,27 +42,21 @@ OF_ANSWERS = (
 FIRST = 64  # rows of each data set that are checked when a run starts
 
 
-def task_data(task: Task, learns_from: LearnsFrom) -> Source:
-    """Returns a generated task as a source of what an algorithm learns from.
-
-    Example:
-        >>> from verl_fn.data.tasks import TASKS
-        >>> task_data(TASKS["count"], "pairs").held_out(1)[0].chosen
-        ('a',)
-    """
-    if learns_from == "answers" and task.dialogue is not None:
-        return TaskDialogues(task)
-    return TaskPairs(task) if learns_from in ("pairs", "labels") else task
-
-
 def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Source:
     """Returns the task that ``data.task`` names, as a source of what an algorithm learns from.
 
     Raises:
         DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
+
+    Example:
+        >>> generated(DataConfig(task="count"), None, "pairs").held_out(1)[0].chosen
+        ('a',)
     """
     if not reasoning_names(table.task) and not verifiers_name(table.task):
-        return task_data(TASKS[table.task], learns_from)
+        task = TASKS[table.task]
+        if learns_from == "answers" and task.dialogue is not None:
+            return TaskDialogues(task)
+        return TaskPairs(task) if learns_from in ("pairs", "labels") else task
     if learns_from != "samples":
         raise DataError(
             f"data.task = {table.task} gives questions to sample responses to, and this algorithm learns from given "

@@ -434,19 +434,12 @@ def write_stored(out: BinaryIO, parts: Iterable[Encoded]) -> None:
         end += sum(map(len, part.problems))
         kept.append(attrs.evolve(part, problems=()))
     whole = assembled(kept)
-    columns = {
-        "ends": np.concatenate(ends),
-        "prompts": whole.prompts,
-        "rows": whole.rows,
-        "hashes": whole.traits.prompts,
-        "flags": whole.traits.flags,
-        "groups": whole.traits.groups,
-    }
-    for column in columns.values():
+    traits = whole.traits
+    for column in (np.concatenate(ends), whole.prompts, whole.rows, traits.prompts, traits.flags, traits.groups):
         file = io.BytesIO()
         np.save(file, column, allow_pickle=False)
         put(file.getvalue())
-    names = list(map(attrs.astuple, whole.traits.names))
+    names = list(map(attrs.astuple, traits.names))
     about = json.dumps({"end": end, "names": names, "sizes": whole.sizes, "unused": whole.unused}).encode()
     put(about + len(about).to_bytes(8, "little"))
     out.write(hashed.digest())
@@ -494,7 +487,8 @@ def stored(
         return found
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _claimed(file.with_name(f".{name}.writing")) as (aside, out):
+        aside = file.with_name(f".{name}.writing")
+        with _claimed(aside) as out:
             # Another process may have made it meanwhile.
             if (found := _found(file)) is not None:
                 return found
@@ -547,7 +541,7 @@ def _of_file(descriptor: int) -> Encoded:
 
 
 @contextlib.contextmanager
-def _claimed(aside: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def _claimed(aside: Path) -> Iterator[BinaryIO]:
     """Opens a file for one process at a time, others wait; afterwards it is gone, unless it was renamed.
 
     The claim of a killed process ends with it, and the next one continues with its file.
@@ -559,7 +553,7 @@ def _claimed(aside: Path) -> Iterator[tuple[Path, BinaryIO]]:
             if not _is(out, aside):
                 continue
             try:
-                yield aside, out
+                yield out
             finally:
                 with contextlib.suppress(OSError):
                     if _is(out, aside):

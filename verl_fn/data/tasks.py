@@ -154,8 +154,7 @@ def different(
 
 def _string_prompt(problem: Problem) -> str:
     """Returns the prompt of a generated problem: always a string."""
-    if not isinstance(problem.prompt, str):
-        raise TypeError(f"the prompt of a generated problem must be a string, not {problem.prompt!r}")
+    assert isinstance(problem.prompt, str)
     return problem.prompt
 
 
