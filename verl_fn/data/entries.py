@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,26 +43,21 @@ MOST_NAMED = 3  # entries of a run; more are shards, or too many to read
 
 
 @attrs.frozen
-class Kind:
+class Kind(Columns):
     """A kind of rows: their columns, and the problem that a row becomes.
 
+    Of files, also the columns are read without which something else would be learned.
+
     Attributes:
-        required: columns that every row must have.
-        optional: columns to read where they exist.
         make: makes a problem of the place of a row, for error messages, the row, its number among all rows, and
             counts of what is left out.
-        hint: advice to add to the error about a missing column.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     make: Callable[[str, Row, int, Counter[str]], Problem]
     hint: str = ""
-
-    @functools.cached_property
-    def columns(self) -> Columns:
-        """Returns the columns that are read of files: also those without which something else would be learned."""
-        return Columns(self.required, self.optional, matters, self.hint)
+    others: Callable[[str], bool] = matters
 
     def blocks(self, entry: Entry, convert: Sequence[Convert] = ()) -> Iterator[Block]:
         """Yields the rows of an entry, some at a time; ``problems`` makes problems of them.
@@ -72,7 +66,7 @@ class Kind:
             DataError: the entry cannot be read, has no rows, or lacks a column.
         """
         if _is_file(entry) and not convert:
-            return read_blocks(entry, self.columns)
+            return read_blocks(entry, self)
         return _raw_blocks(entry)
 
     def problems(
@@ -95,9 +89,9 @@ class Kind:
         if convert:
             rows = ((place, _converted(place, row, convert)) for place, row in block_rows(block, ALL))
         else:
-            rows = block_rows(block, self.columns, unused)
+            rows = block_rows(block, self, unused)
         for number, (place, row) in enumerate(rows, first):
-            self.columns.check(place, row)
+            self.check(place, row)
             # pandas and Python write NaN into JSON for what is missing.
             missing = [name for name, value in row.items() if type(value) is float and value != value]
             if missing := [name for name in missing if name not in self.required]:
