@@ -181,37 +181,30 @@ def short_enough(
     Raises:
         DataError: a prompt cannot be used or is too long, or all prompts were left out.
     """
-    fits = found.prompts <= table.max_prompt_length
+    limit = table.max_prompt_length
+    fits = found.prompts <= limit
     start, sizes = 0, []
     for size in found.sizes if each else (len(fits),):
         kept = fits[start : start + size]
-        _report_long(key, found, start, kept, table, say)
+        long = int((~kept).sum())
+        if long and table.filter_overlong_prompts:
+            if long == size:
+                raise DataError(
+                    f"{key}: all {size} prompts are longer than {limit} tokens; raise data.max_prompt_length"
+                )
+            say(f"{key}: left out {long} of {size} prompts, longer than {limit} tokens")
+        elif long and table.truncation != "error":
+            say(f"{key}: {long} of {size} prompts are cut to {limit} tokens (data.truncation)")
+        elif long:
+            first = start + int(np.argmin(kept))
+            learned = bool(found.rows[first].any())
+            raise too_long(found.problems[first], int(found.prompts[first]), limit, learned=learned)
         if not table.filter_overlong_prompts:
             kept[:] = True
         sizes.append(int(kept.sum()))
         start += size
     chosen = found[fits]
-    return attrs.evolve(chosen, prompts=np.minimum(chosen.prompts, table.max_prompt_length), sizes=tuple(sizes))
-
-
-def _report_long(
-    key: str, found: Encoded, start: int, fits: np.ndarray, table: DataConfig, say: Callable[[str], None]
-) -> None:
-    long, total, limit = int((~fits).sum()), len(fits), table.max_prompt_length
-    if not long:
-        return
-    if table.filter_overlong_prompts:
-        if long == total:
-            raise DataError(
-                f"{key}: all {total} prompts are longer than {limit} tokens; raise data.max_prompt_length"
-            )
-        say(f"{key}: left out {long} of {total} prompts, longer than {limit} tokens")
-    elif table.truncation != "error":
-        say(f"{key}: {long} of {total} prompts are cut to {limit} tokens (data.truncation)")
-    else:
-        first = start + int(np.argmin(fits))
-        learned = bool(found.rows[first].any())
-        raise too_long(found.problems[first], int(found.prompts[first]), limit, learned=learned)
+    return attrs.evolve(chosen, prompts=np.minimum(chosen.prompts, limit), sizes=tuple(sizes))
 
 
 def longest_prompt(parts: Sequence[Encoded]) -> int:

@@ -308,11 +308,10 @@ def turns(key: Key, start: int, count: int, weights: Sequence[float]) -> list[tu
     drawn = torch.cat([_drawn(key, block, shares) for block in range(first, (start + count) // BLOCK + 1)])
     of_stream = []
     counters = numbers.tolist()
-    for place, source in enumerate(drawn[: rest + count].tolist()):
-        if place >= rest:
-            of_stream.append((source, counters[source]))
+    for source in drawn[: rest + count].tolist():
+        of_stream.append((source, counters[source]))
         counters[source] += 1
-    return of_stream
+    return of_stream[rest:]
 
 
 def _drawn(key: Key, block: int, shares: Tensor) -> Tensor:

@@ -191,15 +191,19 @@ class Table:
     Attributes:
         name: the entry of ``data.train_files``, for error messages.
         data: the data set of the package, in Arrow's format.
-        numbers: the rows of it that the table has; None for all.
+        numbers: the rows of it that the table has, by default all.
     """
 
     name: str
     data: Any
-    numbers: Sequence[int] | None = None
+    numbers: Sequence[int] = attrs.field()
+
+    @numbers.default
+    def _all(self) -> Sequence[int]:
+        return range(len(self.data))
 
     def __len__(self) -> int:
-        return len(self.data) if self.numbers is None else len(self.numbers)
+        return len(self.numbers)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -208,9 +212,7 @@ class Table:
 
     def take(self, numbers: Sequence[int]) -> Table:
         """Returns the table of some rows, in the order of their numbers."""
-        return Table(
-            self.name, self.data, tuple(numbers if self.numbers is None else map(self.numbers.__getitem__, numbers))
-        )
+        return Table(self.name, self.data, [self.numbers[number] for number in numbers])
 
     def blocks(self) -> Iterator[Block]:
         """Yields the rows, some at a time.
@@ -219,8 +221,7 @@ class Table:
             DataError: rows cannot be read.
         """
         for start in range(0, len(self), MANY):
-            chunk = range(start, min(start + MANY, len(self)))
-            numbers = chunk if self.numbers is None else self.numbers[chunk.start : chunk.stop]
+            numbers = self.numbers[start : start + MANY]
             damage = f"{self.name}: rows from {numbers[0]} on cannot be read"
             try:
                 rows = self.data[list(numbers)]

@@ -263,13 +263,11 @@ def prompt_texts(batch: Batch, tokenizer: Any) -> list[str]:
         ['<bos>a', '<unk> (4 times)b']
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    texts: dict[tuple[int, ...], str] = {}
     read = []
     for tokens, mask in zip(batch.rows(), batch.rows("response_mask"), strict=True):
         end = int(mask.bool().int().argmax()) if bool(mask.any()) else len(tokens)
         read.append(tuple(tokens[:end].tolist()))
-        if read[-1] not in texts:
-            texts[read[-1]] = _prompt_text(read[-1], special, tokenizer)
+    texts = {tokens: _prompt_text(tokens, special, tokenizer) for tokens in set(read)}
     return [texts[tokens] for tokens in read]
 
 
