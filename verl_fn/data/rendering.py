@@ -69,7 +69,7 @@ def prompt_text(tokenizer: Any, problem: Problem) -> str:
         messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
     render = _renderer(tokenizer, problem, "string prompts, or ")
     text = render([(messages, True)])[0]
-    _check_seen(messages, problem.tools, text, render, tokenizer, problem)
+    _check_seen(messages, text, render, tokenizer, problem)
     return text
 
 
@@ -101,7 +101,7 @@ def turn_parts(
     rows: list[Parts] = []
     for i, before, after in zip(turns, texts[::2], texts[1::2], strict=True):
         said = _ended(_said(messages[i], before, after, i), written, i)
-        _check_seen(messages[:i], problem.tools, before, render, tokenizer, problem)
+        _check_seen(messages[:i], before, render, tokenizer, problem)
         _check_said(messages, i, said, after, render)
         seen = "".join(text for text, _ in rows[-1]) if rows else None
         if seen is not None and before.startswith(seen):
@@ -246,16 +246,9 @@ def _ended(text: str, ends: Sequence[str], number: int) -> str:
     return text[: min(places)]
 
 
-def _check_seen(
-    messages: Sequence[Message],
-    tools: Sequence[Message],
-    text: str,
-    render: Render,
-    tokenizer: Any,
-    problem: Problem,
-) -> None:
+def _check_seen(messages: Sequence[Message], text: str, render: Render, tokenizer: Any, problem: Problem) -> None:
     """Raises DataError unless a prompt shows its tools and what ``check_shown`` looks at."""
-    said = _json(messages)
+    said, tools = _json(messages), problem.tools
     for place, tool in enumerate(tools):
         # A tool's name may also be a word of the conversation.
         if times_named(tool, text) > times_named(tool, said):
