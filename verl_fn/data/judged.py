@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -245,11 +246,8 @@ def _common_prompt(
             f"{place}: there is no {prompt_key}; without it, chosen and rejected must be lists of messages that "
             "begin with the prompt. data.prompt_key names the prompts' column"
         )
-    common = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        common += 1
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = len(list(alike))
     if common == 0:
         raise DataError(
             f"{place}: the conversations chosen and rejected begin differently, so they are no pair of responses to "
