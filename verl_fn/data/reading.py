@@ -106,20 +106,18 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     context = multiprocessing.get_context("fork")
-    pipes: list[Connection] = []
     processes: dict[Connection, Any] = {}
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            pipes.append(ours)
-            processes[ours] = context.Process(target=_serve, args=(function, theirs, list(pipes)), daemon=True)
-            processes[ours].start()
+            process = context.Process(target=_serve, args=(function, theirs, [*processes, ours]), daemon=True)
+            process.start()
+            processes[ours] = process
             theirs.close()
         yield from _gathered(processes, enumerate(items))
     finally:
-        for pipe in pipes:
+        for pipe, process in processes.items():
             pipe.close()
-        for process in processes.values():
             # It may be in the middle of an item.
             process.kill()
             process.join()
@@ -128,16 +126,13 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
     free, at = list(processes), dict[Connection, int]()
     results: dict[int, tuple[Any, BaseException | None]] = {}
-    first, more = 0, True
+    first = 0
     while True:
-        while free and more and len(results) < AHEAD * len(processes):
-            number, item = next(items, (-1, None))
-            more = number >= 0
-            if more:
-                pipe = free.pop()
-                at[pipe] = number
-                with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
-                    pipe.send(item)
+        for number, item in itertools.islice(items, len(free) if len(results) < AHEAD * len(processes) else 0):
+            pipe = free.pop()
+            at[pipe] = number
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                pipe.send(item)
         if not at and not results:
             return
         # A process that has answered gets its next item before an earlier result is handed out and used.
@@ -171,18 +166,14 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Con
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             item = pipe.recv()
-            answer: tuple[Any, BaseException | None]
             try:
-                answer = (function(item), None)
+                answer = pickle.dumps((function(item), None))
             except Exception as error:
-                answer = (None, error)
-            try:
-                pipe.send(answer)
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            except Exception:
-                # Its result, or its error, cannot be pickled.
-                pipe.send((None, RuntimeError("".join(traceback.format_exception(answer[1])) or "not picklable")))
+                try:
+                    answer = pickle.dumps((None, error))
+                except Exception:  # an error of a class that cannot be pickled
+                    answer = pickle.dumps((None, RuntimeError("".join(traceback.format_exception(error)))))
+            pipe.send_bytes(answer)
 
 
 def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence[str] = ()) -> Encoded:
