@@ -21,7 +21,7 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.columns import MARKS, WORDS, is_filled, learned_turns
 from verl_fn.data.files import describe_unknown, has_unknown, label_of
 from verl_fn.data.rendering import REASONING, Message, all_ends, in_parts, opens_reasoning, token_ids
-from verl_fn.data.rows import strings
+from verl_fn.data.rows import parsed, strings
 from verl_fn.data.tasks import Problem
 
 # Bits of ``Traits.flags``.
@@ -199,10 +199,7 @@ def _answers(problem: Problem) -> list[str]:
 def _is_json(prompt: Any) -> bool:
     if not isinstance(prompt, str) or not prompt.lstrip().startswith(("{", "[")):
         return False
-    try:
-        return isinstance(json.loads(prompt), dict | list)
-    except (ValueError, RecursionError):
-        return False
+    return isinstance(parsed(prompt), dict | list)
 
 
 def _fields_and_roles(problem: Problem) -> tuple[set[str], set[str]]:
