@@ -204,7 +204,7 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
 
     try:
         name = name_of(opened, encoder, references)
-        found = in_memory(parts()) if name is None else stored(name.digest, parts, name.holds)
+        found = in_memory(parts()) if name is None else stored(name, parts)
     except Unstorable:
         return assembled(map(encoder, _asked(opened, encoder)))
     assert isinstance(found.problems, Stored)
@@ -460,25 +460,22 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
     return Encoded(Stored(read, ends), prompts, rows, traits, tuple(about["sizes"]), Counter(about["unused"]))
 
 
-def stored(
-    name: str, parts: Callable[[], Iterable[Encoded]], unchanged: Callable[[], bool] = lambda: True
-) -> Encoded:
+def stored(name: Name, parts: Callable[[], Iterable[Encoded]]) -> Encoded:
     """Returns encoded problems from the cache, and makes them first if the cache lacks them.
 
     Several processes that lack the same at once wait for the one that makes it. If the cache cannot be written,
     the problems stay in memory, as bytes.
 
     Args:
-        name: a digest of everything that the problems depend on.
+        name: of the problems; if it does not hold any more once they are read, nothing stays in the cache.
         parts: makes the problems, packed.
-        unchanged: whether what was read is still what the name says; otherwise nothing stays in the cache.
     """
-    file = cache_folder() / f"{name}.rows"
+    file = cache_folder() / f"{name.digest}.rows"
     if (found := _found(file)) is not None:
         return found
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{name}.writing")
+        aside = file.with_name(f".{name.digest}.writing")
         with _claimed(aside) as out:
             # Another process may have made it meanwhile.
             if (found := _found(file)) is not None:
@@ -486,7 +483,7 @@ def stored(
             out.truncate(0)
             write_stored(out, parts())
             made = _of_file(os.dup(out.fileno()))
-            if unchanged():
+            if name.holds():
                 aside.replace(file)
                 _remove_unused(file)
             return made
