@@ -266,10 +266,9 @@ def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) 
         DataError: the texts have more or fewer marks than there are images.
     """
     images, processor = seen
-    mark = processor.in_text if isinstance(problem.prompt, str) else processor.mark
     tokens: Iterator[str] = iter(images.tokens)
     if isinstance(problem.prompt, str):
-        texts = [text.replace(MARK, mark) for text in texts]
+        texts = [text.replace(MARK, processor.in_text) for text in texts]
     marks = sum(text.count(processor.mark) for text in texts)
     if marks != len(images.tokens):
         raise DataError(
