@@ -40,40 +40,31 @@ def describe(cfg: Config, origins: Mapping[str, str]) -> str:
         >>> print(describe(Config(), {}).splitlines()[1])
         dir = "runs/run"                      # the run's folder [default]
     """
-    lines: list[str] = []
-    _describe(cfg, "", origins, lines)
-    return "\n".join(lines).strip() + "\n"
+    return "\n".join(_described(cfg, "", origins)).strip() + "\n"
 
 
 def options_lines(options: Any, prefix: str) -> list[str]:
     """Returns one line for each option of an algorithm: its value and its documentation."""
-    lines: list[str] = []
-    _describe(options, prefix, {}, lines)
-    return lines
+    return list(_described(options, prefix, {}))
 
 
-def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[str]) -> None:
+def _described(value: Any, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
     if isinstance(value, AlgorithmTable):
-        lines.append(f"[{prefix}]")
-        lines.append(
-            _line("name", value.name, f"{', '.join(BUILT_IN)}, or FILE.py:NAME or MODULE:NAME", prefix, origins)
-        )
-        start = len(lines)
-        _describe(value.options, prefix, origins, lines)
+        yield f"[{prefix}]"
+        yield _line("name", value.name, f"{', '.join(BUILT_IN)}, or FILE.py:NAME or MODULE:NAME", prefix, origins)
         # The options belong to the table of the name, whose header is already there.
-        if lines[start:] and lines[start] == f"[{prefix}]":
-            del lines[start]
+        yield from (line for line in _described(value.options, prefix, origins) if line != f"[{prefix}]")
         return
     fields = attrs.fields(type(value))
     tables = [f for f in fields if attrs.has(type(getattr(value, f.name)))]
     if prefix and len(tables) < len(fields):
-        lines.append(f"[{prefix}]")
+        yield f"[{prefix}]"
     for f in fields:
         if f not in tables:
-            lines.append(_line(f.name, getattr(value, f.name), f.metadata.get("doc", ""), prefix, origins))
-    lines.append("")
+            yield _line(f.name, getattr(value, f.name), f.metadata.get("doc", ""), prefix, origins)
+    yield ""
     for f in tables:
-        _describe(getattr(value, f.name), f"{prefix}.{f.name}".lstrip("."), origins, lines)
+        yield from _described(getattr(value, f.name), f"{prefix}.{f.name}".lstrip("."), origins)
 
 
 def _line(name: str, value: Any, doc: str, prefix: str, origins: Mapping[str, str]) -> str:
