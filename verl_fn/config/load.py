@@ -13,7 +13,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -88,14 +88,12 @@ def _option_names(name: Any) -> list[str]:
 def structure(table: Mapping[str, Any]) -> Config:
     """Makes a config from nested tables, with the checks and errors of ``load``."""
     options = algorithm_options(_name_in(table))
-    unknown = list(_unknown_keys(table, Config, "", options))
-    if unknown:
-        known = [*keys(options=options)]
-        raise ConfigError("; ".join(_advice(key, known) for key in unknown))
+    known = keys(options=options)
+    if unknown := list(_unknown_keys(table, known.keys() | elsewhere(options))):
+        raise ConfigError("; ".join(_advice(key, [*known]) for key in unknown))
     fields = dict(table)
     algorithm = fields.pop("algorithm", {})
-    names = {field.name for field in attrs.fields(options) if field.init}
-    values = {name: value for name, value in algorithm.items() if name in names}
+    values = {name: algorithm[name] for name, _ in _hints(options) if name in algorithm}
     name = algorithm.get("name", "ppo")
     chosen = AlgorithmTable(name, structured(values, options, "algorithm"))
     cfg = structured(fields | {"algorithm": chosen}, Config)
@@ -175,26 +173,20 @@ def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init)
 
 
-def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: type) -> Iterator[str]:
+def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -> Iterator[str]:
     """Yields the keys of a table that do not exist."""
-    hints = dict(_hints(cls))
     for name, value in table.items():
         key = f"{prefix}{name}"
-        if name not in hints:
+        if key in known:
+            continue
+        if not any(one.startswith(f"{key}.") for one in known):
             # The keys inside an unknown table show better than the table's name what was meant.
-            inner = list(flat(value)) if isinstance(value, Mapping) else []
+            inner = flat(value) if isinstance(value, Mapping) else {}
             yield from [f"{key}.{below}" for below in inner] or [key]
-        elif attrs.has(hints[name]):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{key} is a table of keys, not {value!r}")
-            if hints[name] is AlgorithmTable:
-                ignored = elsewhere(options)
-                without_name = {n: v for n, v in value.items() if n != "name"}
-                for unknown in _unknown_keys(without_name, options, "algorithm.", options):
-                    if unknown not in ignored:
-                        yield unknown
-            else:
-                yield from _unknown_keys(value, hints[name], f"{key}.", options)
+        elif isinstance(value, Mapping):
+            yield from _unknown_keys(value, known, f"{key}.")
+        else:
+            raise ConfigError(f"{key} is a table of keys, not {value!r}")
 
 
 # The keys for which other trainers have other names, by the ends of these names.
@@ -416,7 +408,8 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             left = "; --from-verl left it open, and the comments at the head of its TOML say why" * (value == UNSET)
             raise TypeError(f"expected {_KINDS[kind]}, got {value!r}{left}{of_epochs(value)}")
-        if kind is str and not _is_unicode(cast(str, value)):
+        # Bytes of the command line may be no UTF-8, and then no file can have them.
+        if kind is str and any("\ud800" <= character <= "\udfff" for character in cast(str, value)):
             raise TypeError(f"expected Unicode, got {value!r}")
         if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:
             raise TypeError(f"expected a finite number, got {value!r}")
@@ -430,11 +423,6 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
 def of_epochs(value: Any) -> str:
     """Returns advice about verl's word for once an epoch in place of a number of steps; else nothing."""
     return "; give the steps of an epoch: the rows divided by data.train_batch_size" * (value == "after_each_epoch")
-
-
-def _is_unicode(value: str) -> bool:
-    """Returns whether a string can be written to a file; bytes of the command line may be no UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _optional(value: Any, hint: Any) -> Any:
@@ -458,11 +446,6 @@ def _tuple(value: Any, hint: Any) -> Any:
     return tuple(_CONVERTER.structure(item, kind) for item, kind in zip(values, kinds, strict=True))
 
 
-def _is_tuple(hint: Any) -> bool:
-    origin: Any = typing.get_origin(hint)
-    return origin is tuple
-
-
 def _free(value: Any, _: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"expected a table of keys, got {value!r}")
@@ -479,7 +462,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
     _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
-_CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
+_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, _tuple)
 _CONVERTER.register_structure_hook_func(_is_mapping, _free)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
