@@ -296,16 +296,24 @@ def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -
     """
     for override in overrides:
         key, _, string = split_override(override)
-        *path, name = key.split(".")
+        path = key.split(".")[:-1]
         free = any(_is_mapping(kind_of(".".join(path[:end]))) for end in range(1, len(path) + 1))
-        value = _value(key, string, kind_of(key), free=free)
-        inner = table
-        for part in path:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{key}: {part} is a value, not a table of keys")
-        inner[name] = value
+        put_value(table, key, _value(key, string, kind_of(key), free=free))
     return table
+
+
+def put_value(table: Table, key: str, value: Any) -> None:
+    """Writes a value into nested tables, under its dotted key.
+
+    Raises:
+        ConfigError: a part of the key is a value.
+    """
+    *path, name = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key}: {part} is a value, not a table of keys")
+    table[name] = value
 
 
 def split_override(override: str) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ import attrs
 import tomli_w
 
 from verl_fn.config.describe import without_effect
-from verl_fn.config.load import UNSET, default_table, flat, keys, of_epochs, structure
+from verl_fn.config.load import UNSET, default_table, flat, keys, of_epochs, put_value, structure
 from verl_fn.config.options import ConfigError
 from verl_fn.config.plan import make_plan
 from verl_fn.config.schema import Table
@@ -145,7 +145,7 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     used = {key for move in moves.values() if move.ours not in ignored for key in move.keys}
     kept = flat(table)
     for key in {move.ours for move in problems} - {""}:
-        _put(table, key, UNSET)
+        put_value(table, key, UNSET)
     others = {n: _reason(k, moves, ignored, refused) for n, k in names.items() if k not in used | refused.keys()}
     reasons = {reason: [name for name in others if others[name] == reason] for reason in others.values() if reason}
     by_user = {key: [name for k in move.keys for name in written.get(k, ())] for key, move in moves.items()}
@@ -282,15 +282,8 @@ def _named(error: ConfigError, values: Mapping[str, Any]) -> dict[str, str]:
 def _nested(values: Mapping[str, Any]) -> Table:
     table: Table = {}
     for key, value in values.items():
-        _put(table, key, value)
+        put_value(table, key, value)
     return table
-
-
-def _put(table: Table, key: str, value: Any) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        table = table.setdefault(part, {})
-    table[name] = value
 
 
 def _equal(value: Any, default: Any) -> bool:
