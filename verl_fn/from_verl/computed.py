@@ -23,6 +23,7 @@ from .keys import (
     PROVIDER_FIELDS,
     ROLES,
     ROLLOUT,
+    SHARED,
     TABLES,
     TEXT,
 )
@@ -38,7 +39,6 @@ LAYERS: Mapping[str, Sequence[str]] = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-SHARED = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
 @attrs.frozen
@@ -261,12 +261,11 @@ def layouts(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
     yield Move(keys, "driver.kind", "ray")
     yield Move(keys, "ray.ranks", ranks)
-    device = values.get("trainer.device", "cuda")
-    yield (
-        Move(("trainer.device",), "driver.device", {"cuda": "auto"}.get(device, device))
-        if device in ("cuda", "cpu")
-        else Move(("trainer.device",), problem=f"there is no device {device}; set trainer.device=cuda")
-    )
+    device = values.get(key := "trainer.device", "cuda")
+    if device in ("cuda", "cpu"):
+        yield Move((key,), "driver.device", "auto" if device == "cuda" else device)
+    else:
+        yield Move((key,), problem=f"there is no device {device}; set trainer.device=cuda")
     if settings.engine not in ("fsdp", "megatron"):
         yield Move(("model_engine",), problem=f"there is no engine {settings.engine}; take fsdp or megatron")
     for verl, role in ROLES.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Prefixes: the first one that fits is replaced. Prefixes of SFT apply only to its configs.
+# Prefixes: each one that fits is replaced, in this order. Those of SFT come first, and apply only to its configs.
 ALIASES: Mapping[str, str] = {
     "critic.model.fsdp_config.": "critic.fsdp.",
     "critic.fsdp_config.": "critic.fsdp.",
@@ -34,13 +34,7 @@ ALIASES: Mapping[str, str] = {
     **{f"{model}lora.": f"{model}lora_" for model in ("actor_rollout_ref.model.", "critic.model.")},
 }  # fmt: skip
 SFT_ALIASES: Mapping[str, str] = {
-    "optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "optim.lr_decay_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    **{f"optim.override_optimizer_config.{name}": f"actor_rollout_ref.actor.optim.{name}"
-       for name in ("lr", "betas", "eps", "weight_decay")},
     "optim.": "actor_rollout_ref.actor.optim.",
-    "model.lora.": "actor_rollout_ref.model.lora_",
     "model.": "actor_rollout_ref.model.",
     "engine.strategy": "actor_rollout_ref.actor.strategy",
     "data.micro_batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -60,6 +54,8 @@ SFT_ENGINES: Mapping[str, str] = {
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 
 ROLES: Mapping[str, str] = {ACTOR: "actor", "critic.": "critic"}
+# Keys of the actor and of the critic that are one key here.
+SHARED = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 # One key of verl, one key here, the same value. Null leaves the default here.
 SAME: Mapping[str, str] = {
@@ -85,8 +81,7 @@ SAME: Mapping[str, str] = {
                     "expert_model_parallel_size", "use_megatron_fsdp")},
     ACTOR + "freeze_vision_tower": "actor.freeze_vision_tower",
     **{ACTOR + name: f"algorithm.{name}" for name in (
-        "ppo_mini_batch_size", "ppo_epochs", "shuffle", "tau_pos", "tau_neg", "loss_agg_mode",
-        "loss_scale_factor", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
+        *SHARED, "tau_pos", "tau_neg", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
     **{f"{ACTOR}policy_loss.{name}": f"algorithm.{name}" for name in (
         "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")},
     "critic.cliprange_value": "algorithm.cliprange_value",
@@ -246,16 +241,13 @@ NO_EFFECT: Mapping[str, str] = {
     "*forward_micro_batch_size*": "micro-batches are cut by tokens; see ppo_max_token_len_per_gpu",
     "*forward_max_token_len_per_gpu": "the budget of training holds for every pass",
     "*infer_*": "the budget of training holds for every pass",
-    "*_config.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
-    "critic.fsdp.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
-    "*.megatron.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
+    **{f"{table}.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget"
+       for table in ("*_config", "critic.fsdp", "*.megatron")},
     "*log_prob_*": "the budget of training holds for every pass",
     "*use_dynamic_bsz": "micro-batches are always cut by tokens",
     "*use_remove_padding": PACKED,
     "*pad_*": PACKED,
-    "*grad_offload": OFFLOADED,
-    "*param_offload": OFFLOADED,
-    "*optimizer_offload": OFFLOADED,
+    **dict.fromkeys(("*grad_offload", "*param_offload", "*optimizer_offload"), OFFLOADED),
     **{f"*optim.override_optimizer_config.{name}": "it moves or speeds up the optimizer, whose numbers are the same"
        for name in ("optimizer_cpu_offload", "*offload_fraction", "overlap_cpu_optimizer*", "pin_cpu_*",
                     "use_precision_aware_optimizer", "use_torch_optimizer_for_cpu_offload", "foreach", "fused",
@@ -284,9 +276,7 @@ NO_EFFECT: Mapping[str, str] = {
     "*.model.lora_merge": "rollout.adapters decides how adapters reach the engine",
     "*.model.lora_*": "adapters have a rank, an alpha and target modules",
     "*hybrid_engine": "it has no other value in verl",
-    "data.dataloader_num_workers": "rows are read when the run starts",
-    "data.num_workers": "rows are read when the run starts",
-    "data.filter_overlong_prompts_workers": "rows are read when the run starts",
+    "data.*_workers": "rows are read when the run starts",
     "data.val_max_samples": "all held-out rows are evaluated",
     "data.val_batch_size": "an evaluation asks for all answers at once",
     "data.gen_batch_size": "a step samples what it learns from",
@@ -313,8 +303,7 @@ NO_EFFECT: Mapping[str, str] = {
     "*optim.use_precision_aware_optimizer": "its states are in fp32",
     "*optim.use_*": "the optimizer's state is always saved and restored whole",
     "*optim.total_training_steps": "verl's trainer replaces it by the steps of the run",
-    **{f"critic.{name}": f"actor and critic share algorithm.{name}" for name in (
-        "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")},
+    **{f"critic.{name}": f"actor and critic share algorithm.{name}" for name in SHARED},
     "critic.enable": "algorithm.adv_estimator decides",
     "critic.nccl_timeout": "ray.timeout decides, for all ranks",
     ROLLOUT + "mode": "engines always run beside the driver",
