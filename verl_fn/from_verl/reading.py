@@ -267,15 +267,14 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         ConfigError: the chosen config is not one of verl's, and there is no such file.
     """
     short, chosen, rest = {"-cn": "--config-name", "-cp": "--config-path"}, {}, []
-    left = list(words)
-    while left:
-        word = left.pop(0)
+    left = iter(words)
+    for word in left:
         name, equals, value = word.partition("=")
         name = short.get(name, name)
         if not name.startswith("--"):
             rest.append(word)
-        elif not equals and name in ("--config-name", "--config-path", "--config-dir") and left:
-            chosen[name[2:]] = left.pop(0)
+        elif not equals and name in ("--config-name", "--config-path", "--config-dir"):
+            chosen[name[2:]] = next(left, "")
         else:
             chosen[name[2:]] = value
     config = str(chosen.get("config-name", "")).removesuffix(".yaml")
