@@ -36,14 +36,8 @@ from .keys import (
 )
 from .reading import Settings
 
-_WRAPPED = textwrap.TextWrapper(
-    116, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
-)
 AS_HERE = "; the default here"
 _OF_ADAPTERS = ("lora_alpha", "target_modules", "exclude_modules")
-_COMMENT = textwrap.TextWrapper(
-    116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
-)
 
 
 @attrs.frozen
@@ -78,7 +72,7 @@ class Translation:
     def toml(self) -> str:
         """Returns the config as TOML, after a comment on each setting that it does not follow."""
         sections = (("not possible here", self.not_possible), ("unknown to verl", self.unknown))
-        comments = [_COMMENT.fill(f"{title}: {line}") for title, lines in sections for line in lines]
+        comments = [_wrapped(f"{title}: {line}", "# ", "#   ") for title, lines in sections for line in lines]
         return "\n".join([*comments, *[""] * bool(comments), tomli_w.dumps(self.table).rstrip("\n")])
 
     def report(self) -> str:
@@ -97,7 +91,7 @@ class Translation:
         for title, entries in sections:
             if entries:
                 lines.append(f"{title}:")
-                lines += map(_WRAPPED.fill, entries)
+                lines += map(_wrapped, entries)
         return "\n".join(lines)
 
 
@@ -159,6 +153,12 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         [_unknown(name, settings) for name, reason in others.items() if not reason],
         settings.not_run,
         settings.lost,
+    )
+
+
+def _wrapped(line: str, first: str = "  ", others: str = "      ") -> str:
+    return textwrap.fill(
+        line, 116, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
     )
 
 
