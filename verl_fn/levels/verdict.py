@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -265,14 +266,5 @@ def goes_away(out: Path, environment: Mapping[str, str]) -> str:
 
 def _file_system(folder: Path) -> str:
     """Returns the kind of file system that a folder is on; nothing if the system does not say."""
-    best, kind = Path(), ""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in mounts:
-        place, of = line.split()[1:3]
-        point = Path(place.encode().decode("unicode_escape"))
-        if folder.resolve().is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, of
-    return kind
+    command = ["stat", "--file-system", "--format=%T", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
