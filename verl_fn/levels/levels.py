@@ -15,6 +15,7 @@ import attrs
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.vision import family_of
+from verl_fn.config import Plan
 from verl_fn.data.prepare import prepare_squares
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
@@ -26,8 +27,8 @@ from .verdict import Check, Outcome
 REPLAYED, RATIO = "routers replayed recorded experts", "the ratio of the first update of each step is 1"
 ROUTERS = "all routers changed"
 COMPUTED, TOWER, TEXT = "Megatron computed features of images", "all of the tower changed", "all of the text changed"
-OF_IMAGES = (training.COMPLETED, training.FINITE, training.AGREES, COMPUTED, RATIO, TOWER, TEXT)
-OF_EXPERTS = (training.COMPLETED, training.FINITE, training.AGREES, REPLAYED, RATIO, ROUTERS)
+RUNS = (training.COMPLETED, training.FINITE, training.AGREES)
+OF_IMAGES, OF_EXPERTS = (*RUNS, COMPUTED, RATIO, TOWER, TEXT), (*RUNS, REPLAYED, RATIO, ROUTERS)
 # Of the mean of old minus new log-probs, in nats. In bf16 both passes round alike, since their experts are the same.
 SAME = 1e-5
 PICTURES = (
@@ -55,9 +56,15 @@ def blocked(feature: str) -> Outcome:
     return Outcome(blocked=BLOCKED[feature])
 
 
-def _counted(run: Callable[[], object], cls: type, method: str, wanted: Callable[..., bool]) -> int:
-    """Calls a function and returns how many of its calls of a method are wanted, judged by their arguments."""
-    inner, calls = getattr(cls, method), 0
+def _watched(
+    plan: Plan, say: Callable[[str], None], cls: type, method: str, wanted: Callable[..., bool]
+) -> tuple[int, list[Check], dict[str, bool]]:
+    """Trains, and counts the calls of a method that are wanted, judged by their arguments.
+
+    Returns:
+        the count, what every feature is checked for, and which parameters changed.
+    """
+    inner, calls, folder = getattr(cls, method), 0, Path(plan.trainer.dir)
 
     def counting(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -65,8 +72,10 @@ def _counted(run: Callable[[], object], cls: type, method: str, wanted: Callable
         return inner(*args, **options)
 
     with mock.patch.object(cls, method, counting):
-        run()
-    return calls
+        train(plan, say)
+    checks = [check for check in training.checks_of(folder, plan) if check.name in RUNS]
+    before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
+    return calls, checks, training.changed(before, after)
 
 
 def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
@@ -75,28 +84,17 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
     from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
 
     plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
-    replaying = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD)
-    calls = _counted(
-        lambda: train(plan, say),
-        RouterReplay,
-        "get_replay_topk",
-        lambda router, *rest: router.router_replay_action in replaying,
+    replaying, count = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD), request.experts
+    calls, checks, moved = _watched(
+        plan, say, RouterReplay, "get_replay_topk", lambda router, *rest: router.router_replay_action in replaying
     )
-    found = {check.name: check for check in training.checks_of(folder, plan)}
-    before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
-    moved = training.changed(before, after)
-    count = request.experts
+    start = training.parameters(folder / "checkpoints/step_0/actor")
     # A router has a row for each expert; experts themselves are stacked.
-    routers = {name: other for name, other in moved.items() if before[name].dim() == 2 and len(before[name]) == count
+    routers = {name: other for name, other in moved.items() if start[name].dim() == 2 and len(start[name]) == count
                and ("gate" in name or "router" in name)}  # fmt: skip
     here = ("level 4 replayed experts of the embedded engine on one rank, without Ray",) if request.ray else ()
-    checks = (
-        *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
-        Check(REPLAYED, calls > 0, f"{calls} calls"),
-        _ratio(folder),
-        training.all_changed(ROUTERS, routers),
-    )
-    return Outcome(checks, limitations=here)
+    checks += [Check(REPLAYED, calls > 0, f"{calls} calls"), _ratio(folder), training.all_changed(ROUTERS, routers)]
+    return Outcome(tuple(checks), limitations=here)
 
 
 def _ratio(folder: Path) -> Check:
@@ -116,31 +114,28 @@ def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcom
         prepare_squares(folder.with_name("squares"), rows={"train": 64, "test": 8})
         alone = attrs.evolve(alone, data=str(folder.with_name("squares")))
     plan = training.plan_of(alone, folder, *PICTURES)
-    shown = _counted(
-        lambda: train(plan, say),
+    shown, checks, moved = _watched(
+        plan,
+        say,
         Sight,
         "embedded",
         lambda sight, model, layout, rows: rows.images is not None and not rows.images.blank,
     )
-    found = {check.name: check for check in training.checks_of(folder, plan)}
-    if all(check.held for check in found.values() if check.name in (training.COMPLETED, training.FINITE)):
+    if all(check.held for check in checks if check.name != training.AGREES):
         training.require_signal(folder, request)
-    before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
-    moved = training.changed(before, after)
     # What is added behind the last layer, to tokens of images, reaches no token that was drawn.
     layers, deep = config.get_text_config().num_hidden_layers, "deepstack_visual_indexes"
     unread = [f"merger_list.{n}." for n in range(layers - 1, len(getattr(config.vision_config, deep, ())))]
     moved = {name: other for name, other in moved.items() if not any(part in name for part in unread)}
     tower = {name: other for name, other in moved.items() if ".visual." in name}
     here = ("level 4 showed images to the embedded engine on one rank, without Ray",) if request.ray else ()
-    checks = (
-        *(found[name] for name in (training.COMPLETED, training.FINITE, training.AGREES)),
+    checks += [
         Check(COMPUTED, shown > 0, f"{shown} micro-batches"),
         _ratio(folder),
         training.all_changed(TOWER, tower),
         training.all_changed(TEXT, {name: other for name, other in moved.items() if name not in tower}),
-    )
-    return Outcome(checks, limitations=here)
+    ]
+    return Outcome(tuple(checks), limitations=here)
 
 
 @attrs.frozen
