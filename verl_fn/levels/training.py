@@ -477,12 +477,12 @@ def _same_state(whole: Path, stopped: Path) -> Check:
     kinds = ("*.safetensors", SCALARS)
     held = {file.relative_to(one) for one in (whole, stopped) for kind in kinds for file in one.glob(f"*/{kind}")}
     files = sorted(map(str, held))
-    absent = [name for name in files if not ((whole / name).is_file() and (stopped / name).is_file())]
+    _, differing, absent = filecmp.cmpfiles(whole, stopped, files, shallow=False)
     if absent:
         return Check(STATE, False, f"{absent[0]} is missing")
-    for name in files:
-        if not filecmp.cmp(whole / name, stopped / name, shallow=False):
-            return Check(STATE, False, f"{name} differs{_first_tensor(whole / name, stopped / name)}")
+    if differing:
+        first = _first_tensor(whole / differing[0], stopped / differing[0])
+        return Check(STATE, False, f"{differing[0]} differs{first}")
     saved = [json.loads((one / "checkpoint.json").read_text())["state"] for one in (whole, stopped)]
     if saved[0] != saved[1]:
         name = next(name for name in {**saved[0], **saved[1]} if saved[0].get(name) != saved[1].get(name))
