@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     blocked += preflight(out, args.device, max(ranks_of(request, level) for level in levels), env)
     probed: dict[str, Any] = {}
     if not blocked:
-        probed = provenance.probe([sys.executable], env)
+        probed = provenance.probe(env)
         blocked += filter(None, [provenance.why_not(probed, args.bridge, "a process of this machine")])
         if request.ray and not blocked:
             blocked += _of_workers(request, env)
@@ -226,17 +226,12 @@ def _capture(out: Path, deliverables: Sequence[Deliverable]) -> Deliverable:
 
 def _repositories(bridge: str, probed: Mapping[str, Any]) -> list[Repository]:
     """Returns the source trees under test."""
-    own = provenance.ROOT
-    files = probed.get("files", {})
-
-    def installed(module: str) -> Path:
-        return Path(files[module]).parent if module in files else own
-
+    folders = {module: Path(file).parent for module, file in probed.get("files", {}).items()}
     found = []
     if bridge:
         found.append(provenance.repository("Megatron-Bridge", Path(bridge).resolve()))
-    elif files:
-        found.append(Repository("Megatron-Bridge", str(installed("megatron.bridge"))))
-    if files:
-        found.append(provenance.repository("Megatron-LM", installed("megatron.core")))
-    return [*found, provenance.repository("verl_fn", own)]
+    elif folders:
+        found.append(Repository("Megatron-Bridge", str(folders["megatron.bridge"])))
+    if folders:
+        found.append(provenance.repository("Megatron-LM", folders["megatron.core"]))
+    return [*found, provenance.repository("verl_fn", provenance.ROOT)]

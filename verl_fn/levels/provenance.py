@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,9 @@ def why_not(probed: Mapping[str, Any], bridge: str, whose: str) -> str:
     return f"{whose}: {reason}" if reason else ""
 
 
-def probe(python: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def probe(env: Mapping[str, str]) -> dict[str, Any]:
     """Returns what a process of this environment imports."""
-    command = [*python, "-m", "verl_fn.levels.provenance"]
+    command = [sys.executable, "-m", "verl_fn.levels.provenance"]
     done = subprocess.run(command, env=dict(env), cwd=ROOT, capture_output=True, text=True, check=False)
     line = done.stdout.strip().splitlines()[-1:] or [""]
     try:
