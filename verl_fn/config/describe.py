@@ -175,12 +175,8 @@ def _defaults(chosen: type) -> Mapping[str, Any]:
     """Returns the default of every key, including keys of algorithms other than the one with the chosen options."""
     defaults = flat(to_table(Config()))
     for options in (*BUILT_IN.values(), chosen):
-        # A table leaves None out, which is a default too.
-        defaults |= {f"algorithm.{field.name}": None for field in attrs.fields(options)}
-        if any(field.default is attrs.NOTHING for field in attrs.fields(options)):
-            continue
-        table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
-        defaults |= {key: value for key, value in table.items() if key.startswith("algorithm.")}
+        if all(field.default is not attrs.NOTHING for field in attrs.fields(options)):
+            defaults |= flat({"algorithm": attrs.asdict(options())})
     return defaults
 
 
