@@ -331,19 +331,14 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
 
 
 def _rollout_plan(cfg: Config, model: str) -> RolloutPlan:
+    slots, share = cfg.rollout.slots or SLOTS, cfg.rollout.gpu_memory_utilization or SHARE
     return RolloutPlan(
-        **_values(cfg.rollout, RolloutConfig) | _sizes(cfg.rollout),
+        **_values(cfg.rollout, RolloutConfig) | {"slots": slots, "gpu_memory_utilization": share},
         folder=model,
         lora=_adapters(cfg.actor) if _publishes_adapters(cfg) else None,
         routed_experts=cfg.actor.router_replay.mode == "R3",
         data=cfg.data,
     )
-
-
-def _sizes(rollout: RolloutConfig) -> dict[str, float]:
-    """Returns the sizes of the engine, with defaults for the ones that the config leaves open."""
-    share = rollout.gpu_memory_utilization
-    return {"slots": rollout.slots or SLOTS, "gpu_memory_utilization": SHARE if share is None else share}
 
 
 def _values(table: Any, cls: type) -> dict[str, Any]:
