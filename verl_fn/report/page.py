@@ -447,12 +447,8 @@ def _training(runs: Sequence[RunRecord]) -> str:
     tables = []
     for run in runs:
         folder = run.config.get("trainer.rollout_data_dir")
-        steps = (
-            {int(file.stem): file for file in Path(folder).glob("*.jsonl") if file.stem.isdecimal()}
-            if isinstance(folder, str)
-            else {}
-        )
-        if steps:
+        files = Path(folder).glob("*.jsonl") if isinstance(folder, str) else ()
+        if steps := {int(file.stem): file for file in files if file.stem.isdecimal()}:
             answers = read_lines(steps[max(steps)])
             shown = [one for one in answers if one["sample"] < OF_EACH][:SHOWN]
             rows = [
