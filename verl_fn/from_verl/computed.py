@@ -177,12 +177,9 @@ def correction(values: Values, settings: Settings, count_rows: CountRows) -> Ite
 
 def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
     """Yields the number of steps, and warm-ups in updates."""
-    batch, epochs_key, steps_key = (
-        values["data.train_batch_size"],
-        "trainer.total_epochs",
-        "trainer.total_training_steps",
-    )
-    steps, keys, remark, rows = values.get(steps_key), (steps_key,), "", None
+    batch, epochs = values["data.train_batch_size"], values[epochs_key := "trainer.total_epochs"]
+    steps = values.get(steps_key := "trainer.total_training_steps")
+    keys, remark, rows = (steps_key,), "", None
     if batch < 1:
         yield Move(("data.train_batch_size",), problem=f"a step has prompts, and not {batch}")
         return
@@ -190,21 +187,19 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         files = values["data.train_files"]
         rows = count_rows(files if isinstance(files, list) else [files])
         keys, remark = (epochs_key,), f"{rows} rows, of which verl drops the last incomplete batch of an epoch"
-        steps = rows // batch * values[epochs_key] if rows is not None else None
+        steps = rows // batch * epochs if rows is not None else None
     if not steps:
-        why = f"the run has rows // {batch} * {values[epochs_key]} steps, and "
-        few = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size"
-        why += "data.train_files cannot be counted here" if rows is None else few
-        where = "append trainer.total_training_steps=N to verl's words, or set it in the config"
-        where += ", or translate where the data is" if rows is None else ""
-        yield Move((epochs_key,), steps_key, problem=f"{why}; {where}")
+        why, where = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size", ""
+        if rows is None:
+            why, where = "data.train_files cannot be counted here", ", or translate where the data is"
+        advice = f"append trainer.total_training_steps=N to verl's words, or set it in the config{where}"
+        problem = f"the run has rows // {batch} * {epochs} steps, and {why}; {advice}"
+        yield Move((epochs_key,), steps_key, problem=problem)
     else:
-        yield Move(keys, "trainer.total_training_steps", steps, remark)
-    updates = 1
+        yield Move(keys, steps_key, steps, remark)
+    updates, late, uses_critic = 1, 0, values.get("algorithm.adv_estimator") == "gae"
     if not settings.sft:
         updates = values[ACTOR + "ppo_epochs"] * -(-batch // min(batch, values[ACTOR + "ppo_mini_batch_size"]))
-    late, uses_critic = 0, values.get("algorithm.adv_estimator") == "gae"
-    if not settings.sft:
         # verl counts steps from 1, and updates the actor from step critic_warmup on.
         late = max(0, (first := values["trainer.critic_warmup"]) - 1)
         remark = f"verl's actor learns from step {first} on" if first else ""
@@ -384,9 +379,8 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     offloads = [
         f"{ACTOR}{table}.{what}_offload" for table in ("fsdp_config", "megatron") for what in ("param", "optimizer")
     ]
-    if (asked := tuple(key for key in offloads if values.get(key))) and values.get(
-        ROLLOUT + "free_cache_engine", True
-    ):
+    asked = tuple(key for key in offloads if values.get(key))
+    if asked and values.get(ROLLOUT + "free_cache_engine", True):
         yield Move(asked, "rollout.offload_trainer", True)
     n, temperature = (values.get(f"{ROLLOUT}val_kwargs.{name}") for name in ("n", "temperature"))
     if (n or 1) > 1 and not temperature:
