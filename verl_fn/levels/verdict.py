@@ -11,7 +11,7 @@ import enum
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +134,14 @@ def of_level(name: str, required: Sequence[str], outcomes: Mapping[str, Outcome]
     return Deliverable(name, Verdict.PASS, f"{len(checks)} checks held", outcomes)
 
 
-def overall(verdicts: Iterable[Verdict]) -> Verdict:
+def overall(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns the result of a run: Fail before Blocked before Pass, and Pass only if something passed.
 
     Example:
         >>> overall([Verdict.PASS, Verdict.SKIPPED]), overall([Verdict.BLOCKED, Verdict.FAIL]), overall([])
         (<Verdict.PASS: 'Pass'>, <Verdict.FAIL: 'Fail'>, <Verdict.BLOCKED: 'Blocked'>)
     """
-    found = set(verdicts)
-    for verdict in (Verdict.FAIL, Verdict.BLOCKED):
-        if verdict in found:
-            return verdict
-    return Verdict.PASS if Verdict.PASS in found else Verdict.BLOCKED
+    return next((one for one in (Verdict.FAIL, Verdict.BLOCKED, Verdict.PASS) if one in verdicts), Verdict.BLOCKED)
 
 
 # Of the folder with logs and checkpoints, and of the caches.
