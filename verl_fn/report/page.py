@@ -25,13 +25,13 @@ from typing import Any
 import attrs
 
 from verl_fn import __version__
-from verl_fn.config import ConfigError, flat, structure
+from verl_fn.config import flat, structure
 from verl_fn.config.describe import unused
 from verl_fn.config.load import default_table
 from verl_fn.config.names import OWN_PARTS, is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
-from verl_fn.errors import UserError, did_you_mean, printable
+from verl_fn.errors import UserError, did_you_mean, printable, raised_as
 from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
@@ -182,14 +182,11 @@ def _read(folder: Path, label: str) -> RunRecord:
         beside = [str(path.parent) for path in Path().glob("*/*/config.toml") if path.parent.name == folder.name]
         hint = f"; did you mean {beside[0]}?" if beside else run_meant(folder)
         raise ReportError(f"{folder} is no run: it has no config.toml{hint}")
-    try:
+    with raised_as(ReportError, f"{file} is not TOML", ValueError, RecursionError):
         toml = file.read_text(encoding="utf-8")
         table = tomllib.loads(toml)
-        config = flat(default_table(table)) | flat(table)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{file} is not TOML: {error}") from error
+        values = flat(table)
+    config = flat(default_table(table)) | values
     _check_shown(config, file)
     ignored: Collection[str] = ()
     with contextlib.suppress(Exception):  # an algorithm of the user's own is made, and may need what is not here
