@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+from verl_fn.errors import raised_as
+
 from .algorithms import (
     BUILT_IN,
     DAPO,
@@ -620,9 +622,7 @@ def absolute_task(task: str, folder: Path) -> str:
     name = verifiers_name(task)
     if not name:
         return task
-    try:
+    with raised_as(ConfigError, "data.task", ValueError):
         path = (folder / check_path(home(name))).resolve()
-    except ValueError as error:
-        raise ConfigError(f"data.task: {error}") from error
     is_file = "/" in name or path.with_name(f"{path.name.replace('-', '_')}.py").is_file()
     return f"{VERIFIERS}{path}" if is_file else task

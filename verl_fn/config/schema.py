@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt
 
+from verl_fn.errors import raised_as
+
 from .algorithms import AlgorithmTable, uses_critic
 from .names import is_reference, is_task, reasoning_names, verifiers_name
 from .options import (
@@ -36,13 +38,11 @@ Table: TypeAlias = dict[str, Any]
 STRATEGIES = ("local", "fsdp", "megatron")
 ROLLOUT_ENGINES = ("sampler", "vllm")
 # Arguments of the tokenizer's apply_chat_template that a run decides itself.
-TAKEN_BY_TEMPLATES = frozenset(
-    (
-        *("messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
-    )
-)
+TAKEN_BY_TEMPLATES = frozenset({
+    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+})  # fmt: skip
 VLLM = given("name", "vllm", "auto", label="vllm")
 DECAYS = unless("lr_scheduler_type", "constant")
 # A critic without a strategy of its own has the actor's.
@@ -502,12 +502,9 @@ class RewardConfig:
             )
         if taken := sorted(GIVEN & self.arguments.keys()):
             raise ConfigError(f"reward.arguments.{taken[0]} is given by the run, for each response; remove it")
-        try:
+        about = "reward.arguments must have values of JSON, since functions run in other processes"
+        with raised_as(ConfigError, about, TypeError, ValueError):
             json.dumps(dict(self.arguments))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"reward.arguments must have values of JSON, since functions run in other processes: {error}"
-            ) from error
         if self.url and not self.model:
             raise ConfigError("reward.model is empty; set it to the name of the judge's model at reward.url")
 
