@@ -183,22 +183,17 @@ def untested(versions: Mapping[str, str]) -> Iterator[str]:
 
 def limitations(request: Request, deliverables: Sequence[Deliverable], out: Path) -> Iterator[str]:
     """Yields what a run could not show."""
-    if request.dummy:
-        yield DUMMY
-    if not request.bridge:
-        yield "no checkout of Megatron-Bridge was named, so the installed version was tested"
-    if request.device == "cpu":
-        yield "ranks were CPUs: no transformer-engine, NCCL, bf16 kernels or GPU memory"
-    if request.engine != "vllm":
-        yield "the embedded engine sampled, not vLLM"
-    if not request.data:
-        yield "questions are the project's own, not GSM8K"
-    if not request.reward_model:
-        yield "a rule gave the rewards, so no reward model was served"
-    if not request.ray:
-        yield "processes were started on this machine, not by Ray"
-    if 5 not in request.levels:
-        yield "no claim that the model learns: level 5 was not requested"
+    known = {
+        DUMMY: request.dummy,
+        "no checkout of Megatron-Bridge was named, so the installed version was tested": not request.bridge,
+        "ranks were CPUs: no transformer-engine, NCCL, bf16 kernels or GPU memory": request.device == "cpu",
+        "the embedded engine sampled, not vLLM": request.engine != "vllm",
+        "questions are the project's own, not GSM8K": not request.data,
+        "a rule gave the rewards, so no reward model was served": not request.reward_model,
+        "processes were started on this machine, not by Ray": not request.ray,
+        "no claim that the model learns: level 5 was not requested": 5 not in request.levels,
+    }
+    yield from (line for line, true in known.items() if true)
     for level in sorted(set(LEVELS) - set(request.levels) - {5}):
         yield f"level {level} was not requested ({LEVELS[level].title})"
     if request.experts and 2 not in request.levels:
