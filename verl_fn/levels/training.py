@@ -44,7 +44,6 @@ from .verdict import Check, SaysNothing
 
 # Root mean square of the difference of log-probs, in nats. In bf16 both round, each in its own way.
 AGREE = 1e-4  # nats between two computations of the same log-probs in fp32
-LORA, FSDP = "lora", "megatron-fsdp"
 PHASES = {
     "engine": ("timing_s/gen", "timing_s/update_weights"),
     "reward": ("timing_s/reward",),
@@ -67,6 +66,12 @@ SETTINGS = (
     # Decay changes parameters that no gradient reaches.
     "actor.optim.weight_decay=0.0", "critic.optim.weight_decay=0.0",
     'reward.functions=["verl_fn.scores:even_share"]',
+)  # fmt: skip
+# Further ones of level 0, and of level 3.
+LORA = ("actor.lora_rank=4",)
+FSDP = tuple(
+    f"{role}.megatron.{key}" for role in ("actor", "critic")
+    for key in ("use_megatron_fsdp=true", "override_transformer_config={gradient_accumulation_fusion=false}")
 )  # fmt: skip
 # Few steps do not repay the compilation of vLLM's layers; its cache is small, since other runs may use the GPU.
 BRIEF = ("rollout.enforce_eager=true", f"rollout.engine_kwargs.kv_cache_memory_bytes={4 * 2**30}")
@@ -150,30 +155,16 @@ def ray_settings(request: Request) -> list[str]:
     return ["driver.kind=ray", f"ray.ranks={request.gpus}", f"ray.runtime_env={file}", *address]
 
 
-def kind_settings(kind: str) -> list[str]:
-    """Returns the settings of level 0 or 3."""
-    if kind == LORA:
-        return ["actor.lora_rank=4"]
-    return [
-        setting
-        for role in ("actor", "critic")
-        for setting in (
-            f"{role}.megatron.use_megatron_fsdp=true",
-            f"{role}.megatron.override_transformer_config={{gradient_accumulation_fusion=false}}",
-        )
-    ]
-
-
-def smoke(request: Request, folder: Path, kind: str, say: Callable[[str], None]) -> list[Check]:
+def smoke(request: Request, folder: Path, settings: Sequence[str], say: Callable[[str], None]) -> list[Check]:
     """Trains for two steps and returns what the files of the run say.
 
     Args:
-        kind: ``LORA`` or ``FSDP``.
+        settings: ``LORA`` or ``FSDP``.
 
     Raises:
         SaysNothing: all rewards are the same.
     """
-    plan = plan_of(request, folder, *kind_settings(kind))
+    plan = plan_of(request, folder, *settings)
     train(plan, say)
     checks = checks_of(folder, plan)
     # An engine with wrong weights may repeat one token, and then its log-probs are not the trainer's.
@@ -450,9 +441,8 @@ def _shown(curve: Sequence[tuple[int, float]]) -> str:
 
 def straight(request: Request, folder: Path, say: Callable[[str], None]) -> None:
     """Trains for two steps without a stop, and for the first step of the run that another process continues."""
-    settings = kind_settings(LORA)
-    train(plan_of(request, folder / "run", *settings), say)
-    train(plan_of(request, folder / "stopped", *settings, "trainer.total_training_steps=1"), say)
+    train(plan_of(request, folder / "run", *LORA), say)
+    train(plan_of(request, folder / "stopped", *LORA, "trainer.total_training_steps=1"), say)
 
 
 def resumed(request: Request, folder: Path, other: Path, say: Callable[[str], None]) -> list[Check]:
@@ -463,11 +453,11 @@ def resumed(request: Request, folder: Path, other: Path, say: Callable[[str], No
     """
     if not (other / "stopped/checkpoints/step_1").is_dir():
         raise RunError(f"{other} has no stopped run to continue")
-    plan = plan_of(request, other / "stopped", *kind_settings(LORA))
+    plan = plan_of(request, other / "stopped", *LORA)
     train(plan, say)
     whole, stopped = (other / name / "checkpoints/step_2" for name in ("run", "stopped"))
     checks = [_same_state(whole, stopped), _same_metrics(other)]
-    here = plan_of(request.alone(), folder / "run", *kind_settings(LORA))
+    here = plan_of(request.alone(), folder / "run", *LORA)
     with process_group(here, size=1):
         return [*checks, *exports(here, stopped / "actor", folder)]
 
@@ -511,6 +501,8 @@ def _same_metrics(folder: Path) -> Check:
 
 def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
     """Exports a checkpoint, loads it with other libraries, and compares log-probs with Megatron's."""
+    from peft import PeftModel
+
     batch = batch_of(rows_for(read_config(plan.model).get_text_config().vocab_size))
     role = plan.roles["actor"]
     trainer: Any = build.trainer(role, plan.driver, build.device(plan.driver))
@@ -518,10 +510,8 @@ def exports(plan: Plan, checkpoint: Path, folder: Path) -> list[Check]:
     merged, adapter = folder / "merged", folder / "adapter"
     export_model(checkpoint, merged)
     export_adapter(checkpoint, adapter)
-    return [
-        _agrees(MERGED, _model(merged), expected, batch),
-        _agrees(ADAPTER, _adapted(plan.model, adapter), expected, batch),
-    ]
+    adapted = PeftModel.from_pretrained(_model(plan.model), str(adapter)).eval()
+    return [_agrees(MERGED, _model(merged), expected, batch), _agrees(ADAPTER, adapted, expected, batch)]
 
 
 def _agrees(name: str, model: Any, expected: Tensor, batch: Batch) -> Check:
@@ -536,9 +526,3 @@ def _model(folder: str | Path) -> Any:
 
     with quiet():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **LOCAL).eval()
-
-
-def _adapted(base: str | Path, adapter: Path) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(_model(base), str(adapter)).eval()
