@@ -87,7 +87,7 @@ def _option_names(name: Any) -> list[str]:
 
 def structure(table: Mapping[str, Any]) -> Config:
     """Makes a config from nested tables, with the checks and errors of ``load``."""
-    options = algorithm_options(_name_in(table))
+    options: type = algorithm_options(_name_in(table))
     known = keys(options=options)
     if unknown := list(_unknown_keys(table, known.keys() | elsewhere(options))):
         raise ConfigError("; ".join(_advice(key, [*known]) for key in unknown))
@@ -347,7 +347,7 @@ def _value(key: str, string: str, kind: Any, *, free: bool = False) -> Any:
         parsed = tomllib.loads(f"value = {string}")
         value = parsed["value"] if list(parsed) == ["value"] else string
     except (ValueError, RecursionError):
-        if typing.get_origin(kind) is tuple and string.lstrip().startswith("["):
+        if _is_tuple(kind) and string.lstrip().startswith("["):
             raise ConfigError(
                 f"{key}: {string} is not a list; strings in it need quotes, which the shell removes "
                 f"unless the whole argument is quoted as well: '{key}=[\"...\"]'"
@@ -409,8 +409,9 @@ def _messages(error: BaseException, prefix: str) -> Iterator[str]:
         yield f"{prefix}: {error.args[0] if error.args else error}"
 
 
-def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
-    """Returns a hook that converts values of the accepted types to ``kind`` and rejects all others."""
+def _strict(kind: type) -> Callable[[Any, Any], Any]:
+    """Returns a hook that takes values of ``kind``, and whole numbers for floats, and rejects all others."""
+    accepted = (int, float) if kind is float else kind
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -454,6 +455,10 @@ def _tuple(value: Any, hint: Any) -> Any:
     return tuple(_CONVERTER.structure(item, kind) for item, kind in zip(values, kinds, strict=True))
 
 
+def _is_tuple(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple
+
+
 def _free(value: Any, _: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"expected a table of keys, got {value!r}")
@@ -461,16 +466,15 @@ def _free(value: Any, _: Any) -> dict[str, Any]:
 
 
 def _is_mapping(hint: Any) -> bool:
-    origin: Any = typing.get_origin(hint)
-    return origin is Mapping
+    return typing.get_origin(hint) is Mapping
 
 
 _WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "~")
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
-for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
-    _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
-_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, _tuple)
+for _kind in _KINDS:
+    _CONVERTER.register_structure_hook(_kind, _strict(_kind))
+_CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
 _CONVERTER.register_structure_hook_func(_is_mapping, _free)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
