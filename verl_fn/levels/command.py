@@ -58,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
         blocked += filter(None, [provenance.why_not(probed, args.bridge, "a process of this machine")])
         if request.ray and not blocked:
             blocked += _of_workers(request, env)
-    deliverables = [
-        _bridge_tests(args, out, env, blocked),
-        _imported(args.bridge, probed, blocked),
-    ]
+    deliverables = [_bridge_tests(args, out, env, blocked), _imported(args.bridge, probed, blocked)]
     command, sources = shlex.join(["verl-fn", *args.argv]), _repositories(args.bridge, probed)
 
     def reported(last: int) -> report.LevelsReport:

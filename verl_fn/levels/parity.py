@@ -104,10 +104,9 @@ def stress_layouts(request: Request) -> list[str]:
 
 def layouts_within(layouts: Sequence[str], request: Request, device: str) -> list[str]:
     """Returns the layouts that run on a device: on CPUs, if GPUs were asked for, only what has too few of them."""
-    fits = [text for text in layouts if Layout.parse(text).ranks <= request.gpus]
     if request.device == "cpu":
         return list(layouts)
-    return fits if device == "cuda" else [text for text in layouts if text not in fits]
+    return [text for text in layouts if (Layout.parse(text).ranks <= request.gpus) == (device == "cuda")]
 
 
 def compare_layouts(

@@ -48,11 +48,9 @@ class Repository:
         """Its commit and changed files in one line."""
         if not self.commit:
             return f"no checkout, {self.folder}"
+        changed = ", ".join(line.strip() for line in self.dirty[:SHOWN]) or "no dirty files"
         more = f" and {len(self.dirty) - SHOWN} more" if len(self.dirty) > SHOWN else ""
-        changed = (
-            f"{', '.join(line.strip() for line in self.dirty[:SHOWN])}{more}" if self.dirty else "no dirty files"
-        )
-        return f"{self.commit} ({self.folder}), {changed}"
+        return f"{self.commit} ({self.folder}), {changed}{more}"
 
 
 def repository(name: str, folder: Path) -> Repository:
@@ -116,14 +114,10 @@ def imported() -> dict[str, Any]:
         found = files()
     except Exception:
         return {"error": traceback.format_exc()}
+    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     # A checkout has another version than the package that is installed.
-    return {"files": found, "versions": versions() | {name: text.split()[0] for name, text in about().items()}}
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the libraries that are installed."""
-    installed = {name: version for name in PACKAGES if (version := installed_version(name))}
-    return {"python": sys.version.split()[0]} | installed
+    versions |= {name: text.split()[0] for name, text in about().items()}
+    return {"files": found, "versions": {"python": sys.version.split()[0]} | versions}
 
 
 def misplaced(files: Mapping[str, str], bridge: str) -> str:
@@ -166,10 +160,9 @@ def probe(env: Mapping[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, env=dict(env), cwd=ROOT, capture_output=True, text=True, check=False)
     line = done.stdout.strip().splitlines()[-1:] or [""]
     try:
-        found: dict[str, Any] = json.loads(line[0])
+        return dict(json.loads(line[0]))
     except ValueError:
         return {"error": done.stderr.strip() or f"the process ended with status {done.returncode}"}
-    return found
 
 
 if __name__ == "__main__":

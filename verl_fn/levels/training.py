@@ -261,9 +261,7 @@ def all_changed(name: str, moved: Mapping[str, bool]) -> Check:
     """
     still = sorted(one for one, other in moved.items() if not other)
     if still or not moved:
-        return Check(
-            name, False, f"{len(still)} of {len(moved)} did not" + (f", such as {still[0]}" if still else "")
-        )
+        return Check(name, False, ", such as ".join([f"{len(still)} of {len(moved)} did not", *still[:1]]))
     return Check(name, True, f"{len(moved)} parameters")
 
 

@@ -12,9 +12,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -207,8 +206,7 @@ def read_outcome(folder: Path, status: int) -> Outcome:
     """Returns what a process found; a process that wrote nothing was ended from outside, or by a signal."""
     file = folder / RESULT
     if file.is_file():
-        saved: Mapping[str, Any] = json.loads(file.read_text())
-        return Outcome.of(saved)
+        return Outcome.of(json.loads(file.read_text()))
     log = (folder / "log.txt").read_text(errors="replace") if (folder / "log.txt").is_file() else ""
     if trap := trap_in(log):
         return Outcome(blocked=trap)
