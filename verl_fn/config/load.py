@@ -53,14 +53,13 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     try:
         return structure(raw_table(path, overrides))
     except ConfigError as error:
-        if path is None or str(path) in str(error):
-            raise
-        given = {split_override(override)[0] for override in overrides}
+        said = str(error)
 
-        def blames(some: Iterable[str], said: str = str(error)) -> bool:
+        def blames(some: Iterable[str]) -> bool:
             return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", said) for key in some)
 
-        if blames(given) or not blames(flat(read_table(path)).keys()):
+        given = (split_override(override)[0] for override in overrides)
+        if path is None or str(path) in said or blames(given) or not blames(flat(read_table(path))):
             raise
         raise ConfigError(f"{path}: {error}") from error
 

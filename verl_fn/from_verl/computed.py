@@ -118,12 +118,10 @@ def overlong(values: Values) -> list[Move]:
         return [Move((limit,), problem=f"the penalty ends at data.max_response_length = {allowed}, not at {longest}")]
     manager = "reward.reward_manager.name"
     remark = "" if values[manager] == "dapo" else f"in verl it needs {manager}=dapo"
-    factor = values.get(start + "penalty_factor")
+    factor = values.get(key := start + "penalty_factor")
     return [
         Move((*keys, limit, start + "log"), "algorithm.overlong_buffer.len", length, remark),
-        Move(
-            (start + "penalty_factor",), "algorithm.overlong_buffer.penalty_factor", 1.0 if factor is None else factor
-        ),
+        Move((key,), "algorithm.overlong_buffer.penalty_factor", 1.0 if factor is None else factor),
     ]
 
 
@@ -376,17 +374,14 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
         yield Move((key, ROLLOUT + "nnodes"), "rollout.engines", ranks, remark)
     if (tokens := values.get(key := ROLLOUT + "max_num_batched_tokens")) is not None:
         yield Move((key,), "rollout.engine_kwargs.max_num_batched_tokens", tokens)
-    offloads = [
-        f"{ACTOR}{table}.{what}_offload" for table in ("fsdp_config", "megatron") for what in ("param", "optimizer")
-    ]
-    asked = tuple(key for key in offloads if values.get(key))
+    states = [f"{table}.{what}_offload" for table in ("fsdp_config", "megatron") for what in ("param", "optimizer")]
+    asked = tuple(key for state in states if values.get(key := ACTOR + state))
     if asked and values.get(ROLLOUT + "free_cache_engine", True):
         yield Move(asked, "rollout.offload_trainer", True)
     n, temperature = (values.get(f"{ROLLOUT}val_kwargs.{name}") for name in ("n", "temperature"))
     if (n or 1) > 1 and not temperature:
-        yield Move(
-            (ROLLOUT + "val_kwargs.n",), "rollout.val_kwargs.n", 1, "at temperature 0 all answers are the same"
-        )
+        remark = "at temperature 0 all answers are the same"
+        yield Move((ROLLOUT + "val_kwargs.n",), "rollout.val_kwargs.n", 1, remark)
 
 
 def rewards(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
