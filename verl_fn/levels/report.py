@@ -225,10 +225,10 @@ def _cell(text: str) -> str:
 
 def _curves(runs: Mapping[str, str]) -> str:
     """Returns the curves of runs side by side, as HTML."""
-    if not runs:
-        return ""
     labels, rows = list(runs), [read_metrics(Path(folder)) for folder in runs.values()]
     steps = [row["step"] for run in rows for row in run]
+    if not steps:
+        return ""
     ends, width = (min(steps), max(steps)), plots.window(rows)
     cards = [
         card_of(chart.title, chart.metric, plots.svg(chart, labels, ends, width)) for chart in plots.charts(rows)

@@ -123,6 +123,7 @@ def test_a_report_passes_only_if_a_level_did(tmp_path):
     (tmp_path / "level_5_baseline/run/metrics.jsonl").write_text("")
     report = LevelsReport.of(request, [checks, level(0, Verdict.PASS)], "c", [Repository("x", "/x", "abc")], probed)
     assert report.result == Verdict.PASS and list(report.curves) == ["baseline"]
+    assert "Curves" not in report.page(), "a run that ended in its first step has none"
     assert (report.requested, report.model) == ("Level 0, 5 (moe) on cuda, engine vllm", "m (random weights)")
     assert report.evidence == (
         ("x repo", "abc (/x), no dirty files"), ("Versions", "torch 2, ray 3"), ("Command", "c"),
