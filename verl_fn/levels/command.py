@@ -147,14 +147,10 @@ def run_logged(command: Sequence[str], log: Path, env: Mapping[str, str], folder
     """Runs a command to its end with its output in a file; an interruption ends it too."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            list(command), env=dict(env), cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        done = subprocess.run(
+            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
         )
-        try:
-            return process.wait()
-        finally:
-            process.kill()
-            process.wait()
+    return done.returncode
 
 
 def _imported(bridge: str, probed: Mapping[str, Any], blocked: Sequence[str]) -> Deliverable:
