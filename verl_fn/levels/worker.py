@@ -46,14 +46,14 @@ class Progress:
     provider: bool = False
 
     def say(self, line: str) -> None:
-        """Prints a line; the line that names the libraries comes when all processes of a run are there."""
-        self.provider |= "megatron-bridge " in line and "megatron-core " in line
+        """Prints a line; once the provider was asked, errors are evidence about it."""
+        self.provider |= _asks_provider(line)
         print(line, flush=True)
 
-    def reaches_provider(self) -> None:
-        """Notes that from here on errors are evidence about the provider."""
-        self.provider = True
-        print(f"{self.part}: {REACHED}", flush=True)
+
+def _asks_provider(line: str) -> bool:
+    """Returns whether a line says so: the libraries are named when all processes of a run are there."""
+    return REACHED in line or ("megatron-bridge " in line and "megatron-core " in line)
 
 
 Part = Callable[[Request, Path, Progress], Outcome]
@@ -62,7 +62,7 @@ Part = Callable[[Request, Path, Progress], Outcome]
 def level_0_model(request: Request, folder: Path, progress: Progress) -> Outcome:
     """The model beside transformers'."""
     with process_group(training.plan_of(request.alone(), folder / "run"), size=1):
-        progress.reaches_provider()
+        progress.say(f"{progress.part}: {REACHED}")
         return Outcome(tuple(parity.parity(Path(request.folder), request.device)))
 
 
@@ -211,10 +211,9 @@ def read_outcome(folder: Path, status: int) -> Outcome:
     if trap := trap_in(log):
         return Outcome(blocked=trap)
     lines = log.splitlines()
-    reached = REACHED in log or any("megatron-bridge " in line and "megatron-core " in line for line in lines)
     last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
     reason = f"the process ended with status {status}; its last line: {last[:300]}"
-    return Outcome(failed=reason) if reached else Outcome(blocked=reason)
+    return Outcome(failed=reason) if any(map(_asks_provider, lines)) else Outcome(blocked=reason)
 
 
 if __name__ == "__main__":
