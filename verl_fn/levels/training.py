@@ -389,16 +389,13 @@ def trends(rows: Sequence[Mapping[str, Any]], vocabulary: int) -> list[Check]:
     kls = [abs(row.get("actor/ppo_kl") or 0.0) for row in steps]
     spread = f"{min(entropies, default=0):.3f} to {max(entropies, default=0):.3f} nats, at most {most:.2f}"
     shown = ", ".join(f"{name} {min(v):.2g} to {max(v):.2g}" for name, v in norms.items() if None not in v)
+    without = "no metric grad_norm" if asked else "all advantages are 0" if steps else "no step"
     return [
         finite(steps),
-        Check(GRADIENTS, bool(norms) and not still, ", ".join(still) or shown or _no_norms(steps, asked)),
+        Check(GRADIENTS, bool(norms) and not still, ", ".join(still) or shown or without),
         Check(ENTROPY, in_range, spread),
         Check(KL, bool(steps) and max(kls) <= MOST_KL, f"at most {max(kls, default=0):.1e} nats, bar {MOST_KL}"),
     ]
-
-
-def _no_norms(steps: Sequence[Any], asked: Sequence[Any]) -> str:
-    return "no metric grad_norm" if asked else "all advantages are 0" if steps else "no step"
 
 
 def gains(
