@@ -18,7 +18,7 @@ from verl_fn.runs.logs import read_metrics
 from .levels import LEVELS
 from .provenance import Repository
 from .subject import DUMMY, Request
-from .verdict import Deliverable, Verdict, overall
+from .verdict import Check, Deliverable, Verdict, overall
 
 LOG, CHECKS = "log.txt", "Bridge-side checks"
 KEY_LINES = re.compile(
@@ -89,6 +89,11 @@ class LevelsReport:
             curves,
         )
 
+    @property
+    def checks(self) -> list[tuple[str, Check]]:
+        """Each check with the name of its level."""
+        return [(one.name.partition(":")[0], check) for one in self.deliverables for check in one.checks]
+
     def text(self) -> str:
         """The report as plain text, in the order of a summary: the result first."""
         lines = [f"Result: {self.result} - {self.sentence}", f"Requested coverage: {self.requested}"]
@@ -104,12 +109,9 @@ class LevelsReport:
         lines += [f"* Model: `{self.model}`", "", "| deliverable | verdict | reason |", "|---|---|---|"]
         lines += [f"| {one.name} | {one.verdict} | {_cell(one.reason)} |" for one in self.deliverables]
         lines += ["", "## Checks", "", "| level | check | held | found |", "|---|---|---|---|"]
-        for one in self.deliverables:
-            level = one.name.partition(":")[0]
-            for check in one.checks:
-                lines.append(
-                    f"| {level} | {check.name} | {'yes' if check.held else '**no**'} | {_cell(check.found)} |"
-                )
+        for level, check in self.checks:
+            held = "yes" if check.held else "**no**"
+            lines.append(f"| {level} | {check.name} | {held} | {_cell(check.found)} |")
         for title, listed in (("Limitations", self.limitations), ("Follow-ups", self.follow_ups)):
             lines += ["", f"## {title}", "", *(f"* {line}" for line in listed)]
         return "\n".join([*lines, "", "## Evidence", "", *(f"* {a}: `{b}`" for a, b in self.evidence), ""])
@@ -126,11 +128,7 @@ class LevelsReport:
     def page(self) -> str:
         """The report as one HTML page without scripts, with the curves of level 5 if there are any."""
         rows = [(one.name, one.verdict, one.reason) for one in self.deliverables]
-        checks = [
-            (one.name.partition(":")[0], check.name, "held" if check.held else "missed", check.found)
-            for one in self.deliverables
-            for check in one.checks
-        ]
+        checks = [(level, one.name, "held" if one.held else "missed", one.found) for level, one in self.checks]
         tables = _table(("deliverable", "verdict", "reason"), rows) + _table(("level", "check", "", "found"), checks)
         words = f"<pre>{escaped(self.text())}</pre>"
         return document(f"{self.result}: {self.sentence}", tables + _curves(self.curves) + words)
