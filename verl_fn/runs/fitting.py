@@ -6,7 +6,8 @@ The config may leave the rollout engine open: which one, its share of a GPU, its
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, product
 from typing import TypeAlias
@@ -100,17 +101,15 @@ def largest_budget(plan: Plan, gpu: int) -> Settings | None:
     if of_rank <= min(role.ppo_max_token_len_per_gpu for role in roles) and fits(plan, gpu):
         return ()
 
-    def fitting(budget: int) -> bool:
-        roles = {n: attrs.evolve(role, ppo_max_token_len_per_gpu=budget) for n, role in plan.roles.items()}
+    def fitting(steps: int) -> bool:
+        roles = {n: attrs.evolve(role, ppo_max_token_len_per_gpu=steps * STEP) for n, role in plan.roles.items()}
         return fits(attrs.evolve(plan, roles=roles), gpu)
 
     low, high = -(-least // STEP), max(1, -(-max(of_rank, least) // STEP))
-    if not fitting(low * STEP):
+    if not fitting(low):
         return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fitting(middle * STEP) else (low, middle - 1)
-    return _budget(plan, low * STEP)
+    larger = bisect(range(low + 1, high + 1), False, key=lambda steps: not fitting(steps))
+    return _in_tables(roles, f"ppo_max_token_len_per_gpu={(low + larger) * STEP}")
 
 
 def layouts(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
@@ -129,10 +128,10 @@ def layouts(plan: Plan, gpus: int, gpu: int) -> list[Fit]:
 def nearest(plan: Plan, gpus: int, gpu: int) -> Fit | None:
     """Returns the layout that needs least memory on a GPU, with the smallest budget of tokens; None without any."""
     kinds = [kind for ways in [*_ways(plan, gpus), _apart(plan, gpus)] for kind in ways]
-    least = -(-plan.rollout.longest // STEP) * STEP
+    budget = _in_tables(plan.roles.values(), f"ppo_max_token_len_per_gpu={-(-plan.rollout.longest // STEP) * STEP}")
     fits: list[Fit] = []
     for kind, offload in product(kinds, ("false", "true")):
-        settings = (*kind, *_recomputing(plan, "true"), *_offloading(kind, offload), *_budget(plan, least))
+        settings = (*kind, *_recomputing(plan, "true"), *_offloading(kind, offload), *budget)
         if (tried := _possible(plan, settings, gpus, gpu)) is not None:
             fits.append(_layout(plan, settings, tried, gpu))
     return min(fits, key=lambda fit: fit.phase.nbytes, default=None)
@@ -234,18 +233,18 @@ def _first_that_fit(plan: Plan, kinds: Sequence[Settings], gpus: int, gpu: int) 
     return []
 
 
+def _in_tables(roles: Iterable[RolePlan], setting: str) -> Settings:
+    """Returns a setting in the table of each role."""
+    return tuple(f"{table}.{setting}" for table in dict.fromkeys(role.table for role in roles))
+
+
 def _recomputing(plan: Plan, recompute: str) -> Settings:
-    tables = dict.fromkeys(role.table for role in plan.roles.values() if role.trained)
-    return tuple(f"{table}.enable_gradient_checkpointing={recompute}" for table in tables)
+    trained = (role for role in plan.roles.values() if role.trained)
+    return _in_tables(trained, f"enable_gradient_checkpointing={recompute}")
 
 
 def _offloading(kind: Settings, offload: str) -> Settings:
     return (f"actor.fsdp_config.offload_policy={offload}",) if "actor.strategy=fsdp" in kind else ()
-
-
-def _budget(plan: Plan, tokens: int) -> Settings:
-    tables = dict.fromkeys(role.table for role in plan.roles.values())
-    return tuple(f"{table}.ppo_max_token_len_per_gpu={tokens}" for table in tables)
 
 
 def _layout(plan: Plan, settings: Settings, after: Plan, gpu: int) -> Fit:
@@ -280,33 +279,32 @@ def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     """
     r, actor = plan.rollout, plan.roles["actor"]
     trained = [role for role in plan.roles.values() if role.trained]
-    wholly = dict.fromkeys(role.table for role in trained if not role.enable_gradient_checkpointing)
-    inputs = dict.fromkeys(role.table for role in trained if role.recomputes and not role.offload_activations)
+    wholly = [role for role in trained if not role.enable_gradient_checkpointing]
+    inputs = [role for role in trained if role.recomputes and not role.offload_activations]
     over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
     more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
     offload: Settings = ("actor.fsdp_config.offload_policy=true",)
-    wide = dict.fromkeys(role.table for role in trained if role.optim.moments_dtype != "bfloat16" and not begun)
+    wide = [role for role in trained if role.optim.moments_dtype != "bfloat16" and not begun]
     splits: Settings = ("tensor_model_parallel_size", *SPLITS)
     if actor.strategy != "megatron":
         splits = ("ulysses_sequence_parallel_size",) if shards else ()
-    changes: list[Change | None] = [
-        _with_fewer_replicas if shards and _fewer_replicas(plan) else None,
-        (_kept(plan) or None) if shards else None,
-        ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else None,
-        ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else None,
+    changes: list[Change] = [
+        _with_fewer_replicas if shards and _fewer_replicas(plan) else (),
+        _kept(plan) if shards else (),
+        ("rollout.offload_trainer=true",) if r.sleeps and not r.offload_trainer else (),
+        ("rollout.free_cache_engine=true",) if r.shares and not r.free_cache_engine else (),
         _smaller_engine,
         largest_budget,
-        tuple(f"{table}.enable_gradient_checkpointing=true" for table in wholly) or None,
+        _in_tables(wholly, "enable_gradient_checkpointing=true"),
         *(partial(_smallest, size, gpus) for size in splits),
-        tuple(f"{table}.enable_activation_offload=true" for table in inputs) or None,
-        over if more_ranks and actor.strategy != "megatron" else None,
-        None if actor.offload or actor.strategy == "megatron" else offload if shards else (*over, *offload),
-        tuple(f"{table}.optim.moments_dtype=bfloat16" for table in wide) or None,
+        _in_tables(inputs, "enable_activation_offload=true"),
+        over if more_ranks and actor.strategy != "megatron" else (),
+        () if actor.offload or actor.strategy == "megatron" else offload if shards else (*over, *offload),
+        _in_tables(wide, "optim.moments_dtype=bfloat16"),
     ]
-    known = [change for change in changes if change is not None]
     for count in (1, 2, 3):
         fitting: list[Fit] = []
-        for chosen in combinations(known, count):
+        for chosen in combinations([change for change in changes if change], count):
             found = _after(plan, chosen, gpu, gpus)
             if found is not None and not any(set(fit.settings) <= set(found.settings) for fit in fitting):
                 fitting.append(found)
