@@ -8,7 +8,7 @@ import torch
 from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.weight_sync import Weights
-from verl_fn.runs.recorder import Drawn, Waiting, draw, read_waiting, save_waiting, tensors_of
+from verl_fn.runs.recorder import Drawn, Waiting, ask, read_waiting, save_waiting, tensors_of
 from verl_fn.runs.steps import rows_of
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.state.batch import concatenate
@@ -60,7 +60,7 @@ def test_who_left_out_rows(sample, keeps, count, dropped):
         trainers={}, rollout=mock(), reward=lambda batch, problems: batch.take(torch.tensor(keeps)), tokenizer=None,
         sampling=SAMPLING,
     )  # fmt: skip
-    report = rows_of(draw(lambda w: Experience(sample(w), count, {}), count, w), [], 0, w)
+    report = rows_of(ask(lambda w: Experience(sample(w), count, {}), count, w, ahead=False).drawn, [], 0, w)
     rows = {name.rpartition("/")[2]: n for name, n in report.items() if name.startswith("rollout/rows_dropped/")}
     tokens = {name.rpartition("/")[2]: n for name, n in report.items() if name.startswith("rollout/tokens_dropped/")}
     assert rows == dropped and report["rollout/rows_asked"] == count

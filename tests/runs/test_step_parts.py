@@ -12,7 +12,7 @@ from verl_fn.algorithms import AlgorithmError, Experience, Workers
 from verl_fn.backends.protocol import Capabilities
 from verl_fn.runs import RunError, state
 from verl_fn.runs.journal import Recorded, first_difference
-from verl_fn.runs.recorder import ask, draw
+from verl_fn.runs.recorder import ask
 from verl_fn.runs.state import RunState, at_rest, check_blank, differing_fields, offloaded_roles
 from verl_fn.runs.steps import before_update, counts_of, ledger, rows_of
 from verl_fn.state import END_REASONS, Batch, Key, node, pack, requests_for
@@ -64,7 +64,7 @@ def test_conversations_are_counted_by_how_they_ended():
 
 def test_a_step_that_samples_nothing_has_no_ledger():
     w = workers()
-    drawn = draw(lambda w: Experience(Batch.from_rows([[1]]), 1, {}), 1, w)
+    drawn = ask(lambda w: Experience(Batch.from_rows([[1]]), 1, {}), 1, w, ahead=False).drawn
     assert rows_of(drawn, [], 0, w) == {} and (drawn.samples, drawn.asked) == ((), 0)
 
 
@@ -82,9 +82,9 @@ def test_problems_may_be_taken_until_samples_are_waited_for():
     w = workers(
         more=lambda count: list(range(count)), processes=SimpleNamespace(submit=lambda call: submitted.append(call()))
     )
-    waiting = ask(sample, 3, w)
+    waiting = ask(sample, 3, w, ahead=True)
     assert (waiting.problems, waiting.asked) == (5, 2) == (submitted[0].problems, submitted[0].asked)
-    assert draw(sample, 3, w).problems == 5
+    assert ask(sample, 3, w, ahead=False).problems == 5
 
 
 # Recorded samples

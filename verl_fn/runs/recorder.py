@@ -65,37 +65,32 @@ class Waiting:
     drawn: Ref[Drawn]
 
 
-def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Drawn:
+def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers, *, ahead: bool) -> Waiting:
     """Returns the experience that ``sample`` draws on these workers, with a record of it.
 
     Args:
         sample: the algorithm's ``sample``, with its state and its problems bound.
         problems: how many problems these are; problems that ``sample`` asks for with ``w.more`` are added.
-    """
-    return _Recorder(w, problems).draw(sample)
-
-
-def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Waiting:
-    """Begins to draw as ``draw`` does, and returns when ``sample`` waits for samples or has ended.
+        ahead: return as soon as ``sample`` waits for samples, instead of when it has ended.
 
     Raises:
-        ArgumentError: where the result is fetched, if ``sample`` takes more problems after it has seen samples: later
-            steps have theirs by then.
+        ArgumentError: where the result is fetched, if ``sample`` runs ahead and takes more problems after it has seen
+            samples: later steps have theirs by then.
     """
-    recorder = _Recorder(w, problems, ahead=True)
-    drawn = w.processes.submit(lambda: recorder.draw(sample))
+    recorder = _Recorder(w, problems, ahead=ahead)
+    drawn = w.processes.submit(lambda: recorder.draw(sample)) if ahead else recorder.draw(sample)
     return Waiting(*(recorder.first or (recorder.problems, recorder.asked)), drawn)
 
 
 class _Recorder(Through):
     """The engine as ``sample`` sees it. It remembers what it gave; so do the reward and the source of problems."""
 
-    def __init__(self, w: Workers, problems: int, *, ahead: bool = False) -> None:
+    def __init__(self, w: Workers, problems: int, *, ahead: bool) -> None:
         super().__init__(w.rollout)
         self._w, self._ahead = w, ahead
         self.problems = problems
         self.asked = 0
-        # Problems and responses until the first wait for samples.
+        # Problems and responses until the first wait for samples, where others do not wait for the end.
         self.first: tuple[int, int] | None = None
         self._samples: list[Any] = []
         self._scored: list[Batch] = []
@@ -121,7 +116,7 @@ class _Recorder(Through):
             yield sample
 
     def _get(self, value: Any) -> Any:
-        if self.asked and self.first is None:
+        if self._ahead and self.asked and self.first is None:
             self.first = self.problems, self.asked
         return self._w.get(value)
 
@@ -131,7 +126,7 @@ class _Recorder(Through):
         return self._scored[-1]
 
     def _more(self, count: int) -> Sequence[Problem]:
-        if self._ahead and self.first is not None:
+        if self.first is not None:
             raise ArgumentError(
                 "this algorithm takes more problems when it has seen samples (workers.more), and with driver.max_lag "
                 "the next steps have theirs by then; set driver.max_lag=0"

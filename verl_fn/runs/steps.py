@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
-from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
+from verl_fn.algorithms import Algorithm, Clock, Report, Workers
 from verl_fn.algorithms.experience import publish
 from verl_fn.algorithms.workers import get_here
 from verl_fn.config import Plan
@@ -28,7 +29,7 @@ from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.state import END_REASONS, FAILURES, Batch, Key, conversations, pack
 
-from .recorder import Drawn, Waiting, ask, draw
+from .recorder import Drawn, Waiting, ask
 from .state import RunState
 
 RANKS = "perf/ranks"
@@ -84,7 +85,9 @@ def _asked(
     for number in wanted:
         more = _following(source, key, start)
         problems = more(plan.data.train_batch_size)
-        one = _ask(algorithm, state, problems, attrs.evolve(w, more=more), number, max_lag > 0)
+        of_step = attrs.evolve(state.algorithm, step=number) if number != step else state.algorithm
+        sample = partial(algorithm.sample, of_step, problems)
+        one = ask(sample, len(problems), attrs.evolve(w, more=more), ahead=max_lag > 0)
         start += one.problems
         waiting += (one,)
     return waiting
@@ -100,26 +103,6 @@ def _following(source: Source, key: Key, start: int) -> Callable[[int], Sequence
         return problems
 
     return more
-
-
-def _ask(
-    algorithm: Algorithm[Any], state: RunState, problems: Sequence[Problem], w: Workers, step: int, ahead: bool
-) -> Waiting:
-    """Asks for the experience of a step, with the weights of ``state``.
-
-    Args:
-        step: the step that will learn from it.
-        ahead: return when the engines draw, instead of waiting for the experience.
-    """
-    of_step = attrs.evolve(state.algorithm, step=step) if step != state.step else state.algorithm
-
-    def sample(w: Workers) -> Experience:
-        return algorithm.sample(of_step, problems, w)
-
-    if ahead:
-        return ask(sample, len(problems), w)
-    drawn = draw(sample, len(problems), w)
-    return Waiting(drawn.problems, drawn.asked, drawn)
 
 
 def rows_of(drawn: Drawn, waiting: Sequence[Waiting], step: int, w: Workers) -> Report:
