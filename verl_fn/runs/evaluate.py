@@ -41,21 +41,22 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
     w.get([one.drawn for one in state.waiting])
     algorithm = algorithm_of(plan)
     own = algorithm.evaluate(state.algorithm, problems, w) if algorithm.evaluate is not None else {}
-    if not (judged := sampled(plan, problems)):
-        return own, []
-    # Every evaluation uses the same random numbers, so that results differ only by the weights.
-    key = state.key.fold_in("evaluation")
-    report, answers = _answers(state.role("actor"), state.step, key, judged, w, plan)
+    report, answers = _answers(state.role("actor"), state.step, state.key, problems, w, plan)
     return report | own, answers
 
 
 def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
+    """Samples and judges answers to the problems that have a judge; returns no metrics and no answers without any."""
+    if not (judged := sampled(plan, problems)):
+        return {}, []
     clock = Clock(w.get)
     give_to_engine(plan, w, actor, version, clock)
     sampling = build.sampling(plan.rollout.val_kwargs, plan.data.max_response_length)
-    samples = clock.run("gen", w.rollout.generate, requests_of(problems, w, sampling, key), version=version)
-    scored = clock.run("reward", w.reward, pack(samples), problems)
-    return evaluation_of(scored, problems, w.tokenizer, w.end_tokens, samples)
+    # Every evaluation uses the same random numbers, so that results differ only by the weights.
+    requests = requests_of(judged, w, sampling, key.fold_in("evaluation"))
+    samples = clock.run("gen", w.rollout.generate, requests, version=version)
+    scored = clock.run("reward", w.reward, pack(samples), judged)
+    return evaluation_of(scored, judged, w.tokenizer, w.end_tokens, samples)
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
@@ -79,13 +80,11 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
         # Others compare with a model that is not there.
         if algorithm.evaluate is not None and set(algorithm.outline.roles) == {"actor"}:
             own = algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w)
-        if not (judged := sampled(plan, held_out)):
-            if own:
-                return own, []
+        report, answers = _answers(actor, 0, key, held_out, w, plan)
+        if not report and not own:
             raise ConfigError(
                 "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
             )
-        report, answers = _answers(actor, 0, key.fold_in("evaluation"), judged, w, plan)
         return report | own, answers
 
 
