@@ -22,7 +22,7 @@ from verl_fn.backends.hf.logprobs import CUDA_CHUNK
 from verl_fn.backends.hf.lora import Lora, target_layers
 from verl_fn.backends.hf.skeleton import DTYPES
 from verl_fn.backends.memory import PhaseOutOfMemory, lacks_memory, reason_of
-from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.config import ConfigError, Plan, RolePlan, RolloutPlan
 from verl_fn.driver.ranks import training_ranks
 from verl_fn.errors import UserError
 from verl_fn.state import Key
@@ -257,7 +257,7 @@ def role_memory(role: RolePlan, plan: Plan, device: str = "cuda") -> RoleMemory:
         device: ``cpu`` or ``cuda``, by which the dtype is chosen if the config names none.
     """
     sizes, ranks = sizes_of(role), training_ranks(plan)
-    dtype = _dtype(role.dtype, role.folder, device, _stamp(role.folder))
+    dtype = _dtype_of(role, device)
     width, name, lower = width_of(dtype), role.name, _state_setting(role)
     own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
     # Frozen weights lie in the dtype that computes them.
@@ -416,8 +416,7 @@ def phases(plan: Plan, gpu: int | None = None, *, offload: bool | None = None) -
             ``offloads`` says.
     """
     offload = offloads(plan, gpu) if offload is None else offload
-    names = [name for name in plan.roles if name not in plan.ray.separate or plan.driver.kind != "ray"]
-    roles = [role_memory(plan.roles[name], plan) for name in names]
+    roles = [role_memory(plan.roles[name], plan) for name in sharing(plan)]
     state = [part for role in roles for part in role.state]
     buffers = [part for role in roles for part in role.buffers]
     at_rest = [] if offload else list(state)
@@ -443,6 +442,12 @@ def phases(plan: Plan, gpu: int | None = None, *, offload: bool | None = None) -
         Phase(GENERATION, (*at_rest, *engine, cuda)),
         *(Phase(p.name, (*state, *buffers, *p.parts, *awake, cuda)) for role in roles for p in role.phases),
     )
+
+
+def sharing(plan: Plan) -> list[str]:
+    """Returns the roles whose ranks share the engine's GPUs."""
+    apart = plan.ray.separate if plan.driver.kind == "ray" else ()
+    return [name for name in plan.roles if name not in apart]
 
 
 def offloads(plan: Plan, gpu: int | None) -> bool:
@@ -476,12 +481,12 @@ def host_memory(plan: Plan, gpu: int | None, ranks: int, saved: int = 0) -> Phas
         state = ranks * sum(part.nbytes for part in role_memory(role, plan).loaded)
         if role.offload:
             parts.append(Allocation(f"{name} state", state, f"{role.table}.fsdp_config.offload_policy=false"))
-        elif moved and (name not in plan.ray.separate or plan.driver.kind != "ray"):
+        elif moved and name in sharing(plan):
             # The new state of an update comes back while the old one is still there.
             copies, words = (2, f"{name} state twice") if role.trained else (1, f"{name} state")
             parts.append(Allocation(words, copies * state, "rollout.offload_trainer=false"))
         if role.trained and role.offload_activations:
-            width = width_of(_dtype(role.dtype, role.folder, "cuda", _stamp(role.folder)))
+            width = width_of(_dtype_of(role))
             kept = functools.partial(sizes_of(role).kept, _tokens(role, plan), width, checkpointing=True)
             off = f"{role.table}.enable_activation_offload=false"
             inputs.append(Allocation(f"{name} inputs of layers", ranks * (kept() - kept(offload=True)), off))
@@ -549,13 +554,12 @@ def engine_weights(plan: Plan) -> int:
 
 def element_width(plan: Plan) -> int:
     """Returns the bytes of an element of the engine's weights and cache."""
-    r = plan.rollout
-    return width_of(_dtype(r.dtype, r.folder, "cuda", _stamp(r.folder)))
+    return width_of(_dtype_of(plan.rollout))
 
 
-def _stamp(folder: str) -> int:
-    """Returns the time at which a model's config was written."""
-    return (Path(folder) / "config.json").stat().st_mtime_ns
+def _dtype_of(part: RolePlan | RolloutPlan, device: str = "cuda") -> str:
+    """Returns the dtype that a role or the engine computes in."""
+    return _dtype(part.dtype, part.folder, device, Path(part.folder, "config.json").stat().st_mtime_ns)
 
 
 # Settings are found by counting many plans of one model. `stamp`: of config.json.

@@ -25,7 +25,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
 from verl_fn.state import Key, Node, node, tree
 
-from .memory import offloads
+from .memory import offloads, sharing
 from .recorder import Waiting
 
 
@@ -161,13 +161,7 @@ def offloaded_roles(plan: Plan, gpu_memory: int | None) -> frozenset[str]:
     """
     if gpu_memory is None or not offloads(plan, gpu_memory):
         return frozenset()
-    return frozenset(name for name in _sharing(plan) if not plan.roles[name].offload)
-
-
-def _sharing(plan: Plan) -> list[str]:
-    """Returns the roles whose ranks share the engine's GPUs."""
-    apart = plan.ray.separate if plan.driver.kind == "ray" else ()
-    return [name for name in plan.roles if name not in apart]
+    return frozenset(name for name in sharing(plan) if not plan.roles[name].offload)
 
 
 def give_to_engine(plan: Plan, w: Workers, actor: Any, version: int, clock: Clock) -> None:
@@ -190,7 +184,7 @@ def give_to_engine(plan: Plan, w: Workers, actor: Any, version: int, clock: Cloc
 
 def _wake(plan: Plan, w: Workers, part: str) -> None:
     """Wakes a part of the engine, after the ranks have ended their calls and have given memory back."""
-    trainers = [w.trainers[name] for name in _sharing(plan)]
+    trainers = [w.trainers[name] for name in sharing(plan)]
     w.get([trainer.map(release, trainer) for trainer in trainers])
     w.get(w.rollout.wake([part]))
 
