@@ -75,7 +75,7 @@ def record(folder: Path, step: int | None, table: Table, inputs: Mapping[str, st
 def _record_identity(folder: Path, step: int | None, table: Table, inputs: Mapping[str, str], origin: str) -> None:
     settings = _digest(
         {key: _name(value) for key, value in flat(table).items() if _decides(key)},
-        sorted(value for value in inputs.values() if not is_version(value)),
+        sorted(value for value in inputs.values() if not value.startswith(_VERSION)),
     )
     known = identities(folder) if step is not None else []
     if step is not None and not known:
@@ -135,9 +135,8 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
         cfg = load(file)
     except ConfigError as error:
         raise RunError(f"{file} does not fit this version of verl_fn: {error}; change the file") from error
-    own_end = int(file.stem.removeprefix(_UNTIL)) if file.name != CONFIG else None
     forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
-    since = max((end for end in _ends(folder) if own_end is None or end < own_end), default=forked)
+    since = max((end for end in _ends(folder) if step is None or end < step), default=forked)
     return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
 
 
@@ -179,9 +178,15 @@ def config_file(folder: Path, step: int | None = None) -> Path:
 
 
 def recorded_inputs(folder: Path, step: int | None = None) -> dict[str, str]:
-    """Returns the fingerprints of the inputs that a step was made with; empty where they were not recorded."""
+    """Returns the fingerprints of the inputs that a step was made with; none if they are not recorded or damaged."""
     file = config_file(folder, step)
-    return read_inputs(folder / INPUTS if file.name == CONFIG else file.with_suffix(".json"))
+    file = folder / INPUTS if file.name == CONFIG else file.with_suffix(".json")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: fingerprint for name, fingerprint in items if isinstance(fingerprint, str)}
 
 
 def changed_keys(folder: Path, table: Table) -> dict[str, str]:
@@ -243,7 +248,7 @@ def numbered(folder: Path, pattern: str, prefix: str) -> Iterator[tuple[Path, in
 
 INPUTS = "inputs.json"
 CPU = "CPU"  # names the fingerprint of vector instructions and threads
-_VERSION = "version "
+_VERSION = "version "  # begins the fingerprint of a package, and of the CPU
 
 
 def fingerprints(plan: Plan) -> dict[str, str]:
@@ -285,21 +290,6 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 
 
-def read_inputs(file: Path) -> dict[str, str]:
-    """Reads recorded fingerprints; returns none if they were not recorded or are damaged."""
-    try:
-        recorded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    items = recorded.items() if isinstance(recorded, dict) else ()
-    return {name: fingerprint for name, fingerprint in items if isinstance(fingerprint, str)}
-
-
-def is_version(fingerprint: str) -> bool:
-    """Returns whether a fingerprint is the version of a package or the set-up of the CPU."""
-    return fingerprint.startswith(_VERSION)
-
-
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Describes the inputs whose fingerprints differ; inputs that are only on one side are not among them.
 
@@ -308,17 +298,13 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
         >>> changed_inputs(before, {"/a.py": "4 bytes, CRC 2", "torch": "version 2"})
         ['another content of /a.py', 'another version of torch (1 -> 2)']
     """
-    changed = [
-        (name, before[name], fingerprint)
-        for name, fingerprint in now.items()
-        if before.get(name, fingerprint) != fingerprint
-    ]
     return [
         f"another {'set-up of the' if name == CPU else 'version of'} {name} "
         f"({was.removeprefix(_VERSION)} -> {fingerprint.removeprefix(_VERSION)})"
-        if is_version(fingerprint)
+        if fingerprint.startswith(_VERSION)
         else f"another content of {name}"
-        for name, was, fingerprint in changed
+        for name, fingerprint in now.items()
+        if (was := before.get(name, fingerprint)) != fingerprint
     ]
 
 
