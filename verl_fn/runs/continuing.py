@@ -75,16 +75,13 @@ def run_date(plan: Plan) -> str:
     """
     if plan.data.date is not None:
         return plan.data.date
-    folder, fork = Path(plan.trainer.dir), plan.trainer.resume_from_path
-    of_folder = plan.trainer.resume_mode == "auto" and bool(checkpoints(folder))
-    source, step = (
-        (folder, None) if of_folder else (run_of(Path(fork)), step_of(Path(fork))) if fork else (None, None)
-    )
-    recorded = None
-    # What is wrong with that run's config is reported where it is continued.
-    with contextlib.suppress(RunError):
-        recorded = run_config(source, step)[0].data.date if source is not None else None
-    return recorded or run_day()
+    saved, fork = checkpoints(plan.trainer.dir), plan.trainer.resume_from_path
+    origin = saved[0] if saved and plan.trainer.resume_mode == "auto" else Path(fork) if fork else None
+    if origin is not None and (source := run_of(origin)) is not None:
+        # What is wrong with that run's config is reported where it is continued.
+        with contextlib.suppress(RunError):
+            return run_config(source, step_of(origin))[0].data.date or run_day()
+    return run_day()
 
 
 def run_day() -> str:
@@ -141,7 +138,7 @@ def changes(run: Run, plan: Plan) -> list[str]:
     if newest is None or plan.trainer.resume_mode != "auto":
         return []
     if changed:
-        _refuse_parts_of_state(run, plan, changed)
+        _refuse_parts_of_state(run, newest, plan, changed)
     sentences = [_of_setting(key, values) for key, values in changed.items()]
     if "trainer.total_training_steps" in changed:
         sentences += _other_rates(plan)
@@ -201,13 +198,12 @@ def _lost_lines(run: Run, newest: Path) -> list[str]:
     return [f"{run.metrics_file} has lost lines: {lost} in the checkpoint {newest.name}, but not in the log"]
 
 
-def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> None:
-    newest = run.latest()
-    before = make_plan(run_config(run.folder, step_of(newest) if newest is not None else None)[0])
+def _refuse_parts_of_state(run: Run, newest: Path, plan: Plan, changed: dict[str, str]) -> None:
+    before = make_plan(run_config(run.folder, step_of(newest))[0])
     if before.algorithm != plan.algorithm:
         raise RunError(
             f"the run in {run.folder} was trained with {before.algorithm}, and the config asks for {plan.algorithm}: "
-            f"choose another trainer.dir. The trained model is in {run.latest()}/{next(iter(before.roles))}"
+            f"choose another trainer.dir. The trained model is in {newest}/{next(iter(before.roles))}"
         )
     stored = _part_of_state(before, plan, list(changed))
     for key, values in changed.items():
@@ -220,7 +216,7 @@ def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> Non
         if setting == "optim.moments_dtype":
             raise RunError(
                 f"{key} cannot change in a run that is continued ({values}): the state holds moments of that dtype. "
-                f"Choose another trainer.dir; the model is in {run.latest()}/{role}"
+                f"Choose another trainer.dir; the model is in {newest}/{role}"
             )
         if role in plan.roles and setting in ("lora_rank", "lora_alpha", "target_modules"):
             had, has = (role in p.roles and p.roles[role].lora is not None for p in (before, plan))
@@ -228,7 +224,7 @@ def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> Non
                 reason, model = ("holds the adapters", "merged model") if had else ("is without adapters", "model")
                 raise RunError(
                     f"{key} cannot change in a run that is continued ({values}): the state {reason}. Choose another "
-                    f"trainer.dir; {role}'s {model} is in {run.latest()}/{role}"
+                    f"trainer.dir; {role}'s {model} is in {newest}/{role}"
                 )
 
 
