@@ -131,14 +131,11 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
 
     if optim is None:
         return frozen()
-    schedule: Schedule
-    total_updates = optim.lr_decay_steps or total_updates
     if optim.lr_scheduler_type == "constant":
-        schedule = constant(optim.lr, optim.lr_warmup_steps)
-    elif optim.lr_scheduler_type == "linear":
-        schedule = linear(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
+        schedule: Schedule = constant(optim.lr, optim.lr_warmup_steps)
     else:
-        schedule = cosine(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
+        falling, steps = linear if optim.lr_scheduler_type == "linear" else cosine, optim.lr_decay_steps
+        schedule = falling(optim.lr, steps or total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     mask = None if optim.decay_biases_and_norms else matrices
     moments = torch.bfloat16 if optim.moments_dtype == "bfloat16" else None
     update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask, moments=moments)
