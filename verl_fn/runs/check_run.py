@@ -374,14 +374,10 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
         layout += f", sequence parallel {sp}" if (sp := role.fsdp_config.ulysses_sequence_parallel_size) > 1 else ""
     if role.strategy == "megatron":
         m = role.megatron
-        layout = f"{'Megatron-FSDP' if m.use_megatron_fsdp else 'megatron'} over {size} ranks: " + ", ".join(
-            f"{name} {value}"
-            for name, value in (
-                ("tensor", m.tensor_model_parallel_size),
-                ("pipeline", m.pipeline_model_parallel_size),
-                ("context", m.context_parallel_size),
-                ("expert", m.expert_model_parallel_size),
-            )
+        layout = (
+            f"{'Megatron-FSDP' if m.use_megatron_fsdp else 'megatron'} over {size} ranks: "
+            f"tensor {m.tensor_model_parallel_size}, pipeline {m.pipeline_model_parallel_size}, "
+            f"context {m.context_parallel_size}, expert {m.expert_model_parallel_size}"
         )
     steps = plan.trainer.total_training_steps
     updates = (

@@ -179,26 +179,22 @@ class _Loop:
             live: draw progress on the terminal instead of printing lines.
         """
         plan, t, say = self.plan, self.plan.trainer, self.say
+        logged = read_metrics(self.run.folder)
+        with self.start.part("load"):
+            state = initial_state(plan, self.w) if origin is None else restored_state(origin, plan, self.w)
         if origin is not None:
-            with self.start.part("load"):
-                state = restored_state(origin, plan, self.w)
             for sentence in changed:
                 say(sentence)
             say(f"continuing {self.run.folder} after step {state.step}, from {origin}")
-            logged = read_metrics(self.run.folder)
             if again := [row["step"] for row in logged if row["step"] > state.step]:
                 say(f"the log goes on to step {again[-1]}, but no checkpoint does: these steps are done again")
             if count := len(state.waiting):
                 say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
             self.evaluation = last_evaluation(run_of(origin), state.step)
-        else:
-            with self.start.part("load"):
-                state = initial_state(plan, self.w)
         _print_adapters(state, plan, self.w, say)
-        dropped = read_metrics(self.run.folder) if origin is None else ()
         self.run.start(state.step, origin=origin)
-        if dropped:
-            last = dropped[-1]["step"]
+        if origin is None and logged:
+            last = logged[-1]["step"]
             say(f"no checkpoint in {self.run.folder}: starting over; the log up to step {last} is dropped")
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
         try:
