@@ -50,9 +50,8 @@ def training_ranks(plan: Plan) -> int:
 def local_workers(plan: Plan) -> Iterator[Workers]:
     """Makes the parts of a plan in this process."""
     where = build.device(plan.driver)
-    with contextlib.ExitStack() as stack:
-        if any(role.strategy != "local" for role in plan.roles.values()):
-            stack.enter_context(process_group(plan, size=1))
+    grouped = any(role.strategy != "local" for role in plan.roles.values())
+    with process_group(plan, size=1) if grouped else contextlib.nullcontext():
         build.set_up_process(plan.driver, 1, by_user=True)
         trainers = {name: build.trainer(role, plan.driver, where) for name, role in plan.roles.items()}
         rollout = build.conversing(plan.rollout, where, plan.env)

@@ -230,11 +230,9 @@ def identity_at(run: Path, step: int) -> str | None:
 
 def carried_identity(checkpoint: Path) -> str:
     """Returns the identity of the run that made a checkpoint; empty where it carries none or cannot be read."""
-    try:
-        identity = _intact_manifest(checkpoint).get("run", "")
-    except CheckpointError:
-        return ""
-    return identity if isinstance(identity, str) else ""
+    with contextlib.suppress(CheckpointError):
+        return str(_intact_manifest(checkpoint).get("run", ""))
+    return ""
 
 
 def _intact_manifest(folder: Path) -> dict[str, Any]:

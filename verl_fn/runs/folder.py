@@ -65,7 +65,6 @@ class Run:
     def __init__(self, plan: Plan, say: Say = print_line) -> None:
         self.folder = Path(plan.trainer.dir)
         self._say = say
-        self._keep = plan.trainer.max_ckpt_to_keep
         self._plan = plan
         # A checkpoint that is being written, its manifest, and whether threads write it.
         self._unfinished: tuple[Path, dict[str, Any], bool] | None = None
@@ -269,7 +268,7 @@ class Run:
             aside.rename(final)
             atomic.sync(final.parent)
             self._point_at(final / "actor")
-        for problem in prune(self.folder, self._keep):
+        for problem in prune(self.folder, self._plan.trainer.max_ckpt_to_keep):
             self._say(f"warning: {problem}")
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ what a run computes, and of the identity before, so runs that compute the same h
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -181,12 +182,10 @@ def recorded_inputs(folder: Path, step: int | None = None) -> dict[str, str]:
     """Returns the fingerprints of the inputs that a step was made with; none if they are not recorded or damaged."""
     file = config_file(folder, step)
     file = folder / INPUTS if file.name == CONFIG else file.with_suffix(".json")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    items = found.items() if isinstance(found, dict) else ()
-    return {name: fingerprint for name, fingerprint in items if isinstance(fingerprint, str)}
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+        found = json.loads(file.read_text(encoding="utf-8")).items()
+        return {name: fingerprint for name, fingerprint in found if isinstance(fingerprint, str)}
+    return {}
 
 
 def changed_keys(folder: Path, table: Table) -> dict[str, str]:

@@ -145,8 +145,9 @@ def make_model_folder(plan: Plan) -> None:
         settings |= {"chat_template": True}
     folder = Path(plan.model)
     record = folder / "made_from.json"
-    if _made_from(record) == settings:
-        return
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if json.loads(record.read_text()) == settings:
+            return
     try:
         # The record comes last, so a folder without it is incomplete and made again.
         shutil.rmtree(folder, ignore_errors=True)
@@ -156,14 +157,6 @@ def make_model_folder(plan: Plan) -> None:
         raise ConfigError(f"model.new: {error}") from error
     except OSError as error:
         raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
-
-
-def _made_from(record: Path) -> Any:
-    """Returns the settings that an existing random model was made from; None if they cannot be read."""
-    try:
-        return json.loads(record.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def _of_models(plan: Plan) -> Iterator[str]:

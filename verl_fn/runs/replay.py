@@ -128,15 +128,12 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
                     report_of_step.pop(ROWS_WAITING, None)
             if at == step and any(name.startswith(EVALUATED) for name in rows[step]):
                 report |= validate(state, source.held_out(plan.data.val_size), w, plan)[0]
-            compared, difference = _compare(
-                folder, plan, w, state, drawn, rows[at], report, journal.get(at), at == step
-            )
+            compared, difference = _compare(plan, w, state, drawn, rows[at], report, journal.get(at), at == step)
             if difference is not None or at == step:
                 return Replayed(at, difference, compared, changed)
 
 
 def _compare(
-    folder: Path,
     plan: Plan,
     w: Workers,
     state: RunState,
@@ -158,7 +155,7 @@ def _compare(
     logged, repeated = _repeatable(row, last), _repeatable(metrics_row(state.step, report), last)
     compared, metric = {"metrics": len(logged)}, _first_metric(logged, repeated)
     if line is None:
-        return compared, metric or (_against_checkpoint(folder, state, plan, w, compared) if last else None)
+        return compared, metric or (_against_checkpoint(state, plan, w, compared) if last else None)
     executed = entry(state, drawn, w, plan)
     compared["sample fields"] = len(executed["samples"])
     compared["state leaves"] = sum(len(leaves) for leaves in executed["state"].values())
@@ -224,11 +221,9 @@ def _first_metric(logged: dict[str, Any], repeated: dict[str, Any]) -> str | Non
     return None
 
 
-def _against_checkpoint(
-    folder: Path, state: RunState, plan: Plan, w: Workers, compared: dict[str, int]
-) -> str | None:
+def _against_checkpoint(state: RunState, plan: Plan, w: Workers, compared: dict[str, int]) -> str | None:
     """Compares the state with the run's checkpoint of the same step, if there is one."""
-    checkpoint = {step_of(p): p for p in checkpoints(folder)}.get(state.step)
+    checkpoint = {step_of(p): p for p in checkpoints(plan.trainer.dir)}.get(state.step)
     if checkpoint is None:
         return None
     saved = restored_state(checkpoint, plan, w)
