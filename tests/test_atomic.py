@@ -24,17 +24,6 @@ def test_files_have_the_mode_that_the_umask_allows(tmp_path, umask, mode):
     assert [path.stat().st_mode & 0o777 for path in written] == [mode, mode]
 
 
-def test_two_processes_may_write_a_file_that_they_share(tmp_path):
-    """The one that ends last wins, and neither leaves anything."""
-    file = tmp_path / "shared"
-    with replaced(file, shared=True) as one:
-        one.write_text("one")
-        with replaced(file, shared=True) as other:
-            other.write_text("other")
-        assert file.read_text() == "other" and one.read_text() == "one"
-    assert file.read_text() == "one" and list(tmp_path.iterdir()) == [file]
-
-
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "file"
     atomic.write(file, "naïve")

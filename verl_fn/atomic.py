@@ -11,7 +11,6 @@ import functools
 import operator
 import os
 import shutil
-import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +24,12 @@ BLOCK, THREADS = 4 * 2**20, 4  # bytes that a thread reads at a time; threads
 
 
 @contextlib.contextmanager
-def replaced(file: Path, *, shared: bool = False) -> Iterator[Path]:
+def replaced(file: Path) -> Iterator[Path]:
     """Yields a path to write to, and renames it to ``file`` at the end; an error leaves ``file`` as it was.
 
     Args:
-        file: the file, or a link; its folder exists.
-        shared: other processes may write the same file at the same time, so the temporary name is unique. Otherwise
-            it is always the same, and the next write removes what a killed process left.
+        file: the file, or a link; its folder exists. The temporary name is always the same, so the next write removes
+            what a killed process left.
 
     Example:
         >>> import tempfile
@@ -43,7 +41,7 @@ def replaced(file: Path, *, shared: bool = False) -> Iterator[Path]:
         >>> file.exists(), list(file.parent.iterdir())
         (False, [])
     """
-    aside = file.with_name(f".{uuid.uuid4().hex if shared else file.name}.writing")
+    aside = file.with_name(f".{file.name}.writing")
     # Also a link that somebody else put there, and that a writer would follow.
     aside.unlink(missing_ok=True)
     try:
