@@ -6,8 +6,10 @@ TensorBoard and wandb are further loggers, if ``trainer.logger`` asks for them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -109,10 +111,8 @@ def read_checksums(folder: Path) -> list[tuple[str, int, str]]:
 
 def checksums_of(name: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the lines of ``logs.crc`` about the rows of a log."""
-    by_step: dict[int, str] = {}
-    for row in rows:
-        by_step[row["step"]] = by_step.get(row["step"], "") + line_of(row)
-    return [checksum(name, step, lines) for step, lines in by_step.items()]
+    by_step = itertools.groupby(rows, key=operator.itemgetter("step"))
+    return [checksum(name, step, "".join(map(line_of, some))) for step, some in by_step]
 
 
 def altered(folder: Path) -> list[str]:
