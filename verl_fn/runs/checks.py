@@ -73,15 +73,16 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
         RewardError: problems have no reward.
     """
     check_ranks(plan, installed=installed)
-    if plan.trainer.stop_at is not None and isinstance(source, FileData) and not source.validation:
-        raise ConfigError(
-            "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
-            "eval_dataset"
-        )
-    _check_rules(plan, source, tokenizer)
-    _check_pairs(plan, source)
-    _check_tools(plan, source, tokenizer)
-    _check_images(plan, source, tokenizer)
+    if isinstance(source, FileData):
+        if plan.trainer.stop_at is not None and not source.validation:
+            raise ConfigError(
+                "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task "
+                "an eval_dataset"
+            )
+        _check_rules(plan, source, tokenizer)
+        _check_pairs(plan, source)
+        _check_tools(plan, source, tokenizer)
+        _check_images(plan, source, tokenizer)
     check_other_models(plan, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
@@ -244,9 +245,9 @@ def _hub_name(folder: Path) -> str:
     return "/".join(folder.parts[-2:]) if named else ""
 
 
-def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
+def _check_tools(plan: Plan, source: FileData, tokenizer: Any) -> None:
     """Checks that no row has tools where an environment gives them."""
-    if not plan.env.name or not isinstance(source, FileData):
+    if not plan.env.name:
         return
     if rows := sum(traits_of(problems, tokenizer).count(TOOLS) for problems in (source.training, source.validation)):
         raise ConfigError(
@@ -255,10 +256,8 @@ def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
         )
 
 
-def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
+def _check_images(plan: Plan, source: FileData, tokenizer: Any) -> None:
     """Checks that all parts of a run read images, if rows have any."""
-    if not isinstance(source, FileData):
-        return
     # Where samples are learned from, only the rollout engine gets held-out rows.
     trained = (source.training, *(() if plan.learns_from == "samples" else (source.validation,)))
     if not any(traits_of(problems, tokenizer).count(IMAGES) for problems in trained):
@@ -280,13 +279,13 @@ def _check_images(plan: Plan, source: Source, tokenizer: Any) -> None:
             raise ConfigError(f"{table}: ranks cannot share rows with images; set their number for a row to 1")
 
 
-def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
+def _check_rules(plan: Plan, source: FileData, tokenizer: Any) -> None:
     """Checks that the rules can score the problems of files, before any step is paid for.
 
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData):
+    if plan.reward.by_user or plan.env.name:
         return
     held_out = source.held_out(plan.data.val_size)
     by_rules([Answer(problem, "") for problem in sampled(plan, held_out)])
@@ -294,9 +293,9 @@ def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
         by_rules([Answer(source.training[i], "") for i in _with_rules(traits_of(source.training, tokenizer))])
 
 
-def _check_pairs(plan: Plan, source: Source) -> None:
+def _check_pairs(plan: Plan, source: FileData) -> None:
     """Checks that held-out rows of a model that gives no answers hold pairs; others could not be evaluated."""
-    if plan.roles["actor"].head == "lm" or plan.learns_from != "pairs" or not isinstance(source, FileData):
+    if plan.roles["actor"].head == "lm" or plan.learns_from != "pairs":
         return
     if others := [one for one in source.held_out(plan.data.val_size) if not isinstance(one, Judged)]:
         raise ConfigError(

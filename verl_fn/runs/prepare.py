@@ -189,8 +189,9 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
     yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
     yield from _of_other_templates(known, plan, tokenizer)
-    if isinstance(source, FileData):
-        yield from _by_rules(source, plan)
+    if not isinstance(source, FileData):
+        return
+    yield from _by_rules(source, plan)
     made = [traits_of(problems, tokenizer) for problems in known]
     needing = sum(one.count(TOOL_ARGUMENTS) for one in made)
     if needing and not plan.env.name and plan.learns_from == "samples":
@@ -205,7 +206,7 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
             source.training, source.validation, plan.data, tokenizer, answers=answers, judged_by_env=by_env,
             sizes=source.sizes,
         )  # fmt: skip
-    held_out = source.held_out(plan.data.val_size) if isinstance(source, FileData) else ()
+    held_out = source.held_out(plan.data.val_size)
     if 0 < (judged := len(sampled(plan, held_out))) < len(held_out):
         yield (
             f"data.val_files: answers to {judged} of {len(held_out)} held-out problems are sampled; the others have "
