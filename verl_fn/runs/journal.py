@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from verl_fn import atomic
 from verl_fn.algorithms.workers import Workers
@@ -24,7 +23,7 @@ from verl_fn.state import Batch, pack, tree, unpack
 from . import RunError
 from .evaluate import answers_of
 from .folder import Run
-from .recorder import Drawn, batches_in, numbered, tensors_of
+from .recorder import Drawn, batches_in, by_call
 from .state import RunState
 
 
@@ -114,20 +113,18 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
     Raises:
         RunError: they cannot be written, or have fields that samples have no place for.
     """
-    tensors: dict[str, Tensor] = {}
-    for number, samples in enumerate(drawn.samples):
-        batch = pack(w.get(samples))
+    calls = [pack(w.get(samples)) for samples in drawn.samples]
+    for batch in calls:
         if batch.ragged:
             raise RunError(
                 f"the samples of step {step} have ragged fields ({', '.join(batch.ragged)}), which the journal "
                 f"cannot keep; set trainer.journal=digests"
             )
-        tensors |= {numbered("", number) + name: t for name, t in tensors_of(batch).items()}
-    if not tensors:
+    if not calls:
         return
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
-        atomic.write(_file(run.folder, step), save(tensors))
+        atomic.write(_file(run.folder, step), save(by_call("", calls)))
 
 
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:

@@ -6,7 +6,7 @@ learning is a safetensors file for each step in a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,16 +184,20 @@ def numbered(kind: str, number: int) -> str:
     return "".join(f"{part}/" for part in (kind, f"call_{number}" * (number > 0)) if part)
 
 
+def by_call(kind: str, batches: Iterable[Batch]) -> dict[str, Tensor]:
+    """Returns the tensors of several batches, with the prefixes of ``numbered``."""
+    tensors = enumerate(map(tensors_of, batches))
+    return {numbered(kind, call) + name: t for call, named in tensors for name, t in named.items()}
+
+
 def batches_in(tensors: Mapping[str, Tensor], kind: str) -> list[Batch]:
-    """Returns the batches in a file whose tensors have the prefixes of ``numbered``, in order.
+    """Returns the batches whose tensors ``by_call`` gave, in order.
 
     Raises:
         KeyError: a tensor of one is missing.
 
     Example:
-        >>> tensors = tensors_of(Batch.from_rows([[1]])) | {
-        ...     numbered("", 1) + name: t for name, t in tensors_of(Batch.from_rows([[2], [3]])).items()
-        ... }
+        >>> tensors = by_call("", [Batch.from_rows([[1]]), Batch.from_rows([[2], [3]])])
         >>> [len(batch) for batch in batches_in(tensors, "")]
         [1, 2]
     """
@@ -227,12 +231,7 @@ def save_waiting(waiting: Sequence[Waiting], folder: Path, w: Workers) -> list[d
         scored = () if same else drawn.scored
         parts = {BATCH: [batch], SAMPLES: [pack(w.get(call)) for call in drawn.samples], SCORED: scored}
         parts |= {f"{DROPPED}/{reason}": [rest] for reason, rest in drawn.experience.dropped.items()}
-        tensors = {
-            numbered(kind, call) + name: t
-            for kind, batches in parts.items()
-            for call, batch in enumerate(batches)
-            for name, t in tensors_of(batch).items()
-        }
+        tensors = {name: t for kind, batches in parts.items() for name, t in by_call(kind, batches).items()}
         file = f"waiting_{number}.safetensors"
         with disk_errors(folder):
             save_file(tensors, folder / file)
