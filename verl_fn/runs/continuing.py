@@ -17,7 +17,7 @@ from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_
 from .evaluate import has_held_out, held_out_value
 from .folder import Run
 from .history import INPUTS, changed_inputs, changed_keys, recorded_inputs, run_config
-from .logs import altered, last_evaluation, read_metrics
+from .logs import METRICS, altered, last_evaluation, read_metrics
 from .state import differing_fields, run_of
 
 SEED = "trainer.seed"
@@ -53,8 +53,8 @@ def find_origin(plan: Plan, run: Run) -> Path | None:
     # A run saves before its first update, so whoever logged a step had a checkpoint.
     if plan.trainer.resume_mode == "auto" and last and last > (saved_step(origin) if origin is not None else 0):
         raise RunError(
-            f"{run.metrics_file} has steps up to {last}, but {run.folder / 'checkpoints'} holds no checkpoint: is "
-            f"its disk not mounted? To drop that log and start over, set trainer.resume_mode=disable; to keep it, "
+            f"{run.folder / METRICS} has steps up to {last}, but {run.folder / 'checkpoints'} holds no checkpoint: "
+            f"is its disk not mounted? To drop that log and start over, set trainer.resume_mode=disable; to keep it, "
             f"choose another trainer.dir"
         )
     return origin
@@ -195,7 +195,7 @@ def _lost_lines(run: Run, newest: Path) -> list[str]:
     if last >= step:
         return []
     lost = f"step {step} is" if step == last + 1 else f"steps {last + 1} to {step} are"
-    return [f"{run.metrics_file} has lost lines: {lost} in the checkpoint {newest.name}, but not in the log"]
+    return [f"{run.folder / METRICS} has lost lines: {lost} in the checkpoint {newest.name}, but not in the log"]
 
 
 def _refuse_parts_of_state(run: Run, newest: Path, plan: Plan, changed: dict[str, str]) -> None:

@@ -114,20 +114,10 @@ class Run:
                 else:
                     left.unlink()
 
-    @property
-    def writable(self) -> bool:
-        """Returns whether the folder can be written, as far as its permissions and its file system say."""
-        return os.access(self.folder, os.W_OK)
-
     @functools.cached_property
     def inputs(self) -> Mapping[str, str]:
         """Returns the fingerprints of the run's inputs, computed once since data may be large."""
         return fingerprints(self._plan)
-
-    @property
-    def metrics_file(self) -> Path:
-        """Returns the path of ``metrics.jsonl``."""
-        return self.folder / METRICS
 
     def start(self, step: int, *, origin: Path | None) -> None:
         """Prepares the folder for a run that continues after ``step``.
@@ -199,7 +189,7 @@ class Run:
         self._row = {"step": step} | dict(sorted(item for item in values.items() if item[0] != "step"))
         line = line_of(self._row)
         self._append(SUMS, checksum(METRICS, step, line))
-        with self.written(METRICS), open(self.metrics_file, "r+b", opener=_no_link) as file:
+        with self.written(METRICS), open(self.folder / METRICS, "r+b", opener=_no_link) as file:
             # The longer line replaces the shorter one in a single write, so that a kill leaves one of them.
             os.pwrite(file.fileno(), line.encode(), self._row_at)
 

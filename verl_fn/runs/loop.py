@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import signal
 import threading
 import time
@@ -32,7 +33,7 @@ from .fitting import sized, with_engine
 from .folder import Run
 from .history import run_config
 from .journal import entry, keep_responses, keep_samples
-from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
+from .logs import GENERATIONS, JOURNAL, METRICS, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
 from .prepare import prepare, started, workers
 from .progress import (
@@ -84,7 +85,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
         stack.enter_context(leading(plan))
         plan = with_engine(plan.dated(run_date(plan)))
         run = Run(plan, say)
-        if not run.writable and (ended := _ended(plan, run, say)) is not None:
+        if not os.access(run.folder, os.W_OK) and (ended := _ended(plan, run, say)) is not None:
             return ended
         stack.enter_context(run.locked())
         if (ended := _ended(plan, run, say)) is not None:
@@ -357,9 +358,9 @@ def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, plan: P
                 role = family if family in plan.roles else "actor"
                 raise RunError(
                     f"the gradients of the {role} were not finite in any update of the last {skipped[family]} steps, "
-                    f"up to step {step}; all those updates were skipped. Look at {run.metrics_file} for the first "
-                    "nan, and lower the learning rate or fix the loss or reward; trainer.max_skipped_steps sets the "
-                    "limit"
+                    f"up to step {step}; all those updates were skipped. Look at {run.folder / METRICS} for the "
+                    "first nan, and lower the learning rate or fix the loss or reward; trainer.max_skipped_steps "
+                    "sets the limit"
                 )
 
 
