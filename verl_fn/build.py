@@ -384,13 +384,10 @@ def sampling(table: RolloutPlan | ValConfig, max_response_length: int) -> Sampli
     return Sampling(max_response_length, table.temperature, table.top_k, table.top_p, table.n)
 
 
-def reward(
-    table: RewardConfig, model: str, folder: str | None = None, env: str = "", replies: str | None = None
-) -> Reward:
+def reward(table: RewardConfig, model: str, env: str = "", replies: str | None = None) -> Reward:
     """Makes the reward by ``reward.functions``, by a judge, or by the rules of the problems' data sources.
 
     Args:
-        folder: the folder that the functions' modules and files are looked up from, by default the current one.
         env: the name of the environment, whose reward takes the place of the rules; empty without one.
         replies: the folder that keeps the judge's replies, if it exists; by default they are not kept.
 
@@ -405,7 +402,7 @@ def reward(
         from verl_fn.rewards.functions import RewardFunctions
 
         judge = RewardFunctions(
-            table.functions, table.weights, table.timeout, table.num_workers, folder, table.env, table.arguments
+            table.functions, table.weights, table.timeout, table.num_workers, env=table.env, arguments=table.arguments
         )
     elif table.url:
         from verl_fn.rewards.judge import Judge, Question, Replies, ServedModel

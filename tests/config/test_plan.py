@@ -267,8 +267,8 @@ def test_a_judge_and_reward_functions_get_all_settings_of_their_table(tiny, made
     assert kept["Judge"][0][2].file is None
     functions = RewardConfig(functions=("m:f", "m:g"), weights=(1.0, 2.0), timeout=3.0, num_workers=2, env=("A",),
                              arguments={"a": 1})  # fmt: skip
-    build.reward(functions, str(tiny), "/a")
-    assert kept["RewardFunctions"] == ((("m:f", "m:g"), (1.0, 2.0), 3.0, 2, "/a", ("A",), {"a": 1}), {})
+    build.reward(functions, str(tiny))
+    assert kept["RewardFunctions"] == ((("m:f", "m:g"), (1.0, 2.0), 3.0, 2), {"env": ("A",), "arguments": {"a": 1}})
     assert build.reward(RewardConfig(), str(tiny)).judge is by_rules
     assert build.reward(RewardConfig(), str(tiny), env="m:E").judge is unscored
 

@@ -242,7 +242,7 @@ def _parts_lines(plan: Plan) -> Iterator[str]:
     """Yields lines about the algorithm's options, the reward and the environment."""
     options = plan.options
     default = {f.name: _default(f.default) for f in attrs.fields(type(options))}
-    values = {f.name: getattr(options, f.name) for f in attrs.fields(type(options))}
+    values = attrs.asdict(options, recurse=False)
     unused = {*without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})}
     unused |= {"algorithm.loss_agg_mode"} if averages_rows(options) else set()
     parts = [

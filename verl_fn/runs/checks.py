@@ -389,9 +389,8 @@ def _check_megatron(role: RolePlan, table: str, size: int, *, installed: bool) -
 def check_device(plan: Plan) -> None:
     """Checks that the device exists."""
     # A Ray cluster may have GPUs that this process does not see.
-    on_ray = plan.driver.kind == "ray"
-    ray = sys.modules.get("ray") if on_ray else None
-    connected = (ray is not None and ray.is_initialized()) or (on_ray and bool(plan.ray.address))
+    ray = sys.modules.get("ray")
+    connected = plan.driver.kind == "ray" and (plan.ray.address or (ray is not None and ray.is_initialized()))
     if plan.driver.device == "cuda" and not connected and not torch.cuda.is_available():
         raise ConfigError(
             "driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto, or plan for another "
