@@ -35,7 +35,7 @@ from verl_fn.data.notices import (
 )
 from verl_fn.data.rendering import prompt_text
 from verl_fn.data.rows import DataError
-from verl_fn.data.tasks import Problem, Source
+from verl_fn.data.tasks import TASKS, Problem, Source
 from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
 from verl_fn.rewards.reward import FORMS, rule_for, unattainable
@@ -137,7 +137,6 @@ def make_model_folder(plan: Plan) -> None:
     if plan.new_model is None:
         return
     from verl_fn.backends.hf.new_model import new_model, with_served_heads
-    from verl_fn.data.tasks import TASKS
 
     task = TASKS[plan.data.task]
     settings = with_served_heads(attrs.asdict(plan.new_model)) | {"chars": task.alphabet, "seed": plan.trainer.seed}
