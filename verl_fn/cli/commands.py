@@ -27,7 +27,6 @@ from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, 
 from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
-from verl_fn.data.tasks import content_of
 from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
 
 
@@ -508,6 +507,7 @@ def _summary(plan: Plan) -> str:
 
 def _show(reports: Mapping[str, Mapping[str, float]], answers: Sequence[Mapping[str, Any]], n: int) -> None:
     """Prints the metrics: of one model with some answers, of several as a table."""
+    from verl_fn.data.tasks import content_of
     from verl_fn.report.plots import evaluation_table
 
     if len(reports) > 1:
