@@ -28,6 +28,7 @@ from verl_fn.config.load import algorithm_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
+from verl_fn.runs import RunError
 
 
 def train(args: argparse.Namespace) -> int:
@@ -365,7 +366,6 @@ def model_of(path: str) -> tuple[Path, Path | None]:
     Raises:
         RunError: there is no such folder, it is of another kind, or it is a run that has saved nothing yet.
     """
-    from verl_fn.runs import RunError
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
     from verl_fn.runs.history import run_around, run_meant
     from verl_fn.runs.state import run_of
@@ -402,8 +402,6 @@ def pruning(model: Path) -> Iterator[None]:
         from verl_fn.runs.checkpoints import step_of
 
         if not (model if step_of(model.parent) is None else model.parent).is_dir():
-            from verl_fn.runs import RunError
-
             raise RunError(
                 f"{model} was removed meanwhile: a run in training keeps only its last trainer.max_ckpt_to_keep "
                 "checkpoints; run the command again for the newest one"
