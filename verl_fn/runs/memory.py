@@ -369,13 +369,8 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     if role.strategy == "fsdp":
         shards = max(1, ranks // role.fsdp_config.replicate)
         few = min(sizes.total, sizes.ends + two_layers)
-        return (
-            sizes.total // shards,
-            trained // shards,
-            0,
-            0,
-            few if role.fsdp_config.reshard_after_forward else sizes.total,
-        )
+        gathered = few if role.fsdp_config.reshard_after_forward else sizes.total
+        return sizes.total // shards, trained // shards, 0, 0, gathered
     m = role.megatron
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     adapters = sizes.trained if role.lora else 0
