@@ -68,9 +68,8 @@ class Run:
         self._plan = plan
         # A checkpoint that is being written, its manifest, and whether threads write it.
         self._unfinished: tuple[Path, dict[str, Any], bool] | None = None
-        # The newest line of metrics.jsonl, and where it begins.
+        # The last line of metrics.jsonl.
         self._row: Row = {}
-        self._row_at = 0
         link = self.folder / "model"
         if link.exists() and not link.is_symlink():
             raise RunError(
@@ -172,38 +171,36 @@ class Run:
             if rows or name == METRICS or (self.folder / name).exists():
                 atomic.write(self.folder / name, "".join(map(line_of, rows)))
             if rows and name == METRICS:
-                self._row, self._row_at = rows[-1], len("".join(map(line_of, rows[:-1])).encode())
+                self._row = rows[-1]
         atomic.write(self.folder / SUMS, "".join(sums))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
         self._row = metrics_row(step, report)
-        self._row_at = self.append(METRICS, self._row)
+        self.append(METRICS, self._row)
 
     def amend(self, step: int, report: Mapping[str, float]) -> None:
         """Adds further metrics of the step that was logged last, so that ``metrics.jsonl`` has one line for it."""
         if self._row.get("step") != step:
             self.log(step, report)
             return
-        values = self._row | metrics_row(step, report)
+        values, length = self._row | metrics_row(step, report), len(line_of(self._row))
         self._row = {"step": step} | dict(sorted(item for item in values.items() if item[0] != "step"))
         line = line_of(self._row)
         self._append(SUMS, checksum(METRICS, step, line))
         with self.written(METRICS), open(self.folder / METRICS, "r+b", opener=_no_link) as file:
             # The longer line replaces the shorter one in a single write, so that a kill leaves one of them.
-            os.pwrite(file.fileno(), line.encode(), self._row_at)
+            os.pwrite(file.fileno(), line.encode(), file.seek(-length, os.SEEK_END))
 
-    def append(self, name: str, *rows: Mapping[str, Any]) -> int:
-        """Appends the lines of a step to a log, and returns where they begin, in bytes."""
+    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+        """Appends the lines of a step to a log."""
         # Checksums come first, so that no kill leaves a line without one.
         self._append(SUMS, "".join(checksums_of(name, rows)))
-        return self._append(name, "".join(map(line_of, rows)))
+        self._append(name, "".join(map(line_of, rows)))
 
-    def _append(self, name: str, content: str) -> int:
+    def _append(self, name: str, content: str) -> None:
         with self.written(name), open(self.folder / name, "a", opener=_no_link) as file:
-            start = file.tell()
             file.write(content)
-        return start
 
     def keep_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
         """Writes all answers of the evaluation after ``step`` as a Parquet file in ``answers/``."""
