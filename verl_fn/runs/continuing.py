@@ -134,10 +134,10 @@ def changes(run: Run, plan: Plan) -> list[str]:
         RunError: a changed setting is part of the saved state, so changing it would have no effect, or the algorithm
             is another one.
     """
-    newest, changed = run.latest(), other_settings(run, plan)
+    newest = run.latest()
     if newest is None or plan.trainer.resume_mode != "auto":
         return []
-    if changed:
+    if changed := changed_keys(run.folder, plan.table):
         _refuse_parts_of_state(run, newest, plan, changed)
     sentences = [_of_setting(key, values) for key, values in changed.items()]
     if "trainer.total_training_steps" in changed:
@@ -151,16 +151,11 @@ def changes(run: Run, plan: Plan) -> list[str]:
     return sentences + altered(run.folder) + _lost_lines(run, newest)
 
 
-def other_settings(run: Run, plan: Plan) -> dict[str, str]:
-    """Returns, by key, how settings differ from the ones that the run was last trained with."""
-    if run.latest() is None or plan.trainer.resume_mode != "auto":
-        return {}
-    return changed_keys(run.folder, plan.table)
-
-
 def unused_settings(run: Run, plan: Plan) -> list[str]:
     """Returns lines about settings that differ from the ones of a run that has finished."""
-    unused = [f"not used: {key}: {values}" for key, values in other_settings(run, plan).items()]
+    if run.latest() is None or plan.trainer.resume_mode != "auto":
+        return []
+    unused = [f"not used: {key}: {values}" for key, values in changed_keys(run.folder, plan.table).items()]
     return [*unused, f"for a run with these settings, choose another trainer.dir than {run.folder}"] if unused else []
 
 
