@@ -464,9 +464,8 @@ def in_runs(monkeypatch):
 
         return estimate
 
-    for name in ("gae", "dr_grpo", "optimal_token_baseline"):
-        monkeypatch.setattr(f"verl_fn.algorithms.policy.{name}", noted(getattr(steps, name)))
-    monkeypatch.setattr("verl_fn.steps.remax", noted(steps.remax))
+    for name in ("gae", "dr_grpo", "optimal_token_baseline", "remax"):
+        monkeypatch.setattr(steps, name, noted(getattr(steps, name)))
 
     def judge(answers):
         return [{"score": 0.5, "acc": 1.0, "pred": a.text, "style": 0.1, "truth": 0.2} for a in answers]

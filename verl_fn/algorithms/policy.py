@@ -11,45 +11,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn import steps
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.errors import signature_of, takes, unknown_parameter
 from verl_fn.state import Batch, Key, Metrics, TokenOutputs, conversations, read_only
-from verl_fn.steps import (
-    Loss,
-    cispo,
-    clip_cov,
-    correct_advantages,
-    dppo_kl,
-    dppo_tv,
-    dr_grpo,
-    dro,
-    entropy,
-    gae,
-    gdpo,
-    geo_mean,
-    gpg,
-    grpo,
-    grpo_passk,
-    gspo,
-    importance_weights,
-    kl_cov,
-    kl_to_reference,
-    opo,
-    optimal_token_baseline,
-    ppo_clip,
-    reinforce,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    rloo,
-    sapo,
-    select_clip_cov,
-    select_high_entropy,
-    select_kl_cov,
-    tir_optimal_token_baseline,
-    token_mean,
-)
+from verl_fn.steps import Loss
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.policy import log_ratio
 
@@ -68,9 +36,9 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     """
     loss = _measured(own_loss(options)) if is_reference(options.policy_loss) else _built_in_loss(options)
     if options.use_kl_loss:
-        loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
+        loss = loss + options.kl_loss_coef * steps.kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
-        loss = loss - options.entropy_coeff * entropy(options.entropy_cap)
+        loss = loss - options.entropy_coeff * steps.entropy(options.entropy_cap)
     return loss
 
 
@@ -137,7 +105,7 @@ def _measured(loss: Loss) -> Loss:
         returned = fn(outputs, batch)
         match returned:
             case values, Mapping() as metrics:
-                return values, {"actor/ppo_kl": token_mean(batch, -log_ratio(outputs, batch)), **metrics}
+                return values, {"actor/ppo_kl": steps.token_mean(batch, -log_ratio(outputs, batch)), **metrics}
         return returned
 
     terms[first] = attrs.evolve(terms[first], fn=measured)
@@ -168,18 +136,18 @@ def _clip_range(options: PolicyOptimization) -> dict[str, Any]:
 def _built_in_loss(options: PolicyOptimization) -> Loss:
     clip, cap = _clip_range(options), options.clip_ratio_c
     makers: Mapping[str, Callable[[], Loss]] = {
-        "ppo_clip": lambda: ppo_clip(**clip, clip_ratio_c=cap or 3.0),
-        "gspo": lambda: gspo(**clip),
-        "sapo": lambda: sapo(options.tau_pos, options.tau_neg),
-        "cispo": lambda: cispo(**clip),
-        "gpg": reinforce,
-        "dro": lambda: dro(options.dro_beta or 0.0),
-        "dppo_tv": lambda: dppo_tv(**clip, clip_ratio_c=cap or 20.0),
-        "dppo_kl": lambda: dppo_kl(**clip, clip_ratio_c=cap or 20.0),
-        "geo_mean": lambda: geo_mean(**clip),
-        "clip_cov": lambda: clip_cov(**clip),
-        "kl_cov": lambda: kl_cov(options.ppo_kl_coef),
-        "reinforce": reinforce,
+        "ppo_clip": lambda: steps.ppo_clip(**clip, clip_ratio_c=cap or 3.0),
+        "gspo": lambda: steps.gspo(**clip),
+        "sapo": lambda: steps.sapo(options.tau_pos, options.tau_neg),
+        "cispo": lambda: steps.cispo(**clip),
+        "gpg": steps.reinforce,
+        "dro": lambda: steps.dro(options.dro_beta or 0.0),
+        "dppo_tv": lambda: steps.dppo_tv(**clip, clip_ratio_c=cap or 20.0),
+        "dppo_kl": lambda: steps.dppo_kl(**clip, clip_ratio_c=cap or 20.0),
+        "geo_mean": lambda: steps.geo_mean(**clip),
+        "clip_cov": lambda: steps.clip_cov(**clip),
+        "kl_cov": lambda: steps.kl_cov(options.ppo_kl_coef),
+        "reinforce": steps.reinforce,
     }
     return makers[options.policy_loss]()
 
@@ -199,7 +167,7 @@ def selected_by(options: PolicyOptimization) -> tuple[str, ...]:
 def select_tokens(batch: Batch, outputs: TokenOutputs, key: Key, options: PolicyOptimization) -> Batch:
     """Selects tokens of a whole update batch, as ``policy_loss`` and ``top_entropy_quantile`` need."""
     if options.policy_loss == "clip_cov":
-        batch = select_clip_cov(
+        batch = steps.select_clip_cov(
             batch,
             outputs.logprobs,
             key,
@@ -209,9 +177,9 @@ def select_tokens(batch: Batch, outputs: TokenOutputs, key: Key, options: Policy
             **_clip_range(options),
         )
     elif options.policy_loss == "kl_cov":
-        batch = select_kl_cov(batch, outputs.logprobs, kl_cov_ratio=options.kl_cov_ratio)
+        batch = steps.select_kl_cov(batch, outputs.logprobs, kl_cov_ratio=options.kl_cov_ratio)
     if options.top_entropy_quantile < 1.0:
-        batch = select_high_entropy(batch, outputs.entropy, top_entropy_quantile=options.top_entropy_quantile)
+        batch = steps.select_high_entropy(batch, outputs.entropy, top_entropy_quantile=options.top_entropy_quantile)
     return batch
 
 
@@ -242,9 +210,9 @@ def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: Policy
         "outside": options.rollout_is_outside,
     }
     if getattr(options, "adv_estimator", None) in TOKEN_BASELINES:
-        weights = importance_weights(batch, options.rollout_is, **bounds)
+        weights = steps.importance_weights(batch, options.rollout_is, **bounds)
         batch = batch.with_tokens(rollout_is_weights=weights)
-    return correct_advantages(estimate(batch), options.rollout_is, **bounds)
+    return steps.correct_advantages(estimate(batch), options.rollout_is, **bounds)
 
 
 def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: Sequence[str]) -> Batch:
@@ -312,31 +280,25 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
         needs = ("advantages", "returns") if isinstance(options, PPO) else ("advantages",)
         return functools.partial(_checked, estimate=functools.partial(function, **arguments), name=name, needs=needs)
     if isinstance(options, PPO):
-        return functools.partial(gae, gamma=options.gamma, lam=options.lam)
+        return functools.partial(steps.gae, gamma=options.gamma, lam=options.lam)
     by_std: dict[str, Any] = {"norm_adv_by_std": options.norm_adv_by_std_in_grpo}
     baseline: dict[str, Any] = {
         "handle_zero_tail": options.handle_zero_tail,
         "rollout_is_weights": options.rollout_is not in (None, "off"),
     }
-    estimators: Mapping[str, Callable[[Batch], Batch]] = {
-        "grpo": functools.partial(grpo, **by_std),
-        "dr_grpo": dr_grpo,
-        "grpo_passk": functools.partial(grpo_passk, **by_std),
-        "rloo": rloo,
-        "opo": opo,
-        "gpg": gpg,
-        "gdpo": functools.partial(
-            gdpo,
-            reward_keys=options.gdpo_reward_keys or None,
-            reward_weights=options.gdpo_reward_weights or None,
+    settings: Mapping[str, dict[str, Any]] = {
+        "grpo": by_std,
+        "grpo_passk": by_std,
+        "gdpo": {
+            "reward_keys": options.gdpo_reward_keys or None,
+            "reward_weights": options.gdpo_reward_weights or None,
             **by_std,
-        ),
-        "reinforce_plus_plus": functools.partial(reinforce_plus_plus, gamma=options.gamma),
-        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-        "optimal_token_baseline": functools.partial(optimal_token_baseline, **baseline),
-        "tir_optimal_token_baseline": functools.partial(tir_optimal_token_baseline, **baseline),
+        },
+        "reinforce_plus_plus": {"gamma": options.gamma},
+        "optimal_token_baseline": baseline,
+        "tir_optimal_token_baseline": baseline,
     }
-    return estimators[name]
+    return functools.partial(getattr(steps, name), **settings.get(name, {}))
 
 
 def actor_outputs(options: PPO | GRPO) -> tuple[str, ...]:
