@@ -8,12 +8,11 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn import steps
 from verl_fn.config.algorithms import SFT, Distill, Rejection
 from verl_fn.data.examples import encode_rows, pack_examples, packed
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, RowImages, TokenOutputs, conversations, node
-from verl_fn.steps import cross_entropy, distill_top_k, total_loss
-from verl_fn.steps import distill as distill_loss
 
 from .algorithm import ActorState, Algorithm
 from .experience import draw, one_update, timing_report, weighted, with_outputs
@@ -36,7 +35,7 @@ def sft(options: SFT) -> Algorithm[ActorState]:
         return Experience(weighted(batch, options, w), len(problems))
 
     def learn(state: ActorState, experience: Experience, w: Workers) -> tuple[ActorState, Report]:
-        return one_update(state, experience.batch, cross_entropy(), experience, w)
+        return one_update(state, experience.batch, steps.cross_entropy(), experience, w)
 
     def evaluate(state: ActorState, problems: Sequence[Problem], w: Workers) -> Report:
         images: list[RowImages | None] = []
@@ -45,7 +44,7 @@ def sft(options: SFT) -> Algorithm[ActorState]:
         batch = packed([row for rows in groups for row in rows], images)
         needs = ("logprobs", LIKELIEST) if w.gives_likeliest else ("logprobs",)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, needs))
-        report = {"val/loss": float(total_loss(cross_entropy(), outputs, weighted(batch, options, w))[0])}
+        report = {"val/loss": float(steps.total_loss(steps.cross_entropy(), outputs, weighted(batch, options, w))[0])}
         return report | answer_report(sources, batch, outputs)
 
     return Algorithm(sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)
@@ -86,7 +85,7 @@ def rejection(options: Rejection) -> Algorithm[ActorState]:
     Source:
         Dong et al. 2023, arXiv 2304.06767.
     """
-    loss = cross_entropy()
+    loss = steps.cross_entropy()
 
     def sample(state: ActorState, problems: Sequence[Problem], w: Workers) -> Experience:
         experience = draw(state, problems, w)
@@ -159,7 +158,7 @@ def distill(options: Distill) -> Algorithm[DistillState]:
     Source:
         Agarwal et al. 2023, arXiv 2306.13649.
     """
-    loss = distill_top_k(options.kl) if options.top_k else distill_loss(options.kl)
+    loss = steps.distill_top_k(options.kl) if options.top_k else steps.distill(options.kl)
     fields = {"logprobs": "teacher_log_probs"}
     if options.top_k:
         fields = {

@@ -9,25 +9,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from verl_fn import steps
 from verl_fn.config.algorithms import DPO, RewardModel
 from verl_fn.data.examples import pack_labelled, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Batch, Key, Node, node
-from verl_fn.steps import (
-    Loss,
-    aggregate_rows,
-    bradley_terry,
-    cdpo,
-    ipo,
-    kto,
-    kto_reference_point,
-    orpo,
-    simpo,
-    total_loss,
-)
-from verl_fn.steps import dpo as dpo_loss
+from verl_fn.steps import Loss
 from verl_fn.steps.losses.preference import row_log_probs, row_mean_log_probs
 
 from .algorithm import ActorState, Algorithm
@@ -53,7 +42,7 @@ def judged(problems: Sequence[Problem]) -> list[Judged]:
 def pair_batch(problems: Sequence[Problem], w: Workers) -> Batch:
     """Returns the rows of pairs, weighted for the mean over pairs."""
     batch = pack_pairs(judged(problems), w.tokenizer, w.end_tokens)
-    return aggregate_rows(batch, "group-mean", group="pair")
+    return steps.aggregate_rows(batch, "group-mean", group="pair")
 
 
 def labelled_batch(problems: Sequence[Problem], w: Workers) -> Batch:
@@ -142,17 +131,13 @@ def preference_loss(options: DPO) -> Loss:
         'pair'
     """
     beta = (2.0 if options.loss_type == "simpo" else 0.1) if options.beta is None else options.beta
-    if options.loss_type == "cdpo":
-        return cdpo(beta, options.label_smoothing)
-    if options.loss_type == "ipo":
-        return ipo(beta)
-    if options.loss_type == "simpo":
-        return simpo(beta, options.simpo_gamma)
-    if options.loss_type == "orpo":
-        return orpo(beta)
-    if options.loss_type == "kto":
-        return kto(beta, options.desirable_weight, options.undesirable_weight)
-    return dpo_loss(beta)
+    settings = {
+        "cdpo": (options.label_smoothing,),
+        "simpo": (options.simpo_gamma,),
+        "kto": (options.desirable_weight, options.undesirable_weight),
+    }
+    loss: Loss = getattr(steps, options.loss_type)(beta, *settings.get(options.loss_type, ()))
+    return loss
 
 
 def dpo(options: DPO) -> Algorithm[DPOState]:
@@ -187,7 +172,7 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         batch = labelled_batch(known, w) if labels else pair_batch(known, w)
         batch = annotated(state, batch, w, Clock(w.get), options)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("logprobs",)))
-        report = {"val/loss": float(total_loss(loss, outputs, batch)[0])}
+        report = {"val/loss": float(steps.total_loss(loss, outputs, batch)[0])}
         if not needs_reference:
             scores = row_mean_log_probs(batch, outputs.logprobs)
         else:
@@ -214,7 +199,7 @@ def annotated(state: DPOState, batch: Batch, w: Workers, clock: Clock, options: 
     forward = w.trainers["actor"].forward
     outputs = clock.run("old_log_prob", forward, state.actor.params, others, ("logprobs",))
     others = with_outputs(others, outputs, logprobs="old_log_probs")
-    return kto_reference_point(batch, others)
+    return steps.kto_reference_point(batch, others)
 
 
 def apart(batch: Batch) -> tuple[Batch, Batch]:
@@ -241,7 +226,7 @@ def reward_model(options: RewardModel) -> Algorithm[ActorState]:
     Source:
         Ouyang et al. 2022, arXiv 2203.02155.
     """
-    loss = bradley_terry(center_rewards_coefficient=options.center_rewards_coefficient)
+    loss = steps.bradley_terry(center_rewards_coefficient=options.center_rewards_coefficient)
 
     def sample(state: ActorState, problems: Sequence[Problem], w: Workers) -> Experience:
         return Experience(pair_batch(problems, w), len(problems))
@@ -253,7 +238,7 @@ def reward_model(options: RewardModel) -> Algorithm[ActorState]:
         pairs = held_out_pairs(problems)
         batch = pair_batch(pairs, w)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("row_values",)))
-        report = {"val/loss": float(total_loss(loss, outputs, batch)[0])}
+        report = {"val/loss": float(steps.total_loss(loss, outputs, batch)[0])}
         return report | pair_report(pairs, outputs.row_values, "val-core", "acc/mean@1")
 
     return Algorithm(sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)
