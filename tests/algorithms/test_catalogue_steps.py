@@ -7,7 +7,8 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.algorithms import Workers, experience, grpo, make, policy_optimization, ppo
+from verl_fn import steps
+from verl_fn.algorithms import Workers, grpo, make, policy_optimization, ppo
 from verl_fn.algorithms.experience import batch_report, selecting, update_report
 from verl_fn.algorithms.policy import select_tokens, selected_by
 from verl_fn.backends.hf.new_model import char_tokenizer
@@ -187,7 +188,7 @@ def test_every_step_selects_and_shuffles_with_a_key_of_its_own(monkeypatch):
         return minibatches(batch, rows, epochs=epochs, shuffle=shuffle)
 
     monkeypatch.setattr(policy_optimization, "selecting", select)
-    monkeypatch.setattr(experience, "minibatches", cut)
+    monkeypatch.setattr(steps, "minibatches", cut)
     run(GRPO(shuffle=True))
     assert len(set(keys)) == len(keys) == 4
 

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn import steps
 from verl_fn.backends.protocol import Ref, TrainBackend
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
@@ -39,19 +40,7 @@ from verl_fn.state import (
     pack,
     requests_for,
 )
-from verl_fn.steps import (
-    AdaptiveKL,
-    FixedKL,
-    Loss,
-    aggregate,
-    aggregate_rows,
-    apply_kl_in_reward,
-    exact_gap,
-    exactness,
-    minibatches,
-    rollout_gap,
-    scan,
-)
+from verl_fn.steps import AdaptiveKL, FixedKL, Loss
 from verl_fn.steps.advantages.columns import groups_of
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.correction import engine_log_probs
@@ -228,7 +217,7 @@ def annotate(
     if saves_pass:
         return with_engine_log_probs(batch)
     if w.exact == "strict":
-        require_equal(state.actor, batch, exact_gap(batch, batch["old_log_probs"]), w)
+        require_equal(state.actor, batch, steps.exact_gap(batch, batch["old_log_probs"]), w)
     return batch
 
 
@@ -286,7 +275,7 @@ def kl_in_reward(
     """Subtracts the KL penalty from the rewards where ``use_kl_in_reward`` asks for it; also the next controller."""
     if not options.use_kl_in_reward:
         return batch, controller, {}
-    batch, controller, metrics = apply_kl_in_reward(batch, controller, options.kl_penalty)
+    batch, controller, metrics = steps.apply_kl_in_reward(batch, controller, options.kl_penalty)
     return batch, controller, update_report("actor", [(metrics, {})])
 
 
@@ -327,13 +316,13 @@ def update(
         if select is not None:
             batch = select(state, batch, number)
         first = check is not None and number == 0
-        grads, of_gradient = backend.forward_backward(state, batch, loss + exactness() if first else loss)
+        grads, of_gradient = backend.forward_backward(state, batch, loss + steps.exactness() if first else loss)
         if check is not None and first:
             check(state, batch, of_gradient)
         state, of_update = backend.apply_update(state, grads)
         return state, (of_gradient, of_update)
 
-    return scan(one, state, enumerate(batches))
+    return steps.scan(one, state, enumerate(batches))
 
 
 def one_update(
@@ -382,15 +371,15 @@ def update_batches(
     Problems may have different numbers of rows, so a minibatch has its share of the rows.
     """
     rows = Fraction(len(batch) * min(options.ppo_mini_batch_size, problems), problems)
-    for part in minibatches(batch, rows, epochs=options.ppo_epochs, shuffle=key if options.shuffle else None):
+    for part in steps.minibatches(batch, rows, epochs=options.ppo_epochs, shuffle=key if options.shuffle else None):
         part = weighted(part, options, w)
-        yield aggregate_rows(part) if "row" in loss.levels else part
+        yield steps.aggregate_rows(part) if "row" in loss.levels else part
 
 
 def weighted(batch: Batch, options: Aggregation, w: Workers) -> Batch:
     """Writes ``loss_weight`` into a whole update batch, as the options ask for."""
     scale = options.loss_scale_factor or float(w.sampling.max_tokens)
-    return aggregate(batch, aggregation(options), loss_scale_factor=scale)
+    return steps.aggregate(batch, aggregation(options), loss_scale_factor=scale)
 
 
 def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
@@ -545,9 +534,9 @@ def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -
         )
     if "reward_baselines" in batch:
         metrics |= _spread_of("critic/baselines", whole["reward_baselines"], answered)
-    metrics |= rollout_gap(batch)
+    metrics |= steps.rollout_gap(batch)
     if exact:
-        metrics |= exact_gap(batch, batch["old_log_probs"])
+        metrics |= steps.exact_gap(batch, batch["old_log_probs"])
     report = sample_report(batch) | {name: metric.value for name, metric in metrics.items()}
     if compares:
         groups = groups_of(whole)

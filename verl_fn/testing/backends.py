@@ -12,24 +12,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn import steps
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Freed, Handle, TrainBackend
 from verl_fn.state import PER_ROW, Batch, Grads, Key, Metrics, Params, TokenOutputs, TrainState, tree
-from verl_fn.steps import (
-    SGD,
-    AdamW,
-    Chain,
-    ClipByGlobalNorm,
-    Loss,
-    Optimizer,
-    Schedule,
-    Term,
-    aggregate_rows,
-    apply_update,
-    ppo_clip,
-    total_loss,
-)  # fmt: skip
-from verl_fn.steps import loss as as_loss
+from verl_fn.steps import SGD, AdamW, Chain, ClipByGlobalNorm, Loss, Optimizer, Schedule, Term
 
 from .backend_case import (
     BackendCase,
@@ -114,7 +101,7 @@ def check_backend(
         verl_fn.testing.violation.LawViolation: Zero: zero gradients with a new optimizer state: ... ['logits'] ...
     """
     batch = tiny_batch() if batch is None else batch
-    case = BackendCase(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)
+    case = BackendCase(backend, loss or steps.ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)
     optimizer = getattr(backend, "optimizer", None) if optimizer is None else optimizer
     try:
         _check_laws(case, None if other is None else attrs.evolve(case, backend=other), optimizer)
@@ -193,7 +180,7 @@ def _purity(case: BackendCase) -> None:
     case.require_close(
         "Purity",
         "the loss computed from forward's outputs, against forward_backward's,",
-        float(total_loss(case.loss, outputs, batch)[0]),
+        float(steps.total_loss(case.loss, outputs, batch)[0]),
         reported["loss"].value,
         "parameters that one of the two takes from elsewhere, or outputs in another order",
     )
@@ -283,9 +270,9 @@ def _sum_of_outputs(needs: frozenset[str]) -> Loss:
 
     terms: list[Loss] = []
     if tokens := sorted(needs - PER_ROW):
-        terms.append(as_loss(needs=tokens)(sums(tokens)))  # type: ignore[arg-type]
+        terms.append(steps.loss(needs=tokens)(sums(tokens)))  # type: ignore[arg-type]
     if rows := sorted(needs & PER_ROW):
-        terms.append(as_loss(needs=rows, level="row")(sums(rows)))  # type: ignore[arg-type]
+        terms.append(steps.loss(needs=rows, level="row")(sums(rows)))  # type: ignore[arg-type]
     return Loss(tuple(term for one in terms for term in one.terms))
 
 
@@ -309,7 +296,7 @@ def _magnitude(outputs: TokenOutputs, batch: Batch) -> float:
 
 
 def _value(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
-    return float(total_loss(loss, in_float64(outputs), in_float64(batch))[0])
+    return float(steps.total_loss(loss, in_float64(outputs), in_float64(batch))[0])
 
 
 def _moved(state: TrainState, grads: Grads, *, pattern: bool, step: float) -> Params:
@@ -508,7 +495,7 @@ def check_groups(case: BackendCase, state: Handle[TrainState]) -> None:
         case.require_close(
             "Split invariance",
             "a loss of pairs of rows, computed from forward's outputs, against forward_backward's,",
-            float(total_loss(paired, outputs, batch)[0]),
+            float(steps.total_loss(paired, outputs, batch)[0]),
             reported["loss"].value,
             cause,
         )
@@ -525,7 +512,7 @@ def check_groups(case: BackendCase, state: Handle[TrainState]) -> None:
 def _squared_sums(name: str) -> Loss:
     """Makes a row loss of the output ``name`` whose gradient for a row depends on all rows of its group."""
 
-    @as_loss(needs=[name], level="row", together="together")
+    @steps.loss(needs=[name], level="row", together="together")
     def squared_sums(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
         values = outputs.by_name[name]
         rows = values if name in PER_ROW else batch.sum_rows(values)
@@ -554,7 +541,9 @@ def _with_pairs(batch: Batch, shift: int) -> Batch:
     if len(set(ids)) == len(batch):
         raise ValueError("no two rows of the batch are together as short as its longest row; add two short rows")
     # The ids are not valid indices, and the weights of rows differ.
-    paired = aggregate_rows(batch.with_rows(together=[1000 - 7 * i for i in ids]), "group-mean", group="together")
+    paired = steps.aggregate_rows(
+        batch.with_rows(together=[1000 - 7 * i for i in ids]), "group-mean", group="together"
+    )
     # Weights of both signs show a backend that takes them for magnitudes.
     sign = 1.0 - 2.0 * (paired["together"] % 2)
     return paired.with_rows(row_weight=sign * paired["row_weight"])
@@ -578,7 +567,7 @@ def check_updates(case: BackendCase, state: Handle[TrainState], optimizer: Optim
         gradient = case.made(scaled(factor), grads)
         new = _on_cpu(case.read(case.update(start, gradient, donate=False, **settings)[0]))
         old = _on_cpu(case.read(start))
-        expected, _ = apply_update(given or optimizer, old, _on_cpu(case.read(gradient)), donate=False)
+        expected, _ = steps.apply_update(given or optimizer, old, _on_cpu(case.read(gradient)), donate=False)
         cause = (
             "an update that ascends, clips by another norm, or ignores the schedule's position or a setting of the "
             "optimizer"
