@@ -65,12 +65,17 @@ class Linear:
     min_lr_ratio: float = 0.0
 
     def __call__(self, count: int) -> float:
-        rest = 1.0 - _progress(count, self.total_steps, self.warmup_steps)
-        return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
+        done = min(1.0, max(0, count - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        ratio = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * self.rest(done)
+        return self.lr * _warmup(count, self.warmup_steps) * ratio
+
+    def rest(self, done: float) -> float:
+        """Returns what is left of the learning rate when this fraction of the decay is done."""
+        return 1.0 - done
 
 
 @attrs.frozen
-class Cosine:
+class Cosine(Linear):
     """A decay like the first half of a cosine after a warm-up; its attributes are the ones of ``Linear``.
 
     Example:
@@ -80,14 +85,8 @@ class Cosine:
     Source: Loshchilov & Hutter 2017 (arXiv 1608.03983).
     """
 
-    lr: float
-    total_steps: int
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-
-    def __call__(self, count: int) -> float:
-        rest = 0.5 * (1.0 + math.cos(math.pi * _progress(count, self.total_steps, self.warmup_steps)))
-        return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
+    def rest(self, done: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 constant = Constant
@@ -102,11 +101,6 @@ def as_schedule(schedule: Schedule | float) -> Schedule:
 
 def _warmup(count: int, warmup_steps: int) -> float:
     return min(1.0, count / warmup_steps) if warmup_steps > 0 else 1.0
-
-
-def _progress(count: int, total_steps: int, warmup_steps: int) -> float:
-    """Returns the fraction of the decay that is done, from 0 at the end of the warm-up to 1."""
-    return min(1.0, max(0, count - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
 @attrs.frozen
@@ -271,9 +265,7 @@ class AdamW(Optimizer):
     weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
     moments: torch.dtype | None = attrs.field(default=None, validator=attrs.validators.in_(MOMENTS))
 
-    @property
-    def by_leaf(self) -> bool:
-        return True
+    by_leaf = True
 
     def init(self, params: Params) -> AdamState:
         names = params.trained()
@@ -363,9 +355,7 @@ class SGD(Optimizer):
     schedule: Schedule = attrs.field(converter=as_schedule)
     momentum: float = 0.0
 
-    @property
-    def by_leaf(self) -> bool:
-        return True
+    by_leaf = True
 
     def init(self, params: Params) -> SGDState:
         names = params.trained() if self.momentum else []

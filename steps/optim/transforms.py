@@ -227,9 +227,7 @@ class ClipByGlobalNorm(GradTransform):
 
     max_norm: float
 
-    @property
-    def by_leaf(self) -> bool:
-        return True
+    by_leaf = True
 
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
         norm = update.norm / update.divisor

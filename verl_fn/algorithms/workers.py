@@ -160,25 +160,19 @@ class Clock:
         Raises:
             PhaseOutOfMemory: a phase does not fit into memory.
         """
-        results: dict[str, Any] = {}
-        for phase, fn in phases.items():
-            start = time.perf_counter()
-            with in_phase(phase):
-                results[phase] = fn()
-            self._add(phase, start)
-        for phase, value in results.items():
-            start = time.perf_counter()
-            with in_phase(phase):
-                results[phase] = self._get(value)
-            self._add(phase, start)
-        return results
+        started = {phase: self._timed(phase, fn) for phase, fn in phases.items()}
+        return {phase: self._timed(phase, self._get, value) for phase, value in started.items()}
 
     def total(self) -> float:
         """Returns the seconds of earlier phases plus all those since this clock started."""
         return self._earlier + time.perf_counter() - self._start
 
-    def _add(self, phase: str, start: float) -> None:
+    def _timed(self, phase: str, fn: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        with in_phase(phase):
+            result = fn(*args)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        return result
 
 
 Report: TypeAlias = dict[str, float]
