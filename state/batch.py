@@ -426,8 +426,7 @@ def top_count(name: str) -> int | None:
         >>> top_count("top_ids_8"), top_count("logprobs"), top_count("top_ids_0")
         (8, None, None)
     """
-    prefix = next((prefix for prefix in TOP if name.startswith(prefix)), None)
-    number = name.removeprefix(prefix) if prefix is not None else ""
+    number = next((name.removeprefix(prefix) for prefix in TOP if name.startswith(prefix)), "")
     return int(number) if number.isdecimal() and int(number) > 0 else None
 
 

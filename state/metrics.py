@@ -155,15 +155,8 @@ class Moments(Node):
         w = mask.double()
         a = torch.where(w != 0, x.detach().double(), 0.0)
         b = torch.where(w != 0, y.detach().double(), 0.0) if y is not None else torch.zeros_like(a)
-        return cls(
-            w.sum(),
-            (w * a).sum(),
-            (w * a * a).sum(),
-            (w * b).sum(),
-            (w * b * b).sum(),
-            (w * a * b).sum(),
-            stat,
-        )
+        products = ((), (a,), (a, a), (b,), (b, b), (a, b))
+        return cls(*(math.prod(factors, start=w).sum() for factors in products), stat)
 
     def __add__(self, other: Moments) -> Moments:
         return tree.map(operator.add, self, other)

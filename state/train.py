@@ -151,12 +151,9 @@ def sum_of_squares(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Tensor]
         25.0
     """
     tensors = list(tensors)
-    total = _by_rows(tensors) if all(map(_is_whole_on_cpu, tensors)) else _by_tensors(tensors)
+    whole_on_cpu = all(t.is_cpu and type(t) in (Tensor, nn.Parameter) for t in tensors)
+    total = _by_rows(tensors) if whole_on_cpu else _by_tensors(tensors)
     return total if reduce is None else reduce(total)
-
-
-def _is_whole_on_cpu(t: Tensor) -> bool:
-    return t.is_cpu and type(t) in (Tensor, nn.Parameter)
 
 
 def _by_tensors(tensors: list[Tensor]) -> Tensor:

@@ -206,7 +206,7 @@ def printable(content: str, encoding: str = "utf-8") -> str:
         >>> printable("\x1b[31mred\n")
         '\\x1b[31mred\n'
     """
-    shown = _OBEYED.sub(_escaped, content)
+    shown = _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), content)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -229,7 +229,3 @@ def _write(stream: TextIO, line: object) -> None:
         print(printable(str(line), stream.encoding or "utf-8"), file=stream, flush=True)
     except BrokenPipeError as error:
         raise OutputClosed("nobody reads the output any more") from error
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match.group().encode("unicode_escape").decode("ascii")

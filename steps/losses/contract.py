@@ -141,11 +141,8 @@ class Loss:
         """
         if len(self.levels) > 1:
             raise ValueError("this loss has terms of both levels, token and row; compute it with steps.total_loss")
-        parts = [term.values(outputs, batch) for term in self.terms]
-        total = parts[0][0]
-        for values, _ in parts[1:]:
-            total = total + values
-        return total, metrics.merge(*(reported for _, reported in parts))
+        values, reported = zip(*(term.values(outputs, batch) for term in self.terms), strict=True)
+        return sum(values[1:], values[0]), metrics.merge(*reported)
 
     def __add__(self, other: Loss) -> Loss:
         if not isinstance(other, Loss):

@@ -232,22 +232,19 @@ class Pairs:
 
     def margin(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Returns, for both rows of a pair, the value of the preferred row less the value of the other."""
-        return self._of_pairs(self.sign * values)
+        return self.total(self.sign * values)
 
     def total(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Returns, for both rows of a pair, the sum of their values."""
-        return self._of_pairs(values)
+        return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
 
     def preferred(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Returns, for both rows of a pair, the value of the preferred row."""
-        return self._of_pairs(torch.where(self.sign > 0, values, 0.0))
+        return self.total(torch.where(self.sign > 0, values, 0.0))
 
     def mean(self, batch: Batch, values: Float[Tensor, " B"], sign: float) -> Weighted:
         """Makes the metric for the mean over the preferred rows (``sign`` 1) or over the others (-1)."""
         return Weighted.of(values, (batch["row_weight"] != 0) & (self.sign == sign))
-
-    def _of_pairs(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
 
 
 def row_log_probs(batch: Batch, log_probs: Float[Tensor, " T"]) -> Float[Tensor, " B"]:

@@ -222,7 +222,7 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
     shared = {
         "parameters": case.made(operator.attrgetter("params"), spare),
         "optimizer state": case.made(operator.attrgetter("optimizer"), spare),
-        "gradients": case.made(_shared, grads),
+        "gradients": case.made(Grads, grads),
     }
     before = {name: snapshot(case.read(value)) for name, value in shared.items()}
     new, _ = case.update(spare, grads)
@@ -247,10 +247,6 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
     depends = "an update that depends on donation"
     require_equal("Donation", "the state after a donated update", case.read(expected), case.read(new), depends)
     _in_place(case, state)
-
-
-def _shared(grads: Grads) -> Grads:
-    return Grads(dict(grads))
 
 
 def _in_place(case: BackendCase, state: Handle[TrainState]) -> None:

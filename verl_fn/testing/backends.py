@@ -250,7 +250,8 @@ def _slope(
 
     def value(step: float) -> float:
         moved = case.made(partial(_moved, pattern=pattern, step=step), state, grads)
-        return _value(loss, case.outputs(moved, batch), batch)
+        outputs = in_float64(case.outputs(moved, batch))
+        return float(steps.total_loss(loss, outputs, in_float64(batch))[0])
 
     def central(step: float) -> float:
         return (value(step) - value(-step)) / (2.0 * step)
@@ -293,10 +294,6 @@ def _magnitude(outputs: TokenOutputs, batch: Batch) -> float:
     """Returns the sum of the magnitudes of all weighted outputs."""
     weights = {True: batch["row_weight"], False: batch["loss_weight"]}
     return float(sum((weights[name in PER_ROW] * t).double().abs().sum() for name, t in outputs.by_name.items()))
-
-
-def _value(loss: Loss, outputs: TokenOutputs, batch: Batch) -> float:
-    return float(steps.total_loss(loss, in_float64(outputs), in_float64(batch))[0])
 
 
 def _moved(state: TrainState, grads: Grads, *, pattern: bool, step: float) -> Params:
