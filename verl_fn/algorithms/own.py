@@ -340,10 +340,14 @@ def _left_out(passes: Sequence[Pass], batch: Any, learn: Callable[..., Any]) -> 
             f"{place_of(learn)} learns from advantages that are not finite, on {bad} tokens of a batch; look for "
             "a division by the spread of equal rewards"
         )
-    if any(rows is None for rows, _ in passes):
+    if not isinstance(batch, Batch) or "response_mask" not in batch or any(rows is None for rows, _ in passes):
         return {}
-    rows, tokens = _others(batch, {row for rows, _ in passes for row in rows or ()})
-    return {"rollout/rows_dropped/learn": rows, "rollout/tokens_dropped/learn": tokens} if rows else {}
+    kept = {row for rows, _ in passes for row in rows or ()}
+    left = torch.tensor([row not in kept for row in range(len(batch))], dtype=torch.bool)
+    if not left.any():
+        return {}
+    tokens = int(batch.sum_rows((batch["response_mask"] != 0).float())[left].sum())
+    return {"rollout/rows_dropped/learn": int(left.sum()), "rollout/tokens_dropped/learn": tokens}
 
 
 def _pass(batch: Batch) -> Pass:
@@ -355,13 +359,6 @@ def _pass(batch: Batch) -> Pass:
     if "advantages" not in batch.per_token or "response_mask" not in batch:
         return rows, 0
     return rows, int((~batch["advantages"].isfinite() & (batch["response_mask"] != 0)).sum())
-
-
-def _others(batch: Any, kept: set[int]) -> tuple[int, int]:
-    if not isinstance(batch, Batch) or "response_mask" not in batch:
-        return 0, 0
-    left = torch.tensor([row not in kept for row in range(len(batch))], dtype=torch.bool)
-    return int(left.sum()), int(batch.sum_rows((batch["response_mask"] != 0).float())[left].sum())
 
 
 class _Watched:

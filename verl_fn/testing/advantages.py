@@ -13,7 +13,7 @@ from verl_fn.state import Batch, Key, Ragged
 from verl_fn.state.batch import CORE
 from verl_fn.steps.aggregate import last_of_rows
 
-from .builders import scrambled, tiny_batch, with_longer_prompts
+from .builders import reads, scrambled, tiny_batch, with_longer_prompts
 from .violation import LawViolation, repeatable, require, require_close, require_equal, require_full_precision
 
 WRITTEN = ("advantages", "returns")
@@ -82,7 +82,7 @@ def check_advantage(
     _dropped(estimator, batch)
     if zero_rewards if zero_rewards is not None else equal_rewards:
         _without_rewards(estimator, batch)
-    if equal_rewards and zero_rewards is not False and _reads_groups(estimator, batch):
+    if equal_rewards and zero_rewards is not False and reads("group", batch, estimator):
         _equal_rewards(estimator, batch)
     _same(estimator, whole, _with_silent_rows(batch), tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
@@ -161,35 +161,28 @@ def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
     return batch.with_tokens(**fields).with_rows(**rows)
 
 
-def _reads_groups(estimator: Callable[[Batch], Batch], batch: Batch) -> bool:
-    try:
-        estimator(batch.without("group"))
-    except KeyError:
-        return True
-    return False
-
-
 def _without_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
-    still = _with_rewards(batch, torch.zeros(len(batch)))
-    top = float(_result(estimator, still)["advantages"].abs().max())
     cause = "a constant added; if it is meant (a penalty of length, a baseline), pass zero_rewards=False"
-    require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", cause)
+    still = _with_rewards(batch, torch.zeros(len(batch)))
+    _require_none(estimator, still, "with neither rewards nor values", cause)
 
 
 def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
     """Checks groups of three and of seven, whose sizes float32 divides by with rounding, for rewards of all sizes."""
     (answered,) = batch.sum_rows(batch["response_mask"].float()).nonzero(as_tuple=True)
     grouped = batch.take(answered.repeat(10)[:10]).with_rows(group=[7] * 3 + [4] * 7)
+    cause = (
+        "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64 "
+        "(if advantages are meant to be made of more than rewards, pass equal_rewards=False)"
+    )
     for reward in EQUAL_REWARDS:
         alike = _with_rewards(grouped, torch.full((10,), reward))
-        top = float(_result(estimator, alike)["advantages"].abs().max())
-        require(
-            top == 0.0,
-            "Zero",
-            f"if all rewards of a group are {reward:g}, an advantage is {top:.3g}",
-            "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64 "
-            "(if advantages are meant to be made of more than rewards, pass equal_rewards=False)",
-        )
+        _require_none(estimator, alike, f"if all rewards of a group are {reward:g},", cause)
+
+
+def _require_none(estimator: Callable[[Batch], Batch], batch: Batch, when: str, cause: str) -> None:
+    top = float(_result(estimator, batch)["advantages"].abs().max())
+    require(top == 0.0, "Zero", f"{when} an advantage is {top:.3g}", cause)
 
 
 def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tensor]:

@@ -221,6 +221,20 @@ def scrambled(batch: Batch, key: Key) -> dict[str, Batch]:
     }
 
 
+def reads(field: str, batch: Batch, fn: Callable[[Batch], object]) -> bool:
+    """Returns whether a function fails on a batch without the field.
+
+    Example:
+        >>> reads("values", tiny_batch(), lambda batch: batch["values"].sum())
+        True
+    """
+    try:
+        fn(batch.without(field))
+    except KeyError:
+        return True
+    return False
+
+
 def with_longer_prompts(batch: Batch, key: Key, zeros: Iterable[str] = ()) -> tuple[Batch, Tensor]:
     """Puts one to three tokens before each row, under ``response_mask`` 0; they must not matter.
 

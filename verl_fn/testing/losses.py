@@ -8,19 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.state import (
-    PER_ROW,
-    Batch,
-    Key,
-    Metrics,
-    TokenOutputs,
-    metrics,
-    tree,
-)
+from verl_fn.state import PER_ROW, Batch, Key, Metrics, TokenOutputs, metrics, tree
 from verl_fn.steps import Loss, Term, check_weights
 from verl_fn.steps.losses.contract import WEIGHTS, LossError, check_shape
 
-from .builders import beside, scrambled, some_splits, tiny_batch, tiny_outputs, tiny_pairs, with_longer_prompts
+from .builders import beside, reads, scrambled, some_splits, tiny_batch, tiny_outputs, tiny_pairs, with_longer_prompts
 from .violation import LawViolation, repeatable, require, require_close, require_equal, require_full_precision
 
 KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values", "row_values", "candidate_logprobs"})
@@ -150,7 +142,7 @@ def _check_laws(loss: Loss, batch: Batch, zero_advantages: bool, tolerance: floa
     _weights_apart(case)
     _holes(case)
     _prompts(case)
-    if zero_advantages and _reads_advantages(case):
+    if zero_advantages and reads("advantages", batch, lambda fewer: evaluate(loss, declared, fewer)):
         _zero(case)
     _extremes(case)
     require_full_precision("the loss", lambda: evaluate(loss, declared, batch))
@@ -267,15 +259,6 @@ def _extremes(case: _Case) -> None:
         _require_finite(
             result, where, "exp() of a log-ratio that is not clamped: write (logprobs - old).clamp(-20, 20).exp()"
         )
-
-
-def _reads_advantages(case: _Case) -> bool:
-    try:
-        for term in case.loss.terms:
-            term.fn(case.outputs, case.batch.without("advantages"))
-    except KeyError:
-        return True
-    return False
 
 
 def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> dict[str, Any]:
