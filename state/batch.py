@@ -268,6 +268,15 @@ class Batch(Node):
         """Sums a per-token tensor over each row, ``[T] -> [B]``."""
         return torch.zeros(len(self), dtype=values.dtype, device=values.device).index_add(0, self.row_ids, values)
 
+    def reduce_rows(self, values: Tensor, reduction: str) -> Tensor:
+        """Returns the smallest (``amin``) or largest (``amax``) value of each row of a per-token tensor.
+
+        Example:
+            >>> Batch.from_rows([[1, 2], [3]]).reduce_rows(torch.tensor([4, 6, 5]), "amax").tolist()
+            [6, 5]
+        """
+        return values.new_zeros(len(self)).scatter_reduce(0, self.row_ids, values, reduction, include_self=False)
+
     def spread(self, values: Tensor) -> Tensor:
         """Returns, for each token, the value of its row, ``[B] -> [T]``."""
         return values[self.row_ids]

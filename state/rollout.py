@@ -468,4 +468,4 @@ def _oldest(batch: Batch, of_response: Tensor) -> Tensor:
     undrawn = batch.sum_rows(batch["response_mask"]) == 0
     counted = torch.where(batch.spread(undrawn), of_response, drawn)
     versions = torch.where(counted, batch["versions"].long(), torch.iinfo(torch.int64).max)
-    return versions.new_zeros(len(batch)).scatter_reduce(0, batch.row_ids, versions, "amin", include_self=False)
+    return batch.reduce_rows(versions, "amin")

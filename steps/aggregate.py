@@ -157,9 +157,7 @@ def last_of_rows(batch: Batch, mask: Tensor) -> Tensor:
         [0.0, 1.0, 0.0, 1.0]
     """
     index = torch.arange(batch.num_tokens, device=mask.device)
-    last = torch.full((len(batch),), -1, device=mask.device).scatter_reduce(
-        0, batch.row_ids, torch.where(mask.bool(), index, -1), "amax"
-    )
+    last = batch.reduce_rows(torch.where(mask.bool(), index, -1), "amax")
     chosen = torch.zeros_like(mask, dtype=torch.float32)
     chosen[last[last >= 0]] = 1.0
     return chosen

@@ -138,10 +138,7 @@ def optimal_token_baseline(
     """
     mask = batch["response_mask"].bool()
     # The response starts at its first token that the model drew; no field says where the prompt ends.
-    far = torch.where(mask, batch.positions, batch.num_tokens)
-    start = torch.full((len(batch),), batch.num_tokens, device=far.device).scatter_reduce(
-        0, batch.row_ids, far, "amin"
-    )
+    start = batch.reduce_rows(torch.where(mask, batch.positions, batch.num_tokens), "amin")
     steps = batch.positions - batch.spread(start)
     return _estimate("optimal_token_baseline", batch, steps, handle_zero_tail, rollout_is_weights, epsilon)
 
@@ -210,10 +207,7 @@ def _token_variance(batch: Batch, weighted: bool) -> Float[Tensor, " T"]:
 def _tail(batch: Batch, steps: Tensor, groups: Groups) -> Tensor:
     """Returns a mask of the tokens of each group's longest row that lie beyond the end of all its other rows."""
     ends = torch.where(batch["response_mask"].bool(), steps + 1, 0)
-    length = torch.zeros(len(batch), dtype=ends.dtype, device=ends.device).scatter_reduce(
-        0, batch.row_ids, ends, "amax"
-    )
-    length = length.double()
+    length = batch.reduce_rows(ends, "amax").double()
     longest = length == groups.max(length)
     only = longest & (groups.sum(longest.long()) == 1)
     second = groups.max(torch.where(longest, -1.0, length))

@@ -412,19 +412,9 @@ def kto_reference_point(batch: Batch, mismatched: Batch) -> Batch:
 
     Source: Ethayarajh et al. 2024 (arXiv 2402.01306), section 4.1.
     """
-    live = batch_rows_with_response(mismatched)
+    live = mismatched.sum_rows((mismatched["response_mask"] != 0).float()) > 0
     if not bool(live.any()):
         raise ValueError("no mismatched row has a response, so there is no reference point")
     log_ratio = row_log_probs(mismatched, mismatched["old_log_probs"] - mismatched["ref_log_prob"])
     point = log_ratio[live].double().mean().clamp(min=0.0).to(log_ratio.dtype)
     return batch.with_rows(reference_point=point.expand(len(batch)).clone())
-
-
-def batch_rows_with_response(batch: Batch) -> Tensor:
-    """Returns a mask of the rows that have a token with ``response_mask``.
-
-    Example:
-        >>> batch_rows_with_response(Batch.from_rows([[1], [2]], {"response_mask": [[0.0], [1.0]]})).tolist()
-        [False, True]
-    """
-    return batch.sum_rows((batch["response_mask"] != 0).float()) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -15,16 +16,6 @@ from verl_fn.errors import ArgumentError, UserError
 from verl_fn.state import Batch, Key
 
 T = TypeVar("T")
-
-
-def call_here(fn: Callable[[], T]) -> T:
-    """Calls the function now, since one process does one thing at a time.
-
-    Example:
-        >>> call_here(lambda: 3)
-        3
-    """
-    return fn()
 
 
 def get_here(value: T) -> T:
@@ -47,14 +38,14 @@ class Processes:
     Attributes:
         about: a line about them, for the screen.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
-        submit: calls a function in another thread if the engine works in other processes, and returns its result for
-            ``Workers.get``.
+        submit: calls a function, in another thread if the engine works in other processes, and returns its result
+            for ``Workers.get``.
         restarts: returns why engines were restarted since it was called last, in a sentence each.
     """
 
     about: str = ""
     gpu_memory: int | None = None
-    submit: Callable[[Callable[[], Any]], Any] = call_here
+    submit: Callable[[Callable[[], Any]], Any] = operator.call
     restarts: Callable[[], list[str]] = list
 
 

@@ -30,7 +30,6 @@ COPIES = 6
 # Two computations of the same token may pick different experts if rounding decides.
 ROUNDED = 0.1
 
-LAW = "Exactness"
 # The ways in which a run may draw.
 SAMPLINGS = (
     Sampling(24, n=2),
@@ -586,7 +585,7 @@ def _require_equal(trainer: Any, engine: Any, state: Any, batch: Batch, what: st
     place = "nowhere by teacher forcing" if parting is None else f"first in {parting.name}"
     sampled = int((batch["response_mask"] != 0).sum())
     raise LawViolation(
-        LAW,
+        "Exactness",
         f"{count:.0f} of {sampled} log-probs differ by up to {largest:.3g} nats ({what}), {place}",
         "a kernel that adds in another order if a call has more rows, other weights, or another temperature",
     )
