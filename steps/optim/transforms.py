@@ -25,19 +25,11 @@ from verl_fn.state import (
     Sum,
     TrainState,
     Weighted,
-    divided,
-    divisible,
-    isolated,
-    joined,
-    owned,
-    owned_parts,
-    refuse_derivatives,
-    spare,
+    ownership,
     sum_of_squares,
-    taken,
     tree,
 )
-from verl_fn.state.guards import expect_update
+from verl_fn.state.guards import expect_update, isolated, refuse_derivatives
 
 # The number of leaves in an update's first group: small, because the device is idle until its kernel starts.
 # Each group has twice as many as the one before. On the CPU kernels run synchronously, so groups would save no time.
@@ -468,18 +460,18 @@ def apply_update(
     groups = _groups(optimizer, state, grads) if donate else []
     if donate:
         # The lists are the only references to the moved fields; a local variable would force copies.
-        boxes = [taken(state, "apply_update")], [taken(grads, "apply_update")]
+        boxes = [ownership.taken(state, "apply_update")], [ownership.taken(grads, "apply_update")]
     else:
-        boxes = [spare(state)], [spare(grads)]
+        boxes = [ownership.spare(state)], [ownership.spare(grads)]
     befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups, donate)
-    new = joined(afters)
+    new = ownership.joined(afters)
     new = attrs.evolve(new, scheduler=new.scheduler + 1, step=new.step + 1)
     # Reading the norm is the only wait for the device, so it comes after all kernels are launched.
     grad_norm = float(norm)
     finite = math.isfinite(grad_norm)
     if not finite:
         # The kernels wrote nothing. The old state also has the optimizer's old count.
-        old = joined(befores)
+        old = ownership.joined(befores)
         new = attrs.evolve(old, step=old.step + 1)
     reported: Metrics = {"grad_norm": Weighted(grad_norm, 1.0), "perf/residency_copies": Sum(copies)}
     return new, reported | metrics | {"update_skipped": Sum(0 if finite else 1)}
@@ -493,7 +485,7 @@ def _groups(optimizer: Optimizer, state: TrainState, grads: Grads) -> list[list[
     """
     names = list(grads)
     size = FIRST_GROUP if names and grads[names[0]].is_cuda else FIRST_GROUP_ON_CPU
-    if not size or not optimizer.by_leaf or not divisible((state.params, state.optimizer), names):
+    if not size or not optimizer.by_leaf or not ownership.divisible((state.params, state.optimizer), names):
         return []
     groups: list[list[str]] = []
     while names:
@@ -524,10 +516,10 @@ def _updated(
     afters: list[TrainState] = []
     metrics: Metrics = {}
     copies = 0
-    parts = divided(states, groups) if groups else iter([[states.pop()]])
-    gradients = owned_parts(grads, groups or [list(grads[0])]) if donate else iter([(grads.pop(), 0)])
+    parts = ownership.divided(states, groups) if groups else iter([[states.pop()]])
+    gradients = ownership.owned_parts(grads, groups or [list(grads[0])]) if donate else iter([(grads.pop(), 0)])
     for box, (gradient, gradient_copies) in zip(parts, gradients, strict=True):
-        part, part_copies = owned(box) if donate else (box.pop(), 0)
+        part, part_copies = ownership.owned(box) if donate else (box.pop(), 0)
         copies += gradient_copies + part_copies
         params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
         # Fused kernels don't bump version counters, but caches of these tensors compare them.

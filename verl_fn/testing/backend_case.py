@@ -25,7 +25,6 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
     metrics,
-    snapshot,
     tree,
 )
 from verl_fn.steps import Loss, ppo_clip
@@ -165,7 +164,7 @@ def check_persistence(case: BackendCase, first: Handle[TrainState], second: Hand
     }
     for name, call in calls.items():
         result = call(first)
-        expected = snapshot(case.read(result))
+        expected = tree.snapshot(case.read(result))
         for what, state in {"another state": second, "the state after an update": third}.items():
             other = case.read(call(state))
             require(
@@ -183,13 +182,13 @@ def check_persistence(case: BackendCase, first: Handle[TrainState], second: Hand
 
 def _edited(case: BackendCase, state: Handle[TrainState]) -> None:
     """Checks that calls see an edit in place of all parameters, trained or not."""
-    edited = case.made(snapshot, state)
+    edited = case.made(tree.snapshot, state)
     case.outputs(edited.params)
     before = _identity(case, edited)
     case.get(case.backend.map(_scale, edited))
     seen, now = case.outputs(edited.params), _identity(case, edited)
     # Equal values in other tensors, unknown to any cache.
-    expected = case.outputs(case.made(snapshot, edited).params)
+    expected = case.outputs(case.made(tree.snapshot, edited).params)
     cached = "a copy that is kept for a tensor, or its address, whatever was written to it since"
     require_equal("Persistence", "forward after an edit of the parameters in place", expected, seen, cached)
     require(
@@ -215,7 +214,7 @@ def _scale(state: TrainState) -> None:
 
 def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
     """Checks that donated values can no longer be used, and that values which share their buffers do not change."""
-    spare = case.made(snapshot, state)
+    spare = case.made(tree.snapshot, state)
     grads, _ = case.gradients(spare)
     with untouched("Donation", "apply_update with donate=False", case.read, state=spare, grads=grads):
         expected, _ = case.update(spare, grads, donate=False)
@@ -224,7 +223,7 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
         "optimizer state": case.made(operator.attrgetter("optimizer"), spare),
         "gradients": case.made(Grads, grads),
     }
-    before = {name: snapshot(case.read(value)) for name, value in shared.items()}
+    before = {name: tree.snapshot(case.read(value)) for name, value in shared.items()}
     new, _ = case.update(spare, grads)
     written = "buffers written although other references to them exist"
     for name, value in shared.items():
@@ -252,7 +251,7 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
 def _in_place(case: BackendCase, state: Handle[TrainState]) -> None:
     """Checks that buffers without other references are reused, and that caches notice the update."""
     expected = case.next(state)
-    alone = case.made(snapshot, state)
+    alone = case.made(tree.snapshot, state)
     grads, _ = case.gradients(alone)
     new, reported = case.update(alone, grads)
     references = "the backend keeps references to the state or the gradients of its last call"
@@ -293,7 +292,7 @@ def check_zero(case: BackendCase, state: Handle[TrainState]) -> None:
 
 def _skipped(case: BackendCase, state: Handle[TrainState], what: str, broken: Handle[Grads], *, donate: bool) -> None:
     """Checks that an update with gradients that are not finite changes only the step."""
-    skipped, reported = case.update(case.made(snapshot, state), broken, donate=donate)
+    skipped, reported = case.update(case.made(tree.snapshot, state), broken, donate=donate)
     before = case.read(state)
     require_equal(
         "Zero",

@@ -18,15 +18,8 @@ from verl_fn.backends.protocol import Freed, Handle, TrainBackend
 from verl_fn.state import PER_ROW, Batch, Grads, Key, Metrics, Params, TokenOutputs, TrainState, tree
 from verl_fn.steps import SGD, AdamW, Chain, ClipByGlobalNorm, Loss, Optimizer, Schedule, Term
 
-from .backend_case import (
-    BackendCase,
-    check_donation,
-    check_persistence,
-    check_restore,
-    check_threads,
-    check_zero,
-    scaled,
-)
+from . import backend_case
+from .backend_case import BackendCase, scaled
 from .builders import in_float64, some_splits, tiny_batch
 from .violation import (
     LawViolation,
@@ -114,17 +107,17 @@ def _check_laws(case: BackendCase, other: BackendCase | None, optimizer: Optimiz
     _purity(case)
     first, second = case.trained("first"), case.trained("second")
     _signature(case, first)
-    check_persistence(case, first, second)
-    check_threads(case, first, second)
+    backend_case.check_persistence(case, first, second)
+    backend_case.check_threads(case, first, second)
     check_splits(case, first)
     check_groups(case, first)
     check_outputs(case, first)
     check_gradients(case, first)
-    check_donation(case, first)
-    check_zero(case, first)
+    backend_case.check_donation(case, first)
+    backend_case.check_zero(case, first)
     if optimizer is not None:
         check_updates(case, first, optimizer)
-    check_restore(case, first)
+    backend_case.check_restore(case, first)
     if other is not None:
         check_layouts(case, other, first)
 
