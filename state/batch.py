@@ -287,14 +287,9 @@ class Batch(Node):
 
     def to(self, device: str | torch.device) -> Batch:
         """Returns this batch on ``device``."""
-
         # The host could read a tensor on the CPU before an asynchronous copy has filled it.
         asynchronous = torch.device(device).type != "cpu"
-
-        def move(t: Tensor) -> Tensor:
-            return t.to(device, non_blocking=asynchronous)
-
-        return tree.map_tensors(move, self)
+        return tree.map_tensors(lambda t: t.to(device, non_blocking=asynchronous), self)
 
 
 def _token_ids(row: Sequence[int] | Tensor, number: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -80,7 +80,7 @@ class Max(Node):
         return cls(torch.where(mask.bool(), values.detach().double(), -math.inf).amax() if len(values) else -math.inf)
 
     def __add__(self, other: Max) -> Max:
-        return Max(_extreme(torch.maximum, max, self.top, other.top))
+        return Max(torch.maximum(*_doubles(self.top, other.top)))
 
     @property
     def value(self) -> float:
@@ -104,7 +104,7 @@ class Min(Node):
         return cls(torch.where(mask.bool(), values.detach().double(), math.inf).amin() if len(values) else math.inf)
 
     def __add__(self, other: Min) -> Min:
-        return Min(_extreme(torch.minimum, min, self.low, other.low))
+        return Min(torch.minimum(*_doubles(self.low, other.low)))
 
     @property
     def value(self) -> float:
@@ -204,14 +204,5 @@ def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _extreme(
-    of_tensors: Callable[[Tensor, Tensor], Tensor],
-    of_floats: Callable[[float, float], float],
-    a: Number,
-    b: Number,
-) -> Number:
-    if isinstance(a, Tensor):
-        return of_tensors(a, torch.as_tensor(b).to(a))
-    if isinstance(b, Tensor):
-        return of_tensors(torch.as_tensor(a).to(b), b)
-    return of_floats(a, b)
+def _doubles(*numbers: Number) -> list[Tensor]:
+    return [torch.as_tensor(number, dtype=torch.float64) for number in numbers]
