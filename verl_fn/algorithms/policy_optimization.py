@@ -28,7 +28,6 @@ from .experience import (
     batch_of,
     batch_report,
     check_of_updates,
-    draw,
     kl_controller,
     kl_in_reward,
     publish,
@@ -121,7 +120,7 @@ def policy_optimization(
 
     Args:
         advantages: the estimator.
-        sample: draws the experience of a step; by default ``draw``.
+        sample: draws the experience of a step; by default as every ``Algorithm`` does.
         outputs: the actor's outputs that the step reads; see ``annotate``.
         shape: changes the rewards of a scored batch, given the longest response allowed; by default they stay.
         warmup: the steps in which only the critic learns.
@@ -161,8 +160,8 @@ def policy_optimization(
         trained = {role: new for role, (new, _) in after.items()}
         return attrs.evolve(state, **trained, kl=kl, step=state.step + 1), report
 
-    sample = sample or functools.partial(draw, score=outline.needs_reward)
-    return Algorithm(init=init, sample=sample, learn=learn, outline=outline)
+    given: dict[str, Any] = {} if sample is None else {"sample": sample}
+    return Algorithm(init=init, learn=learn, outline=outline, **given)
 
 
 def remax(options: ReMax) -> Algorithm[PolicyState]:
