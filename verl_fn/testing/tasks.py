@@ -94,11 +94,8 @@ def check_environment(
 
 def _row(problem: Any) -> dict[str, Any]:
     """Returns the fields of a problem as an environment gets them."""
-    given = problem if isinstance(problem, Mapping) else None
-    return {
-        name: copy.deepcopy(given.get(name, default) if given is not None else getattr(problem, name, default))
-        for name, default in ROW.items()
-    }
+    read = problem.get if isinstance(problem, Mapping) else partial(getattr, problem)
+    return {name: copy.deepcopy(read(name, default)) for name, default in ROW.items()}
 
 
 def _play(

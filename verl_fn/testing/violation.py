@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import random
 import tempfile
@@ -224,8 +223,7 @@ def _largest_gap(a: Tensor, b: Tensor) -> float:
 def _top(x: Any) -> float:
     """Returns the largest finite magnitude."""
     t = torch.as_tensor(x).detach().cpu().double().abs()
-    top = float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0
-    return top if math.isfinite(top) else 0.0
+    return float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0
 
 
 class _LowPrecision(TorchDispatchMode):
