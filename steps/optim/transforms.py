@@ -457,13 +457,13 @@ def apply_update(
     # If the check fails, the arguments must not have been donated.
     check_update(optimizer, state, grads)
     update = Update.of(norm, state.scheduler, reduce)
-    groups = _groups(optimizer, state, grads) if donate else []
+    groups = _groups(optimizer, state, grads)
     if donate:
         # The lists are the only references to the moved fields; a local variable would force copies.
         boxes = [ownership.taken(state, "apply_update")], [ownership.taken(grads, "apply_update")]
     else:
         boxes = [ownership.spare(state)], [ownership.spare(grads)]
-    befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups, donate)
+    befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups)
     new = ownership.joined(afters)
     new = attrs.evolve(new, scheduler=new.scheduler + 1, step=new.step + 1)
     # Reading the norm is the only wait for the device, so it comes after all kernels are launched.
@@ -499,14 +499,12 @@ def _updated(
     boxes: tuple[list[TrainState], list[Grads]],
     update: Update,
     groups: list[list[str]],
-    donate: bool,
 ) -> tuple[list[TrainState], list[TrainState], int, Metrics]:
     """Runs the optimizer on each group of leaves, or on all leaves together if there are no groups.
 
     Args:
         boxes: a list with the state and a list with the gradients; they have the only references to both. Both
             lists are emptied.
-        donate: whether the values were donated, so that leaves with other references have to be copied.
 
     Returns:
         The parts of the state before and after the update, the number of copies, and the optimizer's metrics.
@@ -517,9 +515,9 @@ def _updated(
     metrics: Metrics = {}
     copies = 0
     parts = ownership.divided(states, groups) if groups else iter([[states.pop()]])
-    gradients = ownership.owned_parts(grads, groups or [list(grads[0])]) if donate else iter([(grads.pop(), 0)])
+    gradients = ownership.owned_parts(grads, groups or [list(grads[0])])
     for box, (gradient, gradient_copies) in zip(parts, gradients, strict=True):
-        part, part_copies = ownership.owned(box) if donate else (box.pop(), 0)
+        part, part_copies = ownership.owned(box)
         copies += gradient_copies + part_copies
         params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
         # Fused kernels don't bump version counters, but caches of these tensors compare them.
