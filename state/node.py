@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from typing import Any, NoReturn, TypeVar, cast, dataclass_transform
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from verl_fn.errors import ArgumentError
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -110,7 +111,11 @@ def mapping(*, converter: Callable[[Any], FrozenDict[Any, Any]] = frozen_dict, *
     return attrs.field(converter=converter, metadata={"mapping": True}, **kwargs)
 
 
-@functools.cache
+def _cached(fn: F) -> F:
+    return cast(F, functools.cache(fn))
+
+
+@_cached
 def field_names(cls: type) -> tuple[str, ...]:
     """Returns the names of all fields of a node class."""
     return tuple(f.name for f in attrs.fields(cls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -122,6 +122,10 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
         raise ArgumentError(f"a prompt is a sequence of integers, its token ids, not {prompt!r:.80}") from error
 
 
+def _as_tuple(tokens: Iterable[int]) -> tuple[int, ...]:
+    return tuple(tokens)
+
+
 @attrs.frozen
 class Sampling:
     """How responses are drawn.
@@ -144,7 +148,7 @@ class Sampling:
     top_k: int = -1
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(1.0)])
     n: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple)
 
     @property
     def cuts(self) -> bool:
