@@ -215,7 +215,8 @@ def annotate(
     for phase, output in results.items():
         batch = with_outputs(batch, output, **names[phase])
     if saves_pass:
-        return with_engine_log_probs(batch)
+        log_probs = torch.where(batch["response_mask"] != 0, engine_log_probs(batch), 0.0)
+        return batch.with_tokens(old_log_probs=log_probs)
     if w.exact == "strict":
         require_equal(state.actor, batch, steps.exact_gap(batch, batch["old_log_probs"]), w)
     return batch
@@ -416,18 +417,6 @@ def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
 
 class NotExact(UserError, RuntimeError):
     """With ``rollout.exact = "strict"``, log-probs of trainer and engine differ."""
-
-
-def with_engine_log_probs(batch: Batch) -> Batch:
-    """Writes the engine's log-probs as ``old_log_probs``, 0 where ``response_mask`` is 0.
-
-    Example:
-        >>> fields = {"response_mask": [[0.0, 1.0]], "rollout_log_probs": [[-3.0, -1.0]]}
-        >>> with_engine_log_probs(Batch.from_rows([[1, 2]], fields))["old_log_probs"].tolist()
-        [0.0, -1.0]
-    """
-    mask = batch["response_mask"] != 0
-    return batch.with_tokens(old_log_probs=torch.where(mask, engine_log_probs(batch), 0.0))
 
 
 def require_equal(state: Any, batch: Batch, measured: Metrics, w: Workers) -> None:
