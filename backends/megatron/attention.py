@@ -61,23 +61,21 @@ class PackedAttention(nn.Module):
         return (_flash if flash else _by_piece)(query, key, value, pieces, self.scale).flatten(1)
 
 
-def with_packed_attention(chunks: list[Any], replaced: type[nn.Module]) -> list[Any]:
+def replace_attention(model: nn.Module, replaced: type[nn.Module]) -> None:
     """Replaces transformer-engine's attention with ``PackedAttention``, where both compute the same.
 
     Where the backward pass of transformer-engine's attention must repeat bitwise, it asks cuDNN for
     2 x heads x rows x tokens² bytes, with the rows and tokens of a micro-batch.
 
     Args:
-        chunks: the models.
         replaced: the class of transformer-engine's attention.
     """
-    for module in itertools.chain.from_iterable(model.modules() for model in chunks):
+    for module in model.modules():
         core: Any = getattr(module, "core_attention", None)
         if _is_plain(core, replaced):
             module.core_attention = PackedAttention(
                 core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
             )
-    return chunks
 
 
 def _is_plain(core: Any, replaced: Any) -> bool:

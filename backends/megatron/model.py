@@ -19,7 +19,7 @@ from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.megatron import adapters as lora_adapters
-from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
+from verl_fn.backends.megatron.attention import PackedAttention, replace_attention
 from verl_fn.backends.megatron.conversion import SEEING, bridge_of
 from verl_fn.backends.megatron.fidelity import OF_ATTENTION, check_fields_of_sight, check_sight, checked
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
@@ -172,9 +172,8 @@ class Sight:
         # transformers' function for this tower, without the language model that it belongs to there.
         self.get_image_features = functools.partial(type(skeleton.body).get_image_features, self)
 
-    def join(self, chunks: list[Any]) -> list[Any]:
+    def join(self, model: Any) -> None:
         """Adds the tower to Megatron's model, and what rotates by positions of three axes as transformers does."""
-        (model,) = chunks
         model.visual = self.visual
         if self.config.model_type == "qwen3_vl":
             from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
@@ -184,7 +183,6 @@ class Sight:
             )
         for number, layer in enumerate(model.decoder.layers):
             layer.register_forward_hook(functools.partial(self._add, number))
-        return chunks
 
     def _add(self, number: int, layer: nn.Module, args: Any, output: Any) -> Any:
         if number >= len(self.deep):
@@ -292,7 +290,6 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
-    hooks, sight = _hooks(bridge, config, layout, how, skeleton.adapters, plain), None
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -300,11 +297,17 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         model_parallel_cuda_manual_seed(0)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
-        if config.model_type in SEEING:
-            sight = Sight(skeleton, how)
-            hooks.insert(0, sight.join)
+        sight = Sight(skeleton, how) if config.model_type in SEEING else None
+
+        def changed(chunks: list[Any]) -> list[Any]:
+            (model,) = chunks
+            if sight is not None:
+                sight.join(model)
+            _change(model, bridge, config, layout, how, skeleton.adapters, plain)
+            return chunks
+
         # Given hooks replace the hooks that a bridge has registered.
-        hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
+        hooks = [*([provider.pre_wrap_hook] if provider.pre_wrap_hook else []), changed]
         try:
             (ddp,) = provider.provide_distributed_model(
                 ddp_config=DistributedDataParallelConfig(
@@ -320,9 +323,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
             # The innermost error names the package.
             raise ModelError(f"{folder}: layers of this family need a package: {error.__cause__ or error}") from error
     ddp.train()
-    model, tied = ddp.module, None
-    if how.fsdp:
-        model = unwrapped(ddp)
+    model, tied = unwrapped(ddp) if how.fsdp else ddp.module, None
     if (
         layout.sizes.pp > 1
         and model.share_embeddings_and_output_weights
@@ -332,18 +333,17 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     return Built(bridge, config, ddp, model, tied, skeleton.fit, sight)
 
 
-def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, plain: bool) -> list[Any]:
-    """Returns the functions that change the model before DDP wraps it, in order.
+def _change(model: Any, bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, plain: bool) -> None:
+    """Changes Megatron's model before DDP wraps it.
 
     Raises:
         ModelError: a field of the provider is for the attention that is replaced.
     """
-    padding = getattr(config.get_text_config(), "pad_token_id", None)
-    hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
-    if how.head == "value":
-        hooks.insert(0, _with_value_head)
+    if how.head == "value" and model.post_process:
+        model.output_layer = ValueHead(model.config.hidden_size, next(model.decoder.parameters()))
+    _fix_padding(model, layout, getattr(config.get_text_config(), "pad_token_id", None))
     if layout.sizes.tp > 1:
-        hooks.append(_with_shared_sinks)
+        _share_sinks(model)
     if not plain and torch.are_deterministic_algorithms_enabled():
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -352,12 +352,13 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
                 f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
                 "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
             )
-        hooks += [functools.partial(with_packed_attention, replaced=TEDotProductAttention), _with_repeatable_products]
+        replace_attention(model, TEDotProductAttention)
+        _replace_products(model)
     if adapters.lora is not None:
-        hooks.append(
-            functools.partial(_with_adapters, bridge=bridge, config=config, adapters=adapters, tp=layout.sizes.tp)
-        )
-    return hooks
+        tasks = bridge_of(bridge, config).build_conversion_tasks(config, [model])
+        lora_adapters.add(model, tasks, adapters, layout.sizes.tp)
+        if how.head == "value" and model.post_process:
+            model.output_layer.requires_grad_(True)
 
 
 def _provider(
@@ -569,40 +570,24 @@ def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
     return block
 
 
-def _with_repeatable_products(chunks: list[Any]) -> list[Any]:
+def _replace_products(model: nn.Module) -> None:
     """Replaces kernels of linear attention that do not repeat bitwise, as megatron-core's own setting does."""
-    for module in (module for model in chunks for module in model.modules()):
+    for module in model.modules():
         if hasattr(module, "gated_delta_rule"):
             from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 
             module.gated_delta_rule = torch_chunk_gated_delta_rule
-    return chunks
 
 
-def _with_shared_sinks(chunks: list[Any]) -> list[Any]:
+def _share_sinks(model: nn.Module) -> None:
     """Declares that ranks of tensor parallelism share the sinks of heads, as they share the heads."""
-    for name, sinks in (named for model in chunks for named in model.named_parameters()):
+    sinks: Any
+    for name, sinks in model.named_parameters():
         if name.endswith(".softmax_offset"):
             sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
-    return chunks
 
 
-def _with_value_head(chunks: list[Any]) -> list[Any]:
-    for model in chunks:
-        if model.post_process:
-            model.output_layer = ValueHead(model.config.hidden_size, next(model.decoder.parameters()))
-    return chunks
-
-
-def _with_adapters(chunks: list[Any], bridge: Any, config: Any, adapters: Adapters, tp: int) -> list[Any]:
-    for model in chunks:
-        lora_adapters.add(model, bridge_of(bridge, config).build_conversion_tasks(config, [model]), adapters, tp)
-        if model.post_process and isinstance(model.output_layer, ValueHead):
-            model.output_layer.requires_grad_(True)
-    return chunks
-
-
-def _without_padding_gradient(chunks: list[Any], layout: Layout, padding: int | None) -> list[Any]:
+def _fix_padding(model: Any, layout: Layout, padding: int | None) -> None:
     """Makes the embedding of the padding token a constant, as transformers does."""
 
     def embed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Tensor:
@@ -613,7 +598,5 @@ def _without_padding_gradient(chunks: list[Any], layout: Layout, padding: int | 
             is_padding = is_padding.t().reshape(-1).chunk(layout.sizes.tp)[layout.tp_rank]
         return torch.where(is_padding.view(*rows.shape[:-1], 1), rows.detach(), rows)
 
-    for model in chunks:
-        if model.pre_process and padding is not None:
-            model.embedding.word_embeddings.register_forward_hook(embed, with_kwargs=True)
-    return chunks
+    if padding is not None and model.pre_process:
+        model.embedding.word_embeddings.register_forward_hook(embed, with_kwargs=True)

@@ -14,7 +14,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.backends.megatron import attention, model
-from verl_fn.backends.megatron.attention import PackedAttention, Pieces, with_packed_attention
+from verl_fn.backends.megatron.attention import PackedAttention, Pieces, replace_attention
 from verl_fn.backends.megatron.executor import check_cuda
 from verl_fn.backends.megatron.layout import Sizes
 from verl_fn.backends.megatron.rows import padded_starts
@@ -151,8 +151,7 @@ class Derived(Replaced):
 def test_only_attention_that_computes_the_same_is_replaced(core, replaced):
     layer = nn.Module()
     layer.core_attention = core
-    models = [nn.Sequential(nn.Linear(1, 1), layer)]
-    assert with_packed_attention(models, Replaced) == models
+    replace_attention(nn.Sequential(nn.Linear(1, 1), layer), Replaced)
     assert isinstance(layer.core_attention, PackedAttention) == replaced
     assert layer.core_attention.scale == SCALE if replaced else layer.core_attention is core
 
@@ -171,14 +170,16 @@ def transformer_engine(monkeypatch):
 def test_attention_is_replaced_where_backward_passes_repeat(transformer_engine, monkeypatch, repeats, plain):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeats)
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {})
-    hooks = model._hooks(None, WITHOUT_PADDING, ALONE, how, Adapters(), plain)
-    assert any(getattr(hook, "func", None) is with_packed_attention for hook in hooks) == (repeats and not plain)
+    asked = []
+    monkeypatch.setattr(model, "replace_attention", lambda *given: asked.append(given))
+    model._change(nn.Linear(1, 1), None, WITHOUT_PADDING, ALONE, how, Adapters(), plain)
+    assert bool(asked) == (repeats and not plain)
 
 
 def test_fields_of_an_attention_that_is_replaced_are_refused(transformer_engine):
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {"cp_comm_type": "a2a"})
     with repeatable(True), pytest.raises(ModelError, match=r"field cp_comm_type .* driver.deterministic=false"):
-        model._hooks(None, WITHOUT_PADDING, ALONE, how, Adapters(), False)
+        model._change(nn.Linear(1, 1), None, WITHOUT_PADDING, ALONE, how, Adapters(), False)
 
 
 def test_attention_over_a_table_is_that_of_rows_end_to_end():
