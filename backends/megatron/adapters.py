@@ -44,9 +44,7 @@ def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
     if lora.rank % tp:
         raise LayoutError(f"tp = {tp} does not divide the rank of LoRA, {lora.rank}")
     adapted = _adapted(tasks, adapters)
-    targets = [
-        f"{layer.rpartition('.')[0]}.{part}" for layer, parts in adapted.items() for part in _parts(layer, parts)
-    ]
+    targets = [f"{layer.rpartition('.')[0]}.{part}" for layer in adapted for part in _names_of_parts(layer).values()]
     # Bridge lists models that it has changed by their ids, and later models get these ids again.
     PEFT_RECOMPUTE_PATCHED.discard(id(model))
     with quiet():
@@ -57,7 +55,13 @@ def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
         model.get_submodule(layer).verl_fn_names = parts
 
 
-def _adapted(tasks: list[Any], adapters: Adapters) -> dict[str, str | dict[str, str]]:
+def _names_of_parts(layer: str) -> dict[str, str]:
+    """Returns the names that canonical LoRA has for the parts of a layer; a layer of one part is ``""``."""
+    name = layer.rpartition(".")[2]
+    return PARTS.get(name, {"": name})
+
+
+def _adapted(tasks: list[Any], adapters: Adapters) -> dict[str, dict[str, str]]:
     """Returns the layers of this stage that get adapters, and the layers of transformers that each stands for."""
     wanted, adapted = set(adapters.layers), {}
     for task in tasks:
@@ -70,21 +74,15 @@ def _adapted(tasks: list[Any], adapters: Adapters) -> dict[str, str | dict[str, 
         if wanted.isdisjoint(parts.values()):
             continue
         layer = task.param_name.removesuffix(".weight")
-        known = PARTS.get(layer.rpartition(".")[2])
         if lacking := [name for name in parts.values() if name not in wanted]:
             raise ModelError(
                 f"LoRA's target_modules name only some of {', '.join(parts.values())}, which Megatron holds as one "
                 f"layer, and Megatron-Bridge adapts all or none of them: add {', '.join(lacking)}"
             )
-        if (known is None) != isinstance(hub, str) or (known is not None and known.keys() != parts.keys()):
+        if _names_of_parts(layer).keys() != parts.keys():
             raise ModelError(f"Megatron-Bridge has no adapters for {', '.join(parts.values())}")
-        adapted[layer] = parts[""] if isinstance(hub, str) else parts
+        adapted[layer] = parts
     return adapted
-
-
-def _parts(layer: str, parts: str | dict[str, str]) -> list[str]:
-    name = layer.rpartition(".")[2]
-    return [name] if isinstance(parts, str) else [PARTS[name][key] for key in parts]
 
 
 def halves(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
@@ -98,11 +96,8 @@ def halves(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, 
 
     here: dict[str, Any] = {}
     for module in model.modules():
-        parts = getattr(module, "verl_fn_names", None)
-        if isinstance(parts, str):
-            here[parts] = module.adapter
-        elif parts is not None:
-            here |= {name: module.adapter[f"adapter_{key}"] for key, name in parts.items()}
+        for key, name in getattr(module, "verl_fn_names", {}).items():
+            here[name] = module.adapter[f"adapter_{key}"] if key else module.adapter
     by_columns: dict[str, bool] = {}
     for of_rank in gathered({name: adapter.input_is_parallel for name, adapter in here.items()}):
         by_columns |= of_rank

@@ -299,8 +299,9 @@ class Megatron(Base):
         Otherwise the first rank makes the model with transformers and sends it tensor by tensor.
         """
         model = self._built()
+        options: dict[str, Any] = {"key": key, "lora": self._how.lora, "freeze_tower": self._how.freeze_tower}
         with agreed():
-            other = hollow(folder, self.head, key=key, lora=self._how.lora, freeze_tower=self._how.freeze_tower)
+            other = hollow(folder, self.head, **options)
             check_same_model(model.hollow.skeleton, other.skeleton, folder)
         rows = saving.readable(folder, other) if pretrained else None
         if rows is not None:
@@ -309,15 +310,7 @@ class Megatron(Base):
             whole: dict[str, Tensor] = {}
             with agreed():
                 if self.layout.rank == 0:
-                    how = self._how
-                    whole = build(
-                        folder,
-                        self.head,
-                        pretrained=pretrained,
-                        key=key,
-                        lora=how.lora,
-                        freeze_tower=how.freeze_tower,
-                    )[1]
+                    _, whole = build(folder, self.head, pretrained=pretrained, **options)
             leaves = model.divided(conversion.sent(model.canonical, whole), model.blank.keys(), together=True)
         return Params(leaves, model.trainable, other.skeleton.new_buffers(self.device))
 

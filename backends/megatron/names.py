@@ -146,31 +146,25 @@ class Canonical:
 
     def _complete(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields tensors by canonical name, each as soon as all of its parts have come."""
+        come: set[Place] = set()
         stacked: dict[str, Tensor] = {}
         missing: dict[str, int] = {}
-        come: set[tuple[str, int, int]] = set()
-        done: set[str] = set()
         for hub, t in tensors:
-            place = self.place(hub)
-            shape = self.shapes[place.name].shape
-            if place.name in done:
+            if (place := self.place(hub)) in come:
                 raise ModelError(f"Megatron-Bridge gives {hub} twice")
+            come.add(place)
+            shape = self.shapes[place.name].shape
             if place.expert is None:
-                done.add(place.name)
                 yield place.name, t[: shape[0]]
                 continue
             if place.name not in stacked:
                 stacked[place.name] = torch.empty(shape, dtype=t.dtype, device=t.device)
                 missing[place.name] = shape[0] * shape[1]
-            if (part := (place.name, place.expert, place.start)) in come:
-                raise ModelError(f"Megatron-Bridge gives {hub} twice")
             place.of(stacked[place.name]).copy_(t)
-            come.add(part)
             missing[place.name] -= place.end - place.start
             if not missing[place.name]:
-                done.add(place.name)
                 yield place.name, stacked.pop(place.name)
-        if lacking := sorted(self.shapes.keys() - done):
+        if lacking := sorted(self.shapes.keys() - {place.name for place in come} | stacked.keys()):
             raise ModelError(f"Megatron-Bridge has no parameter for {len(lacking)} tensors, such as {lacking[:3]}")
 
 
