@@ -114,8 +114,6 @@ class Pieces:
     def of(cls, rows: Int[Tensor, " n"], cp: int, rank: int) -> Pieces:
         """Returns the pieces of a rank of context parallelism, two for each row if several ranks share rows.
 
-        Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
-
         Args:
             rows: where each padded row begins, with the end of the last.
             cp: the number of ranks that share the rows.
@@ -126,19 +124,17 @@ class Pieces:
             >>> pieces.queries, pieces.keys, pieces.index  # chunks 1 and 2, after chunks 0 and 0 to 1
             (tensor([0, 1, 2], dtype=torch.int32), tensor([0, 2, 5], dtype=torch.int32), tensor([0, 2, 0, 2, 3]))
         """
-        lengths, tokens = rows.diff(), int(rows[-1]) // cp
+        lengths = rows.diff()
         longest = int(lengths.max())
         if cp == 1:
             return cls(rows.int(), rows.int(), longest, longest)
         chunks = lengths // (2 * cp)
         keys = torch.stack([(rank + 1) * chunks, (2 * cp - rank) * chunks], 1).flatten()
         starts = _starts(keys)
-        piece = torch.arange(len(keys)).repeat_interleave(keys)
-        row, within = piece // 2, torch.arange(len(piece)) - starts[piece]
-        number, place = within // chunks[row], within % chunks[row]
-        second = number >= cp
-        owner = torch.where(second, 2 * cp - 1 - number, number)
-        index = owner * tokens + rows[row] // cp + second * chunks[row] + place
+        # The tokens of all ranks, one after the other, and where each token of the rows lies among them.
+        gathered = torch.cat([own_places(rows, cp, other) for other in range(cp)])
+        within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(keys)
+        index = gathered.argsort()[rows[:-1].repeat_interleave(2).repeat_interleave(keys) + within]
         most = longest // (2 * cp)
         queries = _starts(chunks.repeat_interleave(2))
         return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, index)
@@ -147,6 +143,21 @@ class Pieces:
         """Returns the same pieces with their tensors on a device."""
         index = None if self.index is None else self.index.to(device)
         return attrs.evolve(self, queries=self.queries.to(device), keys=self.keys.to(device), index=index)
+
+
+def own_places(rows: Int[Tensor, " n"], cp: int, rank: int) -> Int[Tensor, " t"]:
+    """Returns the places of a rank's tokens among the tokens of all, in order: chunks r and 2 cp - 1 - r of each row.
+
+    Args:
+        rows: as for ``Pieces.of``.
+    """
+    if cp == 1:
+        return torch.arange(int(rows[-1]))
+    lengths = rows.diff()
+    chunk = (lengths // (2 * cp)).repeat_interleave(lengths)
+    within = torch.arange(int(rows[-1])) - rows[:-1].repeat_interleave(lengths)
+    number = within // chunk
+    return ((number == rank) | (number == 2 * cp - 1 - rank)).nonzero()[:, 0]
 
 
 def _starts(lengths: Tensor) -> Tensor:

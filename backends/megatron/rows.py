@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.hf.ulysses import Whole
 from verl_fn.backends.hf.vision import Family, Seen
-from verl_fn.backends.megatron.attention import Pieces
+from verl_fn.backends.megatron.attention import Pieces, own_places
 from verl_fn.backends.megatron.layout import Layout, Sizes
 from verl_fn.state import POSITIONS, Batch
 
@@ -92,8 +92,8 @@ class MicroBatch:
         sizes = layout.sizes
         starts, ends = _bounds(batch, sizes, length, table)
         length = int(ends[-1])
-        places = starts[:-1].repeat_interleave(batch.lengths) + _within(batch)
-        own = _own_places(ends, sizes.cp, layout.groups.cp.rank())
+        places = starts[:-1].repeat_interleave(batch.lengths) + batch.positions
+        own = own_places(ends, sizes.cp, layout.groups.cp.rank())
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
@@ -218,18 +218,3 @@ def _axes(batch: Batch, within: Tensor, places: Tensor) -> Int[Tensor, "3 t"]:
     if POSITIONS not in batch.per_token:
         return axes.contiguous()
     return axes.index_copy(1, places, batch[POSITIONS][:, 1:].t())
-
-
-def _within(batch: Batch) -> Tensor:
-    return torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
-
-
-def _own_places(ends: Tensor, cp: int, rank: int) -> Tensor:
-    """Returns the places of this rank's tokens among all, in order."""
-    if cp == 1:
-        return torch.arange(int(ends[-1]))
-    lengths = ends.diff()
-    chunk = (lengths // (2 * cp)).repeat_interleave(lengths)
-    within = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lengths)
-    number = within // chunk
-    return ((number == rank) | (number == 2 * cp - 1 - rank)).nonzero()[:, 0]
