@@ -23,7 +23,6 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.megatron.adapters import halves
 from verl_fn.backends.megatron.gathering import Parts, converted, names_of
-from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
@@ -131,7 +130,8 @@ def tasks_of(
         else:
             tasks.append(task)
     _check_complete(model, tasks)
-    return sorted(tasks, key=lambda task: canonical.position(task.hub_anywhere)), of_buffers
+    order = {name: i for i, name in enumerate(canonical.shapes)}
+    return sorted(tasks, key=lambda task: min(order[canonical.place(h).name] for h in task.hub_anywhere)), of_buffers
 
 
 def _moving(mapping: Any, model: Any) -> Any:
@@ -202,12 +202,6 @@ def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
     """
     by_rank = gathered([task.param is not None and task.leaf in leaves for task in tasks])
     return [i for i in range(len(tasks)) if any(of_rank[i] for of_rank in by_rank)]
-
-
-def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> Parts:
-    """Returns the parts of all parameters on all ranks; all ranks call it together."""
-    own = [None if task.param is None else pieces[task.leaf] for task in tasks]
-    return Parts.of(layout, own, [tuple(names_of(task.hub)) for task in tasks])
 
 
 def named(

@@ -176,8 +176,8 @@ class Distributed(Optimizer):
         # Megatron's optimizer would apply gradients that are not finite.
         if not bool(update.skip):
             self.resident.forget()
-            self.resident.buffers.allocate_weights()
-            self.resident.buffers.allocate_gradients()
+            self.resident.weights.allocate()
+            self.resident.gradients.allocate()
             with self.resident.layout.active(), self._lent(adam, params, lr):
                 scale = self._scale(float(update.norm))
                 if own := [name for name in grads if name in self.shards]:

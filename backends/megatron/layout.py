@@ -135,7 +135,7 @@ class Layout:
         before = _globals(parallel_state)
         if not _EMPTY:
             _EMPTY.update(before)
-        _set(parallel_state, _EMPTY)
+        vars(parallel_state).update(_EMPTY)
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tp,
@@ -150,7 +150,7 @@ class Layout:
             _MADE[sizes, dist.group.WORLD] = made
             return made
         finally:
-            _set(parallel_state, before)
+            vars(parallel_state).update(before)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -160,11 +160,11 @@ class Layout:
         module = vars(parallel_state)
         # By known names: a search would take longer, and this runs for every tensor.
         before = {name: module[name] for name in self.globals}
-        _set(parallel_state, self.globals)
+        module.update(self.globals)
         try:
             yield
         finally:
-            _set(parallel_state, before)
+            module.update(before)
 
     # What `agreement` asks of a layout.
 
@@ -176,7 +176,8 @@ class Layout:
     @property
     def share(self) -> int:
         """The number of this rank's part."""
-        return self.share_of(self.rank)
+        # Megatron numbers ranks by tp first, then by cp, dp and pp.
+        return self.rank // (self.sizes.tp * self.sizes.cp) % self.dp
 
     @property
     def answering(self) -> range:
@@ -187,10 +188,6 @@ class Layout:
     def reports(self) -> bool:
         """Whether this rank reports the metrics of its share."""
         return self.rank in self.answering
-
-    def share_of(self, rank: int) -> int:
-        """Returns the share of a rank. Megatron numbers ranks by tp first, then by cp, dp and pp."""
-        return rank // (self.sizes.tp * self.sizes.cp) % self.dp
 
     @property
     def tp_rank(self) -> int:
@@ -207,10 +204,6 @@ _MADE: dict[Any, Layout] = {}
 def _globals(module: Any) -> dict[str, Any]:
     """Returns the groups and sizes that Megatron keeps in a module."""
     return {name: value for name, value in vars(module).items() if name.startswith("_") and name[1:].isupper()}
-
-
-def _set(module: Any, values: dict[str, Any]) -> None:
-    vars(module).update(values)
 
 
 def _timeout() -> timedelta:

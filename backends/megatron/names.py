@@ -6,7 +6,6 @@ the names in files on the hub, most of which have one tensor for each expert. tr
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +45,7 @@ class Place:
         return whole if self.expert is None else whole[self.expert, self.start : self.end]
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Canonical:
     """The canonical names of a model.
 
@@ -117,14 +116,6 @@ class Canonical:
         """Returns the canonical names of only these tensors."""
         names = {self.place(hub).name for hub in hubs}
         return attrs.evolve(self, shapes={name: t for name, t in self.shapes.items() if name in names})
-
-    def position(self, hubs: Iterable[str]) -> int:
-        """Returns the place of the first of these tensors in the order of the canonical names."""
-        return min(self._positions[self.place(hub).name] for hub in hubs)
-
-    @functools.cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.shapes)}
 
     def joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors by canonical name, in the order of ``shapes``; rows that pad a vocabulary are dropped.

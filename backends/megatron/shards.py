@@ -8,7 +8,7 @@ gradient and its moments, and sums over all ranks count nothing twice.
 Frozen parameters are not in the buffers. Their elements are divided over the same ranks in the same way.
 
 The buffer of parameters is a copy of the masters in the compute dtype, and never state. ``Resident`` records which
-values it was made from, so that a call with the same values copies nothing. ``Buffers`` frees the memory of the model
+values it was made from, so that a call with the same values copies nothing. The memory of the model can be freed
 between calls: tensors keep their storages, whose size becomes 0, as in Megatron's own ``offload_grad_buffers``.
 
 With Megatron-FSDP, ranks divide the parameters that compute, too: it gathers the parameters of a layer for its
@@ -42,71 +42,51 @@ FULLY_SHARDED = {
 
 
 @attrs.frozen(eq=False)
-class Buffers:
-    """The storages of a model's parameters and gradients.
+class Memory:
+    """The storages of tensors, which can be freed and allocated again.
 
     Attributes:
-        weights: a tensor of each storage of parameters, and the bytes of the storage.
-        gradients: the same of gradients.
+        sizes: a tensor of each storage, and the bytes of the storage.
     """
 
-    weights: list[tuple[Tensor, int]]
-    gradients: list[tuple[Tensor, int]]
+    sizes: list[tuple[Tensor, int]]
 
     @classmethod
-    def of(cls, ddp: Any, owns: Callable[[Tensor], bool] = lambda p: True) -> Buffers:
-        """Returns the storages of a model, whose memory is allocated.
-
-        What Megatron-FSDP keeps gathered is not among them.
-
-        Args:
-            ddp: Megatron's ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
-            owns: whether the memory of a parameter is the model's, and not a state's.
-        """
-        if ddp.ddp_config.use_megatron_fsdp:
-            groups = ddp.param_and_grad_buffer.parameter_groups
-            grads = [group.main_grad_buffer for group in groups]
-            weights = [group.model_weight_buffer for group in groups]
-            return cls(*(_storages(b.data for b in part if b is not None) for part in (weights, grads)))
-        flat = (*ddp.buffers, *ddp.expert_parallel_buffers)
-        # Frozen parameters are in no buffer.
-        return cls(
-            _storages(p.data for p in ddp.module.parameters() if owns(p)), _storages(b.grad_data for b in flat)
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are allocated."""
-        return sum(t.untyped_storage().nbytes() for t, _ in (*self.weights, *self.gradients))
+    def of(cls, tensors: Iterable[Tensor]) -> Memory:
+        """Returns the storages of tensors whose memory is allocated."""
+        by_address = {t.untyped_storage().data_ptr(): t.detach() for t in tensors if t.numel()}
+        return cls([(t, t.untyped_storage().nbytes()) for t in by_address.values()])
 
     def free(self) -> None:
-        """Frees all of them."""
-        _resize((t, 0) for t, _ in self.weights)
-        self.free_gradients()
+        """Frees the storages."""
+        for t, _ in self.sizes:
+            t.untyped_storage().resize_(0)
 
-    def free_gradients(self) -> None:
-        """Frees the buffers of gradients."""
-        _resize((t, 0) for t, _ in self.gradients)
-
-    def allocate_weights(self) -> None:
-        """Allocates the buffers of parameters, with any values, unless they are allocated."""
-        _resize(self.weights)
-
-    def allocate_gradients(self) -> None:
-        """Allocates the buffers of gradients, with any values, unless they are allocated."""
-        _resize(self.gradients)
+    def allocate(self) -> None:
+        """Allocates the storages, with any values, unless they are allocated."""
+        for t, nbytes in self.sizes:
+            if t.untyped_storage().nbytes() != nbytes:
+                t.untyped_storage().resize_(nbytes)
 
 
-def _storages(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, int]]:
-    by_address = {t.untyped_storage().data_ptr(): t.detach() for t in tensors if t is not None and t.numel()}
-    return [(t, t.untyped_storage().nbytes()) for t in by_address.values()]
+def _tensors_of(ddp: Any, borrowed: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns tensors of all storages of a model's parameters, and of its gradients.
 
+    What Megatron-FSDP keeps gathered is not among them. Frozen parameters are in no buffer.
 
-def _resize(sizes: Iterable[tuple[Tensor, int]]) -> None:
-    for t, nbytes in sizes:
-        storage = t.untyped_storage()
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
+    Args:
+        ddp: Megatron's ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
+        borrowed: parameters whose memory is a state's, and not the model's.
+    """
+    if ddp.ddp_config.use_megatron_fsdp:
+        groups = ddp.param_and_grad_buffer.parameter_groups
+        weights, gradients = (
+            [buffer.data for group in groups if (buffer := getattr(group, name)) is not None]
+            for name in ("model_weight_buffer", "main_grad_buffer")
+        )
+        return weights, gradients
+    flat = (*ddp.buffers, *ddp.expert_parallel_buffers)
+    return [p.data for p in ddp.module.parameters() if p not in borrowed], [b.grad_data for b in flat]
 
 
 @attrs.frozen(eq=False)
@@ -156,7 +136,7 @@ class Piece:
     @property
     def of_expert(self) -> bool:
         """Whether ranks of expert parallelism hold different ones, and ranks of tensor parallelism all hold it."""
-        return not getattr(self.param, "allreduce", True)
+        return _of_expert(self.param)
 
     @property
     def weight(self) -> Tensor:
@@ -184,6 +164,10 @@ class Piece:
         return full.view(self.param.shape)
 
 
+def _of_expert(param: Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
 def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
     """Returns the pieces of this rank: empty for parameters of which it owns nothing."""
     pieces = {}
@@ -199,16 +183,14 @@ def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
                 pieces[param] = _piece(param, start, max(start, stop), buffer.data_parallel_group, layout)
     for param in ddp.module.parameters():
         if not param.requires_grad:
-            expert = not getattr(param, "allreduce", True)
-            group = layout.groups.expt_dp if expert else layout.groups.dp_cp
+            group = layout.groups.expt_dp if _of_expert(param) else layout.groups.dp_cp
             ranks, rank, count = group.size(), group.rank(), param.numel()
             pieces[param] = _piece(param, count * rank // ranks, count * (rank + 1) // ranks, group, layout)
     return pieces
 
 
 def _piece(param: nn.Parameter, start: int, stop: int, group: Any, layout: Layout) -> Piece:
-    expert = not getattr(param, "allreduce", True)
-    replicated = layout.sizes.tp > 1 and not expert and not getattr(param, "tensor_model_parallel", False)
+    replicated = layout.sizes.tp > 1 and not _of_expert(param) and not getattr(param, "tensor_model_parallel", False)
     if not replicated:
         return Piece(param, start, stop, (start, stop), False, group)
     count, tp, rank = stop - start, layout.sizes.tp, layout.tp_rank
@@ -223,7 +205,8 @@ class Resident:
         tied: the parameter of the output layer that is a copy of the embedding of another stage, if there is one.
 
     Attributes:
-        buffers: the memory of parameters and gradients.
+        weights: the memory of parameters.
+        gradients: the memory of gradients.
         loads: how often the buffer was filled.
     """
 
@@ -232,11 +215,11 @@ class Resident:
         self.pieces = pieces
         self.layout = layout
         self.tied = tied
-        for piece in pieces.values():
-            if piece.borrowed:
-                piece.lend(None)
-        borrowed = {id(piece.param) for piece in pieces.values() if piece.borrowed}
-        self.buffers = Buffers.of(ddp, lambda p: id(p) not in borrowed)
+        self._borrowed = {name: piece for name, piece in pieces.items() if piece.borrowed}
+        for piece in self._borrowed.values():
+            piece.lend(None)
+        weights, gradients = _tensors_of(ddp, {piece.param for piece in self._borrowed.values()})
+        self.weights, self.gradients = Memory.of(weights), Memory.of(gradients)
         self.loads = 0
         self._in_pass = False
         self._made_from: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
@@ -275,11 +258,11 @@ class Resident:
         with agreed():
             check_leaves(leaves, self.pieces, [self.pieces.keys()])
         self._made_from = {}
-        self.buffers.allocate_weights()
+        self.weights.allocate()
         with torch.no_grad():
             if frozen:
                 for name, piece in self.pieces.items():
-                    if piece.borrowed:
+                    if name in self._borrowed:
                         piece.lend(leaves[name])
                     elif not piece.trained:
                         piece.param.data.copy_(piece.whole(piece.shifted(leaves[name].to(piece.param.device))))
@@ -308,10 +291,10 @@ class Resident:
             # It may still gather for the next layer from memory that is freed here.
             self.ddp.synchronize_param_gather()
         self._made_from = {}
-        self.buffers.free()
-        for piece in self.pieces.values():
-            if piece.borrowed:
-                piece.lend(None)
+        self.weights.free()
+        self.gradients.free()
+        for piece in self._borrowed.values():
+            piece.lend(None)
 
     def forget(self) -> None:
         """Forgets which trained values the buffer holds, since something else overwrites them there."""

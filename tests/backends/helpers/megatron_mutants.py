@@ -190,12 +190,13 @@ class FreesWithoutForgetting(Megatron):
     """Frees its buffers, and takes what is allocated later for what they held."""
 
     def free_buffers(self):
-        self._built().resident.buffers.free()
+        for memory in (self._built().resident.weights, self._built().resident.gradients):
+            memory.free()
 
     def _holding(self, params):
         self.free_buffers()
-        buffers = self._built().resident.buffers
-        buffers.allocate_weights()
-        for t, _ in buffers.weights:
+        weights = self._built().resident.weights
+        weights.allocate()
+        for t, _ in weights.sizes:
             t.untyped_storage().fill_(0)
         return super()._holding(params)

@@ -14,8 +14,10 @@ __all__ = ["mutant"]
 
 def held(backend):
     """The bytes of weights and of gradients that are allocated."""
-    buffers = backend._built().resident.buffers
-    return [sum(t.untyped_storage().nbytes() for t, _ in part) for part in (buffers.weights, buffers.gradients)]
+    resident = backend._built().resident
+    return [
+        sum(t.untyped_storage().nbytes() for t, _ in part.sizes) for part in (resident.weights, resident.gradients)
+    ]
 
 
 def freed(folder, options):
