@@ -435,8 +435,8 @@ class MockRollout:
             number=number,
             prompt=torch.tensor(request.prompt),
             tokens=torch.tensor(answer.tokens),
-            log_probs=torch.tensor(_log_probs(answer)),
-            full_log_probs=torch.tensor(_full_log_probs(answer)) if sampling.cuts else None,
+            log_probs=torch.tensor(answer.log_probs),
+            full_log_probs=torch.tensor(answer.full_log_probs) if sampling.cuts else None,
             mask=torch.ones(len(answer.tokens)),
             versions=torch.full((len(answer.tokens),), self.version),
             finish_reason="stop" if answer.finished else "length",
@@ -503,23 +503,13 @@ def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut(answer: Response, sampling: Sampling) -> Response:
-    """Returns the answer up to its first stop token and ``max_tokens``."""
-    stops = [i + 1 for i, token in enumerate(answer.tokens) if token in sampling.stop_token_ids]
-    end = min([len(answer.tokens), sampling.max_tokens, *stops])
-    return Response(
-        answer.tokens[:end],
-        _log_probs(answer)[:end],
-        _full_log_probs(answer)[:end],
-        finished=end in stops or (answer.finished and end == len(answer.tokens)),
-    )
-
-
-def _log_probs(answer: Response) -> list[float]:
-    log_probs = [0.0] * len(answer.tokens) if answer.log_probs is None else list(answer.log_probs)
-    if len(log_probs) != len(answer.tokens):
-        raise ValueError(f"a response of {len(answer.tokens)} tokens has {len(log_probs)} log-probs")
-    return log_probs
-
-
-def _full_log_probs(answer: Response) -> list[float]:
-    return _log_probs(answer) if answer.full_log_probs is None else list(answer.full_log_probs)
+    """Returns the answer up to its first stop token and ``max_tokens``, with all log-probs."""
+    tokens = answer.tokens
+    log_probs = [0.0] * len(tokens) if answer.log_probs is None else answer.log_probs
+    if len(log_probs) != len(tokens):
+        raise ValueError(f"a response of {len(tokens)} tokens has {len(log_probs)} log-probs")
+    full = log_probs if answer.full_log_probs is None else answer.full_log_probs
+    stops = [i + 1 for i, token in enumerate(tokens) if token in sampling.stop_token_ids]
+    end = min([len(tokens), sampling.max_tokens, *stops])
+    finished = end in stops or (answer.finished and end == len(tokens))
+    return Response(tokens[:end], log_probs[:end], full[:end], finished)
