@@ -18,6 +18,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from verl_fn.backends import checkpoint
 from verl_fn.backends.agreement import Gather, agreed, alone, gathered, require_same, settings_of
@@ -36,7 +37,6 @@ from verl_fn.state import (
     Grads,
     Key,
     Metrics,
-    Named,
     Params,
     Slots,
     TokenOutputs,
@@ -47,7 +47,6 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.guards import expect, expect_update
-from verl_fn.state.ownership import opened
 from verl_fn.state.tree import flatten
 from verl_fn.steps import Frozen, Loss, Optimizer, apply_update, check_weights
 
@@ -554,10 +553,4 @@ def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device
 
 def _device(part: object) -> torch.device | None:
     """Returns the device of the first tensor of a tree, None for a tree without tensors."""
-    if isinstance(part, Tensor):
-        return part.device
-    if isinstance(part, Named):
-        return next((t.device for t in part.leaves.values()), None)
-    inside = opened(part)
-    children = () if inside is None else inside[0]
-    return next((device for device in map(_device, children) if device is not None), None)
+    return next((leaf.device for leaf in pytree.tree_iter(part) if isinstance(leaf, Tensor)), None)
