@@ -9,7 +9,7 @@ log-probs of ``ExactDecoder`` equal the trainer's in every bit: it has the train
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -37,73 +37,6 @@ EXACT_NAME = "verl_fn_exact_decode"
 PREFILL_TOKENS = 16384
 # New rows begin when one slot in this many is free: a prefill of few rows takes as long as a step.
 REFILL_PART = 8
-
-
-class Decoder(Protocol):
-    """A causal language model with a cache of ``slots`` rows.
-
-    Attributes:
-        shapes: the shapes of the weights by name, tied ones once.
-        model: transformers' model of the same folder.
-        keeps_prompts: whether ``copy`` copies a prompt even after more tokens were appended to it.
-    """
-
-    shapes: dict[str, torch.Size]
-    vocab: int
-    model: torch.nn.Module
-    keeps_prompts: bool
-
-    @property
-    def intact(self) -> bool:
-        """Whether nothing was written to the tensors of a state with which the decoder computes without a copy."""
-        ...
-
-    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
-        """Allocates places for all of ``shapes``; their contents are lost, but for ``kept``.
-
-        Args:
-            frozen: the names of tensors that nobody writes, so the decoder may compute with them without a copy.
-            kept: the names of weights that stay as they are and are not written; a model with images has some.
-        """
-        ...
-
-    def write(self, chunk: Chunk) -> None:
-        """Copies rows of a weight into its place, in the decoder's dtype."""
-        ...
-
-    def finish(self) -> None:
-        """Makes the weights that were written since ``begin`` the model's weights."""
-        ...
-
-    def reserve(self, slots: int, length: int) -> None:
-        """Makes the cache at least this large; a larger one loses the contents."""
-        ...
-
-    def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """Writes whole rows into ``slots``, and returns the logits after the last token of each."""
-        ...
-
-    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        """Appends a token to each of the first n slots, and returns the logits after it.
-
-        Args:
-            tokens: one for each slot.
-            positions: where they go in the slots.
-            longest: no slot has more tokens.
-        """
-        ...
-
-    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first ``length`` tokens of slots into others."""
-        ...
-
-    def drop_cache(self) -> None:
-        """Frees the cache's memory."""
-        ...
-
-    def drop_weights(self) -> None:
-        """Frees the weights' memory."""
-        ...
 
 
 # Where tokens lie, and attention over it
@@ -220,7 +153,13 @@ class Cache:
 
 
 class GeneralDecoder:
-    """Runs any causal language model with packed rows through its own forward; see ``Decoder``."""
+    """Runs any causal language model with packed rows through its own forward, with a cache of ``slots`` rows.
+
+    Attributes:
+        shapes: the shapes of the weights by name, tied ones once.
+        model: transformers' model of the same folder.
+        keeps_prompts: whether ``copy`` copies a prompt even after more tokens were appended to it.
+    """
 
     # What the model is given as its mask.
     _mask: Tensor | None = None
@@ -253,6 +192,12 @@ class GeneralDecoder:
         self._behind = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
+        """Allocates places for all of ``shapes``; their contents are lost, but for ``kept``.
+
+        Args:
+            frozen: the names of tensors that nobody writes, so the decoder may compute with them without a copy.
+            kept: the names of weights that stay as they are and are not written; a model with images has some.
+        """
         self._frozen = frozenset(frozen).difference(kept)
         # A tensor of a state is never written to, so what is copied needs a place of its own.
         stays = {name: t for name, t in self._weights.items() if name in kept or name not in self._taken}
@@ -264,6 +209,7 @@ class GeneralDecoder:
         }
 
     def write(self, chunk: Chunk) -> None:
+        """Copies rows of a weight into its place, in the decoder's dtype."""
         if chunk.name in self._frozen:
             if self._fits(chunk):
                 self._weights[chunk.name] = chunk.values.view(self.shapes[chunk.name])
@@ -284,17 +230,21 @@ class GeneralDecoder:
 
     @property
     def intact(self) -> bool:
+        """Whether nothing was written to the tensors of a state with which the decoder computes without a copy."""
         return all(version_of(self._weights[name]) == version for name, version in self._taken.items())
 
     def finish(self) -> None:
+        """Makes the weights that were written since ``begin`` the model's weights."""
         self._buffers = {name: whole_of_parts(self._weights[name]) for name in self.skeleton.constants}
 
     def reserve(self, slots: int, length: int) -> None:
+        """Makes the cache at least this large; a larger one loses the contents."""
         if slots > self._cache.slots or length > self._cache.length:
             self._cache = Cache(slots, length)
             self._behind = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        """Writes whole rows into ``slots``, and returns the logits after the last token of each."""
         where = Where.of_rows(rows, slots, self.device)
         rows = rows.to(self.device)
         behind = rows[POSITIONS][rows.last] if POSITIONS in rows else rows.last.new_zeros(len(rows), 2)
@@ -305,19 +255,29 @@ class GeneralDecoder:
         return self._logits(rows.tokens, where, rows.last, seen)
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
+        """Appends a token to each of the first n slots, and returns the logits after it.
+
+        Args:
+            tokens: one for each slot.
+            positions: where they go in the slots.
+            longest: no slot has more tokens.
+        """
         slots = torch.arange(len(tokens), device=self.device)
         return self._logits(tokens, Where(slots, positions, None, longest), None)
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies the first ``length`` tokens of slots into others."""
         for tensors in self._cache.layers.values():
             for t in tensors:
                 t[targets, :, :length] = t[sources, :, :length]
         self._behind[targets] = self._behind[sources]
 
     def drop_cache(self) -> None:
+        """Frees the cache's memory."""
         self._cache = Cache(0, 0)
 
     def drop_weights(self) -> None:
+        """Frees the weights' memory."""
         self._weights, self._taken = {}, {}
 
     def _logits(
@@ -354,7 +314,7 @@ class GeneralDecoder:
 
 
 class RowDecoder(GeneralDecoder):
-    """Runs any causal language model with padded rows; see ``Decoder``.
+    """Runs any causal language model with padded rows; see ``GeneralDecoder``.
 
     It holds the tokens of the slots instead of a cache, whose layout differs from family to family, and computes
     whole rows: n tokens take n passes over up to n tokens.
@@ -396,7 +356,7 @@ class RowDecoder(GeneralDecoder):
 
 
 class PastDecoder(GeneralDecoder):
-    """Runs a causal language model whose rows go on from transformers' own cache; see ``Decoder``.
+    """Runs a causal language model whose rows go on from transformers' own cache; see ``GeneralDecoder``.
 
     Such are models with linear attention or Mamba layers.
     """
@@ -507,7 +467,7 @@ class Begun:
 
 
 class ExactDecoder(GeneralDecoder):
-    """Runs a model with the kernels of ``hf.exact``; see ``Decoder``."""
+    """Runs a model with the kernels of ``hf.exact``; see ``GeneralDecoder``."""
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -26,7 +27,6 @@ from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, her
 from verl_fn.backends.sampler.decoder import (
     PREFILL_TOKENS,
     Begun,
-    Decoder,
     ExactDecoder,
     GeneralDecoder,
     PastDecoder,
@@ -38,6 +38,8 @@ from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite
 from verl_fn.backends.weight_sync import kept_of, receive
 from verl_fn.state import Batch, isolated, uniform_at, with_images
+
+Decoder: TypeAlias = "GeneralDecoder | LlamaDecoder"
 
 
 def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype, *, exact: bool = False) -> Decoder:

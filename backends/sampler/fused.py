@@ -62,7 +62,7 @@ class FusedWeights(NamedTuple):
 
 
 class FusedDecoder(LlamaDecoder):
-    """Runs Llama, Mistral, Qwen2 and Qwen3 with kernels that do several operations each; see ``Decoder``.
+    """Runs Llama, Mistral, Qwen2 and Qwen3 with kernels that do several operations each; see ``GeneralDecoder``.
 
     What a step computes depends on tensors of the device only. On CUDA it is a graph, recorded for a few numbers of
     lanes; on another device, where Triton interprets the kernels, the same step runs without one.

@@ -174,7 +174,10 @@ def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows
 
 
 class LlamaDecoder:
-    """Runs Llama, Mistral, Qwen2 and Qwen3 in about fifteen operations a layer, without modules; see ``Decoder``."""
+    """Runs Llama, Mistral, Qwen2 and Qwen3 in about fifteen operations a layer, without modules.
+
+    Its methods are the same as ``GeneralDecoder``'s.
+    """
 
     # Whether the two halves of a head lie as pairs in the fused weights.
     paired = True
