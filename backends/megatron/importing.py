@@ -18,10 +18,10 @@ import logging
 import os
 import re
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,21 +182,9 @@ def import_apart(names: Sequence[str]) -> None:
     Raises:
         ImportError: a module cannot be imported.
     """
-    failed: list[BaseException] = []
-
-    def imports() -> None:
-        try:
-            for name in names:
-                importlib.import_module(name)
-        except BaseException as error:
-            failed.append(error)
-
-    with quiet():
-        thread = threading.Thread(target=imports, name="verl_fn imports")
-        thread.start()
-        thread.join()
-    if failed:
-        raise failed[0]
+    with quiet(), ThreadPoolExecutor(1, "verl_fn imports") as thread:
+        for name in names:
+            thread.submit(importlib.import_module, name).result()
 
 
 @contextlib.contextmanager
