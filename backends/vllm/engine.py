@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ from .arguments import (
 )
 from .process import core_process
 
-# What sleeping frees, and the tags that wake it.
-WEIGHTS, CACHE = "weights", "kv_cache"
+# What sleeping frees, and the tags of vLLM that wake it.
+TAGS = {"weights": "weights", "cache": "kv_cache"}
 # While requests are added, steps without a look at new ones. A step that also computes prompts takes longer, and so
 # does the collection of draws.
 STEPS_BETWEEN = 8
@@ -115,7 +115,7 @@ class Vllm(Growing):
             super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
             self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
             self.tensor_parallel_size = tensor_parallel_size
-            self._awake = {WEIGHTS, CACHE}
+            self._awake = set(TAGS)
             self._outlets: list[Outlet] = []
             # Draws that were collected, with their version.
             self._drawn: list[tuple[Drawn, int]] = []
@@ -151,7 +151,7 @@ class Vllm(Growing):
         with self._publication():
             # Not before, since another thread may replace or drop the weights that the engine keeps.
             source, base = self._chosen(here(weights))
-            self._require(WEIGHTS, "publish")
+            self._require("weights", "publish")
             if not self.capabilities.versions_per_token:
                 self._interrupt()
             # Open requests are removed if it fails, before vLLM goes on.
@@ -210,18 +210,17 @@ class Vllm(Growing):
         Raises:
             ValueError: a tag is neither of these.
         """
-        names = {"weights": WEIGHTS, "cache": CACHE}
-        if unknown := [tag for tag in tags if tag not in names]:
+        if unknown := [tag for tag in tags if tag not in TAGS]:
             raise ValueError(f"wake knows the tags weights and cache, not {unknown[0]!r}")
         with self._alone():
-            for name, tag in names.items():
-                if (not tags or name in tags) and tag not in self._awake:
+            for what, tag in TAGS.items():
+                if what in (tags or TAGS) and what not in self._awake:
                     self._engine.wake_up([tag])
-                    self._awake.add(tag)
+                    self._awake.add(what)
 
     def _require_version(self, version: int | None) -> None:
-        for part in (WEIGHTS, CACHE):
-            self._require(part, "generate")
+        for what in TAGS:
+            self._require(what, "generate")
         super()._require_version(version)
 
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
@@ -354,22 +353,10 @@ class Vllm(Growing):
             secret = os.urandom(16)
             addresses = self._engine.call("listen", "127.0.0.1", secret)
             self._outlets = [Outlet(address, secret, self.device) for address in addresses]
-        failed: list[BaseException] = []
-
-        def receive() -> None:
-            try:
-                self._engine.call("receive", version, checked)
-            except BaseException as error:
-                failed.append(error)
-
-        receiving = threading.Thread(target=receive, name="verl_fn publication")
-        receiving.start()
-        try:
+        with ThreadPoolExecutor(1, "verl_fn publication") as thread:
+            receiving = thread.submit(self._engine.call, "receive", version, checked)
             send(self._outlets, version, source)
-        finally:
-            receiving.join()
-        if failed:
-            raise failed[0]
+        receiving.result()
 
     def _interrupt(self) -> None:
         """Ends the streams of earlier calls."""
@@ -385,9 +372,8 @@ class Vllm(Growing):
         """Raises AsleepError for a call that needs what sleeps."""
         if what not in self._awake:
             state = "asleep" if not self._awake else f"awake only with its {' and '.join(sorted(self._awake))}"
-            tag = "cache" if what == CACHE else what
             raise AsleepError(
-                f"{call} needs the engine's {tag}, and the engine is {state}; call wake(['{tag}']) first"
+                f"{call} needs the engine's {what}, and the engine is {state}; call wake(['{what}']) first"
             )
 
 

@@ -342,7 +342,7 @@ def sleep_and_wake():
     made._awake = set()
     with pytest.raises(AsleepError, match="asleep"):
         made.publish(2, trainer().weights(params(0)))
-    made._awake = {"weights", "kv_cache"}
+    made._awake = {"weights", "cache"}
 
 
 def not_finite():
