@@ -98,16 +98,6 @@ def kept_tower(model: Any, config: Any, source: WeightSource) -> tuple[str, ...]
     return tuple(f"{name.rstrip('.')}." for name in model.get_mm_mapping().tower_model)
 
 
-class _Layers:
-    """The layers of a model outside of its tower; vLLM's loading by layers goes through ``modules``."""
-
-    def __init__(self, model: torch.nn.Module, tower: tuple[str, ...]) -> None:
-        self._layers = [layer for name, layer in model.named_modules() if not f"{name}.".startswith(tower)]
-
-    def modules(self) -> list[torch.nn.Module]:
-        return self._layers
-
-
 def in_place(model: torch.nn.Module) -> bool:
     """Returns whether vLLM computes with all weights as they are loaded, so that they can be overwritten.
 
@@ -117,17 +107,17 @@ def in_place(model: torch.nn.Module) -> bool:
         return False
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     direct = _stacked(model)
-    return all(method is None or type(method) in PLAIN or (direct and _by_triton(method)) for method in methods)
+    # Triton's kernels compute with the experts' weights as they are loaded.
+    triton = UnquantizedMoeBackend.TRITON
+    return all(
+        method is None or type(method) in PLAIN or (direct and getattr(method, "unquantized_backend", None) == triton)
+        for method in methods
+    )
 
 
 def _stacked(model: torch.nn.Module) -> bool:
     """Returns whether vLLM's loader takes all experts of a layer as one tensor, and writes it into the parameter."""
     return type(model).__name__ == "GptOssForCausalLM"
-
-
-def _by_triton(method: Any) -> bool:
-    """Returns whether experts are computed by Triton's kernels, with the weights as they are loaded."""
-    return getattr(method, "unquantized_backend", None) == UnquantizedMoeBackend.TRITON
 
 
 def _embeddings(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -151,7 +141,9 @@ def _load_by_layers(
     model: Any, config: Any, tensors: Iterator[tuple[str, Tensor]], tower: tuple[str, ...]
 ) -> set[str]:
     tied = _tied(model)
-    layers: Any = _Layers(model, tower) if tower else model
+    own = [layer for name, layer in model.named_modules() if not f"{name}.".startswith(tower)]
+    # vLLM's loading by layers goes through ``modules``.
+    layers: Any = SimpleNamespace(modules=lambda: own) if tower else model
     for p in model.parameters():
         if isinstance(loader := getattr(p, "weight_loader", None), functools.partial):
             # As of MiniMax's norms. vLLM asks a loader for its name.
