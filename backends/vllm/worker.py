@@ -202,9 +202,8 @@ class DrawingSampler(Sampler):
         kernel = on_cuda().draw if self.runner.device.type == "cuda" else None
         self._draws = Draws(sampling, self.vocab, self.noise, kernel=kernel)
         self._seeds = torch.zeros(0, dtype=torch.int64, device=self.runner.device)
-        self._rows: list[Any] = []
-        self._places: list[Tensor] = []
-        self._columns: list[tuple[Tensor, ...]] = []
+        # Of each step: rows, places and columns.
+        self._drawn: list[tuple[Any, Tensor, tuple[Tensor, ...]]] = []
         # Of the requests in vLLM's batch; it seldom changes between two steps.
         self._present: list[str] = []
         self._present_rows: Any = np.zeros(0, int)
@@ -232,9 +231,7 @@ class DrawingSampler(Sampler):
         columns = self._draws.columns(logits[:, : self.vocab], uniforms)
         # A row of which only a part of the prompt was computed has no token yet.
         partial = self.runner.discard_request_mask.np[:count]
-        self._rows.append(np.where(partial, -1, self._present_rows))
-        self._places.append(places)
-        self._columns.append(columns)
+        self._drawn.append((np.where(partial, -1, self._present_rows), places, columns))
         # Without a finite logit the draw is beyond the vocabulary: an error once collected.
         drawn = columns[0].clamp(max=self.vocab - 1).to(torch.int32)
         return SamplerOutput(sampled_token_ids=drawn[:, None], logprobs_tensors=None)
@@ -242,12 +239,11 @@ class DrawingSampler(Sampler):
     def collected(self) -> Drawn | None:
         """Returns the draws since the last call, on the CPU; None if there are none."""
         assert self._draws is not None
-        if not self._rows:
+        if not self._drawn:
             return None
-        rows = torch.from_numpy(np.concatenate(self._rows))
-        places = torch.cat(self._places).cpu()
-        columns = [torch.cat(column).cpu() for column in zip(*self._columns, strict=True)]
-        for parts in (self._rows, self._places, self._columns):
-            parts.clear()
+        of_rows, of_places, of_columns = zip(*self._drawn, strict=True)
+        self._drawn.clear()
+        rows, places = torch.from_numpy(np.concatenate(of_rows)), torch.cat(of_places).cpu()
+        columns = [torch.cat(column).cpu() for column in zip(*of_columns, strict=True)]
         whole = rows >= 0
         return Drawn(rows[whole], places[whole], tuple(column[whole] for column in columns))
