@@ -81,9 +81,8 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
     longest = getattr(text, "max_position_embeddings", None) or 0
     windows = [w for m in transformers_model.modules() if isinstance(w := getattr(m, "sliding_window", None), int)]
     if any(window < longest for window in windows) and model.config.window_size is None:
-        raise ModelError(
-            f"{folder} has layers with a sliding window of {min(windows)} tokens, and Megatron-Bridge makes "
-            "attention to all tokens of them; set actor.strategy=fsdp"
+        raise _other(
+            folder, f"layers with a sliding window of {min(windows)} tokens", "attention to all tokens of them"
         )
     _check_activation(model, transformers_model, folder)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -102,10 +101,11 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
         # Each frequency belongs to two numbers of a head, and some models have it once.
         ours = ours.repeat_interleave(2, -1)
     if ours.shape != theirs.shape or float((ours - theirs).abs().max()) > ROUNDING:
-        raise ModelError(
-            f"{folder} has the rotary embedding {rope}, and Megatron-Bridge makes "
-            "one with other frequencies; set actor.strategy=fsdp"
-        )
+        raise _other(folder, f"the rotary embedding {rope}", "one with other frequencies")
+
+
+def _other(folder: str | Path, has: str, makes: str, way: str = "actor.strategy=fsdp") -> ModelError:
+    return ModelError(f"{folder} has {has}, and Megatron-Bridge makes {makes}; set {way}")
 
 
 def check_head(skeleton: Skeleton, folder: str | Path) -> None:
@@ -182,10 +182,7 @@ def take_epsilons(
         if own == epsilon:
             continue
         if not isinstance(getattr(module, "eps", None), float):
-            raise ModelError(
-                f"{folder} has the epsilon {epsilon} in {name}, and Megatron-Bridge makes it {own}; set "
-                "actor.strategy=fsdp"
-            )
+            raise _other(folder, f"the epsilon {epsilon} in {name}", f"it {own}")
         module.eps = epsilon
 
 
@@ -197,10 +194,7 @@ def _check_activation(model: Any, transformers_model: nn.Module, folder: str | P
         theirs: Any = model.config.activation_func
         if callable(ours) and float((ours(at) - theirs(at)).abs().max()) > ACTIVATION_ROUNDING:
             name = getattr(theirs, "__name__", repr(theirs))
-            raise ModelError(
-                f"{folder} has the activation {type(ours).__name__}, and Megatron-Bridge makes {name} of it; set "
-                "actor.strategy=fsdp"
-            )
+            raise _other(folder, f"the activation {type(ours).__name__}", f"{name} of it")
 
 
 @torch.no_grad()
@@ -216,10 +210,11 @@ def _check_axes(model: Any, text: Any, section: Sequence[int], folder: str | Pat
         ours = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
     theirs = model.rotary_pos_emb(positions, model.mrope_section)[:, 0, 0].cos()
     if ours[0].shape != theirs.shape or float((ours[0] - theirs.to(device)).abs().max()) > ROUNDING:
-        raise ModelError(
-            f"{folder} has the rotary embedding {text.config.rope_parameters}, and Megatron-Bridge makes one with "
-            "other angles for positions of three axes; set actor.strategy to local or fsdp"
+        has, makes = (
+            f"the rotary embedding {text.config.rope_parameters}",
+            "one with other angles for positions of three axes",
         )
+        raise _other(folder, has, makes, "actor.strategy to local or fsdp")
 
 
 @torch.no_grad()
@@ -279,25 +274,25 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
     """
     fields = {field.name for field in dataclasses.fields(provider)}
     settable = sorted(fields - DECIDED - OF_FOLDER - IMPURE.keys())
-    for name in overrides:
+    for name, value in overrides.items():
+        field = f"{folder}: the provider's field {name}"
         if name in DECIDED:
-            raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
-        if name in IMPURE and overrides[name] not in (None, False):
-            raise ModelError(f"{folder}: the provider's field {name} cannot be set; it {IMPURE[name]}")
+            raise ModelError(f"{field} cannot be set; this backend decides it")
+        if name in IMPURE and value not in (None, False):
+            raise ModelError(f"{field} cannot be set; it {IMPURE[name]}")
         if name in OF_FOLDER:
-            raise ModelError(f"{folder}: the provider's field {name} cannot be set; config.json decides it")
+            raise ModelError(f"{field} cannot be set; config.json decides it")
         if name not in fields:
             raise ModelError(
                 f"{folder}: {type(provider).__name__} has no field {name} that override_transformer_config could "
                 f"set{did_you_mean(name, settable)}"
             )
-        default, value = getattr(provider, name), overrides[name]
-        if isinstance(default, bool) and not isinstance(value, bool):
-            raise ModelError(f"{folder}: the provider's field {name} is {value!r}; it must be true or false")
-        if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | bool):
-            raise ModelError(
-                f"{folder}: the provider's field {name} is {value!r}; it must be a number, as {default!r}"
-            )
+        default = getattr(provider, name)
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ModelError(f"{field} is {value!r}; it must be true or false")
+        elif isinstance(default, int | float) and isinstance(value, str | bool):
+            raise ModelError(f"{field} is {value!r}; it must be a number, as {default!r}")
     kinds = overrides.get(ROUTER_LOSS_TYPE, "none")
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind in BALANCING:
