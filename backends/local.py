@@ -136,11 +136,7 @@ class Local(SkeletonBackend):
         split = self._split(batch)
         parts: list[TokenOutputs] = []
         for i, part in enumerate(split):
-            staged = Staged.of(part, self.device)
-
-            def compute(model: Skeleton, staged: Staged = staged) -> TokenOutputs:
-                return token_outputs(model, staged, wanted)
-
+            compute = functools.partial(token_outputs, staged=Staged.of(part, self.device), needs=wanted)
             with fits(part, i, len(split), self.max_tokens):
                 outputs = self._built().run(tensors, compute)
             parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
