@@ -391,20 +391,15 @@ def dtype_of_weights(folder: Path) -> torch.dtype | None:
 
 def _compare(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
     """Raises ModelError unless the written tensors are the given ones, bit for bit."""
-    differing = [
-        *(name for name in expected if name not in written),
-        *(name for name in written if name not in expected),
-        *(name for name, t in expected.items() if name in written and not _same(t, written[name])),
-    ]
-    if differing:
+    if differing := [name for name in {**expected, **written} if not _same(expected.get(name), written.get(name))]:
         raise ModelError(
             f"{len(differing)} tensors are lost, added or changed in what was written, such as {differing[0]}, by an "
             "error of the program or of the disk; nothing is exported"
         )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other)))
 
