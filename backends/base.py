@@ -51,50 +51,16 @@ from verl_fn.state.tree import flatten
 from verl_fn.steps import Frozen, Loss, Optimizer, apply_update, check_weights
 
 P = ParamSpec("P")
-S = TypeVar("S")
+B = TypeVar("B", bound="Base")
 T = TypeVar("T")
 
-_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
 
-
-class OneCall:
-    """Lets one thread at a time compute with a backend, whose model all calls share.
-
-    Args:
-        deterministic: use bitwise repeatable kernels.
-        refusal: makes the error that is raised while another thread computes; None waits for it instead.
-
-    Example:
-        >>> one_call = OneCall(deterministic=False)
-        >>> with one_call(gradients=True):
-        ...     pass
-    """
-
-    def __init__(self, deterministic: bool, refusal: Callable[[], Exception] | None = None) -> None:
-        self.deterministic = deterministic
-        self.refusal = refusal
-        self._lock = threading.RLock()
-
-    @contextlib.contextmanager
-    def __call__(self, *, gradients: bool | None = False) -> Iterator[None]:
-        """Computes inside; ``gradients`` is as for ``isolated``."""
-        if not self._lock.acquire(blocking=self.refusal is None):
-            assert self.refusal is not None
-            raise self.refusal()
-        try:
-            with isolated(gradients=gradients), repeatable(self.deterministic):
-                yield
-        finally:
-            self._lock.release()
-
-
-def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Makes a method run as one call of its backend, whose ``_one_call`` is a ``OneCall``."""
+def one_at_a_time(method: Callable[Concatenate[B, P], T]) -> Callable[Concatenate[B, P], T]:
+    """Makes a method run as one call of its backend."""
 
     @functools.wraps(method)
-    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        backend: Any = self
-        with backend._one_call():
+    def alone(self: B, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._one_call():
             return method(self, *args, **kwargs)
 
     return alone
@@ -139,7 +105,22 @@ class Base(abc.ABC):
         self._base: FrozenBase | None = None
         self._writing: Writing | None = None
         self._trains = not isinstance(optimizer, Frozen)
-        self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
+        # All calls share the model.
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def _one_call(self, *, gradients: bool | None = False) -> Iterator[None]:
+        """Computes inside, while no other thread does; ``gradients`` is as for ``isolated``."""
+        if not self._lock.acquire(blocking=not self.several_ranks):
+            raise LayoutError(
+                "another thread computes with this backend; ranks make its calls in one order, so make them from one "
+                "thread"
+            )
+        try:
+            with isolated(gradients=gradients), repeatable(self.deterministic):
+                yield
+        finally:
+            self._lock.release()
 
     # Making states
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from verl_fn.backends import base
+from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
 from verl_fn.backends.sampler import Sampler
@@ -154,7 +155,8 @@ def test_threads_share_a_sampler(tiny):
 
 
 def test_a_call_beside_another_is_refused_where_ranks_need_an_order():
-    busy = base.OneCall(False, refusal=lambda: ValueError("another thread"))
+    backend = BACKENDS["mock"](None)
+    backend.several_ranks, busy = True, backend._one_call
     began, end = threading.Event(), threading.Event()
 
     def other():
@@ -167,7 +169,7 @@ def test_a_call_beside_another_is_refused_where_ranks_need_an_order():
     assert began.wait(30)
     errors = []
     for _ in range(2):
-        with pytest.raises(ValueError, match="another thread") as caught, busy():
+        with pytest.raises(LayoutError, match="another thread") as caught, busy():
             pass
         errors.append(caught.value)
     # An error of its own for each call: a shared one would collect the tracebacks of all threads.
