@@ -127,19 +127,6 @@ class Built:
         return weight
 
 
-class ValueHead(nn.Module):
-    """A scalar for each token, in the place of Megatron's output layer; every rank of tensor parallelism has it."""
-
-    def __init__(self, width: int, like: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, width, dtype=like.dtype, device=like.device))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the values of hidden states, ``[N, 1]``."""
-        return nn.functional.linear(hidden, self.weight, self.bias)
-
-
 class Sight:
     """transformers' tower beside Megatron's language model, and its features on their way into that model.
 
@@ -340,7 +327,9 @@ def _change(model: Any, bridge: Any, config: Any, layout: Layout, how: How, adap
         ModelError: a field of the provider is for the attention that is replaced.
     """
     if how.head == "value" and model.post_process:
-        model.output_layer = ValueHead(model.config.hidden_size, next(model.decoder.parameters()))
+        # Every rank of tensor parallelism has all of it.
+        like = next(model.decoder.parameters())
+        model.output_layer = nn.Linear(model.config.hidden_size, 1, device=like.device, dtype=like.dtype)
     _fix_padding(model, layout, getattr(config.get_text_config(), "pad_token_id", None))
     if layout.sizes.tp > 1:
         _share_sinks(model)
