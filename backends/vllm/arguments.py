@@ -175,12 +175,16 @@ def engine_arguments(
     """Returns the arguments of vLLM's ``EngineArgs``.
 
     Raises:
-        EngineArgumentError: one of ``engine_kwargs`` would break a promise.
+        EngineArgumentError: one of ``engine_kwargs`` is unknown, or would break a promise.
         ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs, or as ``check_images``.
     """
     for name in engine_kwargs:
         if name in KEPT:
             raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
+        if name not in (known := _known_arguments()):
+            raise EngineArgumentError(
+                f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"
+            )
     config = read_config(folder)
     check_images(config, folder, device)
     text = config.get_text_config()
@@ -273,19 +277,6 @@ def graph_arguments(slots: int) -> dict[str, Any]:
         return {}
     last = min(slots, LAUNCHED)
     return {"cudagraph_capture_sizes": [*RECORDED, *range(RECORDED[-1] + 64, last, 64), last]}
-
-
-def check_names(arguments: Mapping[str, Any]) -> None:
-    """Raises an error for an argument that vLLM does not have.
-
-    Raises:
-        EngineArgumentError: it is unknown; the message suggests the most similar one.
-    """
-    known = _known_arguments()
-    if unknown := [name for name in arguments if name not in known]:
-        raise EngineArgumentError(
-            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs{did_you_mean(unknown[0], known)}"
-        )
 
 
 @functools.cache

@@ -36,7 +36,6 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 from .adapters import adapter_arguments, adapter_request
 from .arguments import (
     EngineError,
-    check_names,
     check_served,
     check_version,
     engine_arguments,
@@ -134,7 +133,6 @@ class Vllm(Growing):
                 arguments |= adapter_arguments(skeleton.adapters, sees=self.reads_images)
             if routed_experts:
                 arguments["enable_return_routed_experts"] = True
-            check_names(arguments)
             check_served(Path(folder), device)
             from .core import started
 

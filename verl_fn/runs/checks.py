@@ -678,21 +678,19 @@ def _elsewhere(plan: Plan, reference: str) -> bool:
 
 
 def _check_vllm(plan: Plan) -> None:
-    from verl_fn.backends.vllm.arguments import check_names, check_served, check_version, engine_arguments
+    from verl_fn.backends.vllm.arguments import check_served, check_version, engine_arguments
 
     r, device = plan.rollout, build.device(plan.driver)
     check_version()
-    check_names(
-        engine_arguments(
-            Path(r.folder),
-            device=device,
-            dtype=compute_dtype(r.dtype, r.folder, device),
-            slots=r.slots,
-            max_length=r.longest,
-            tensor_parallel_size=r.tensor_parallel_size,
-            gpu_memory_utilization=r.gpu_memory_utilization,
-            enforce_eager=r.enforce_eager,
-            engine_kwargs=r.engine_kwargs,
-        )
+    engine_arguments(
+        Path(r.folder),
+        device=device,
+        dtype=compute_dtype(r.dtype, r.folder, device),
+        slots=r.slots,
+        max_length=r.longest,
+        tensor_parallel_size=r.tensor_parallel_size,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        enforce_eager=r.enforce_eager,
+        engine_kwargs=r.engine_kwargs,
     )
     check_served(Path(r.folder), device)
