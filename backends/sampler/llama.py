@@ -98,34 +98,27 @@ class LlamaWeights(NamedTuple):
 class Places:
     """The fused tensors of a model of the Llama shape, into whose rows its weights are written.
 
+    Args:
+        shapes: of the weights.
+        paired: whether to change the order of rows, see ``_pair_rows``.
+
     Attributes:
         tensors: by name; ``qkv`` and ``gate_up`` of a layer are fused, the others are the model's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, config: Any, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, *, paired: bool
+    ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._where: dict[str, tuple[Tensor, Tensor | None]] = {}
-
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        shapes: Mapping[str, torch.Size],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        paired: bool = True,
-    ) -> Places:
-        """Allocates places for weights of these shapes; ``paired`` changes the order of rows, see ``_pair_rows``."""
-        allocated = cls()
         dim = head_dim(config)
         q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
 
         def fused(name: str, parts: Mapping[str, Tensor | None], rows: Sequence[int]) -> None:
             rest = shapes[next(iter(parts))][1:]
-            allocated.tensors[name] = whole = torch.empty(sum(rows), *rest, dtype=dtype, device=device)
+            self.tensors[name] = whole = torch.empty(sum(rows), *rest, dtype=dtype, device=device)
             for part, place in zip(parts, whole.split(list(rows)), strict=True):
-                allocated._where[part] = place, parts[part]
+                self._where[part] = place, parts[part]
 
         turned = {count: _pair_rows(count, dim, device) if paired else None for count in (q, kv, dim)}
         for i in range(config.num_hidden_layers):
@@ -141,9 +134,8 @@ class Places:
             both = [f"{layer}mlp.{p}_proj.weight" for p in ("gate", "up")]
             fused(f"{layer}gate_up", dict.fromkeys(both), [config.intermediate_size] * 2)
         for name in shapes:
-            if name not in allocated._where:
+            if name not in self._where:
                 fused(name, {name: None}, (shapes[name][0],))
-        return allocated
 
     def write(self, chunk: Chunk) -> None:
         """Copies rows of a weight into its place."""
@@ -182,6 +174,7 @@ class LlamaDecoder:
     # Whether the two halves of a head lie as pairs in the fused weights.
     paired = True
     keeps_prompts = True
+    intact = True  # it computes with copies
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
@@ -206,14 +199,10 @@ class LlamaDecoder:
         self._weights: LlamaWeights | None = None
         self._places: Places | None = None
 
-    @property
-    def intact(self) -> bool:
-        return True
-
     def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         self._weights = None
         if not self._places:
-            self._places = Places.of(self.config, self.shapes, self.dtype, self.device, paired=self.paired)
+            self._places = Places(self.config, self.shapes, self.dtype, self.device, paired=self.paired)
 
     def write(self, chunk: Chunk) -> None:
         assert self._places is not None, "begin comes first"
