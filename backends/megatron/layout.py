@@ -104,7 +104,7 @@ class Layout:
     Attributes:
         rank: the number of this process.
         size: how many processes there are.
-        dp: how many ranks have rows of their own.
+        shares: how many ranks have rows of their own, so into how many parts the rows are dealt.
         groups: Megatron's ``ProcessGroupCollection``.
         globals: the globals of ``megatron.core.parallel_state`` for this layout.
     """
@@ -112,7 +112,7 @@ class Layout:
     sizes: Sizes
     rank: int
     size: int
-    dp: int
+    shares: int
     groups: Any
     globals: dict[str, Any]
 
@@ -129,7 +129,7 @@ class Layout:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         size = dist.get_world_size()
-        dp = sizes.check(size)
+        shares = sizes.check(size)
         if (made := _MADE.get((sizes, dist.group.WORLD))) is not None:
             return made
         before = _globals(parallel_state)
@@ -146,7 +146,7 @@ class Layout:
                 distributed_timeout_minutes=_timeout().total_seconds() / 60,
             )
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            made = cls(sizes, dist.get_rank(), size, dp, groups, _globals(parallel_state))
+            made = cls(sizes, dist.get_rank(), size, shares, groups, _globals(parallel_state))
             _MADE[sizes, dist.group.WORLD] = made
             return made
         finally:
@@ -169,15 +169,10 @@ class Layout:
     # What `agreement` asks of a layout.
 
     @property
-    def shares(self) -> int:
-        """Into how many parts the rows are dealt."""
-        return self.dp
-
-    @property
     def share(self) -> int:
         """The number of this rank's part."""
         # Megatron numbers ranks by tp first, then by cp, dp and pp.
-        return self.rank // (self.sizes.tp * self.sizes.cp) % self.dp
+        return self.rank // (self.sizes.tp * self.sizes.cp) % self.shares
 
     @property
     def answering(self) -> range:

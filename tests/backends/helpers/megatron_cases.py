@@ -59,7 +59,7 @@ def laws(folder, options, tolerance, name="Megatron"):
     """All laws, and the layout against one process."""
     backend = megatron(folder, options, getattr(megatron_mutants, name))
     # Two micro-batches where one rank has all rows.
-    backend.max_tokens = 32 if backend.layout.dp == 1 else 24
+    backend.max_tokens = 32 if backend.layout.shares == 1 else 24
     loss = loss_for(options.get("head", "lm"))
     check_backend(backend, local(folder, options), loss=loss, tolerance=tolerance)
 
@@ -422,7 +422,7 @@ def losses_of_routers(folder, options, coefficients=(0.1, 0.05)):
         warnings.simplefilter("ignore")
         backend = megatron(folder, {**options, "provider": {"moe_router_load_balancing_type": "aux_loss", **added}})
         state = backend.load_pretrained()
-    backend.max_tokens = 32 // backend.layout.dp
+    backend.max_tokens = 32 // backend.layout.shares
     rows = torch.randint(8, (8,), generator=KEY.generator()).repeat(4, 1)
     batch = Batch.from_rows(list(rows), {"response_mask": [[0.0] + [1.0] * 7] * 4})
     found = dict(backend.named(backend.forward_backward(state, aggregate(batch, "token-mean"), nothing)[0]))

@@ -94,7 +94,7 @@ class MeansOfMeans(Megatron):
         own = sum(float(part.batch["loss_weight"].sum()) for part in share.staged)
 
         def reweighted(part):
-            weight = part.batch["loss_weight"] * (whole / self.layout.dp / own)
+            weight = part.batch["loss_weight"] * (whole / self.layout.shares / own)
             return attrs.evolve(part, batch=part.batch.with_tokens(loss_weight=weight))
 
         return attrs.evolve(share, staged=[reweighted(part) for part in share.staged])
