@@ -336,6 +336,14 @@ class Base(abc.ABC):
             params = self._params(folder, key.fold_in("init"), pretrained=pretrained)
         return TrainState(params, self._slots(params), 0, key.fold_in("train"), 0)
 
+    def _check_saved(self, skeleton: Skeleton, folder: str | Path) -> None:
+        """Checks that a folder holds a state of this model, and of its adapters; all ranks call it together."""
+        self._agree({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
+        with agreed(self._gather):
+            checkpoint.check_finished(folder)
+            check_same_config(skeleton, folder)
+            skeleton.adapters.check(Path(folder))
+
     # Frozen weights that checkpoints do not hold
 
     def _with_base(self, key: Key) -> Params:
@@ -463,11 +471,7 @@ class SkeletonBackend(Base):
             ModelError: its frozen weights are in another folder, and this backend's folder has others.
         """
         skeleton = self._built()
-        self._agree({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
-        with agreed(self._gather):
-            checkpoint.check_finished(folder)
-            check_same_config(skeleton, folder)
-            skeleton.adapters.check(Path(folder))
+        self._check_saved(skeleton, folder)
         adapters, params = skeleton.adapters, self._blank
         rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
         read = functools.partial(

@@ -158,7 +158,9 @@ class Megatron(Base):
         Raises:
             ModelError: its frozen weights are in another folder, and this backend's folder has others.
         """
-        return saving.restore(Path(folder), self._built(), self.optimizer, self._on_base)
+        model = self._built()
+        self._check_saved(model.hollow.skeleton, folder)
+        return saving.restore(Path(folder), model, self.optimizer, self._on_base)
 
     @one_at_a_time
     def free_buffers(self) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends import checkpoint
-from verl_fn.backends.agreement import agreed, gathered, readable_weights, require_same
-from verl_fn.backends.hf.config import check_same_config
+from verl_fn.backends.agreement import gathered, readable_weights
 from verl_fn.backends.hf.folder import Hollow
 from verl_fn.backends.hf.lora import ADAPTERS, FrozenBase, Reference, in_peft
 from verl_fn.backends.megatron.executor import Executor
@@ -94,17 +93,9 @@ def restore(
         on_base: adds the frozen weights that a checkpoint refers to to the trained ones.
 
     Raises:
-        CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
-            model or optimizer.
-        LayoutError: ranks restore different states.
-        LoraError: the state has other adapters.
+        CheckpointError: on all ranks, if a file is missing, damaged, or of another model or optimizer.
     """
     skeleton, blank, adapters = model.hollow.skeleton, model.blank, model.adapters
-    require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
-    with agreed():
-        checkpoint.check_finished(folder)
-        check_same_config(skeleton, folder)
-        adapters.check(folder)
     trained, reference = blank.trained(), Reference.read(folder)
     rest = TrainState(Params({}), optimizer.init(blank), 0, Key.from_seed(0), 0)
     if reference is not None:
