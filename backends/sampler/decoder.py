@@ -32,7 +32,6 @@ from verl_fn.state import POSITIONS, Batch, split_by_tokens, version_of
 NAME = "verl_fn_decode"
 # The most tokens, padding included, that a decoder without a cache computes at a time.
 ROW_TOKENS = 16384
-EXACT_NAME = "verl_fn_exact_decode"
 # The most tokens of prompts that a prefill computes at a time: a bound of its memory.
 PREFILL_TOKENS = 16384
 # New rows begin when one slot in this many is free: a prefill of few rows takes as long as a step.
@@ -118,6 +117,13 @@ def slot_attention(
     """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     keys, values = cache.written(module, k, v, where)
+    if cache.exact:
+        assert scaling is not None
+        if where.packing is not None:
+            return exact.packed_attention(q, k, v, where.packing, scaling, sliding_window)[None], None
+        places = -(-where.longest // exact.KEYS) * exact.KEYS
+        k, v = (x[: len(q), :, :places] for x in (keys, values))
+        return exact.step_attention(q, k, v, where.positions, scaling, sliding_window)[None], None
     if where.packing is not None:
         return packed_attention(
             module, query, key, value, None, packing=where.packing, scaling=scaling, sliding_window=sliding_window,
@@ -132,10 +138,14 @@ def slot_attention(
 
 
 class Cache:
-    """Keys and values of each attention layer, ``[slots, kv_heads, length, dim]``, allocated when it first runs."""
+    """Keys and values of each attention layer, ``[slots, kv_heads, length, dim]``, allocated when it first runs.
 
-    def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
+    Args:
+        exact: whether attention over it has the kernels of ``hf.exact``.
+    """
+
+    def __init__(self, slots: int, length: int, exact: bool) -> None:
+        self.slots, self.length, self.exact = slots, length, exact
         self.layers: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
 
     def written(self, module: torch.nn.Module, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
@@ -166,6 +176,7 @@ class GeneralDecoder:
     _cache: Cache
 
     with_own_attention = True  # in place of transformers'
+    is_exact = False
     keeps_prompts = True
 
     def __init__(
@@ -240,7 +251,7 @@ class GeneralDecoder:
     def reserve(self, slots: int, length: int) -> None:
         """Makes the cache at least this large; a larger one loses the contents."""
         if slots > self._cache.slots or length > self._cache.length:
-            self._cache = Cache(slots, length)
+            self._cache = Cache(slots, length, self.is_exact)
             self._behind = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
@@ -274,7 +285,7 @@ class GeneralDecoder:
 
     def drop_cache(self) -> None:
         """Frees the cache's memory."""
-        self._cache = Cache(0, 0)
+        self._cache = Cache(0, 0, self.is_exact)
 
     def drop_weights(self) -> None:
         """Frees the weights' memory."""
@@ -469,12 +480,13 @@ class Begun:
 class ExactDecoder(GeneralDecoder):
     """Runs a model with the kernels of ``hf.exact``; see ``GeneralDecoder``."""
 
+    is_exact = True
+
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(skeleton, shapes, device, dtype)
-        register(EXACT_NAME, exact_slot_attention)
-        exact.adopt(skeleton, EXACT_NAME)
+        exact.adopt(skeleton, NAME)
         # transformers reads no mask of four dimensions; without one it waits for the positions, to look for rows.
         self._mask = torch.empty(1, 1, 1, 1, device=device)
 
@@ -526,26 +538,3 @@ class ExactDecoder(GeneralDecoder):
                 logits = self.step(batch.tokens[index].to(self.device), at.to(self.device), int(at.max()) + 1)
                 write(index, index, logits)
         return found
-
-
-def exact_slot_attention(
-    module: torch.nn.Module,
-    query: Float[Tensor, "1 heads T dim"],
-    key: Float[Tensor, "1 kv_heads T dim"],
-    value: Float[Tensor, "1 kv_heads T dim"],
-    attention_mask: Tensor | None,
-    *,
-    cache: Cache,
-    where: Where,
-    scaling: float,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Float[Tensor, "1 T heads dim"], None]:
-    """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    keys, values = cache.written(module, k, v, where)
-    if where.packing is not None:
-        return exact.packed_attention(q, k, v, where.packing, scaling, sliding_window)[None], None
-    places = -(-where.longest // exact.KEYS) * exact.KEYS
-    k, v = (x[: len(q), :, :places] for x in (keys, values))
-    return exact.step_attention(q, k, v, where.positions, scaling, sliding_window)[None], None
