@@ -153,18 +153,16 @@ class Base(abc.ABC):
             OSError: some rank cannot write; all ranks raise it, here or in ``saved``, and the folder keeps its state.
         """
         self.saved()
-        writing = self._saving(state, Path(folder), later)
-        if later:
-            self._writing = writing
-        else:
-            writing.finish()
+        self._writing = self._saving(state, Path(folder), later)
+        if not later:
+            self.saved()
 
     @one_at_a_time
     def saved(self) -> None:
         """Waits until a save that was to end later is whole; all ranks call it together."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.finish()
+            writing()
 
     @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -52,6 +52,14 @@ MODEL, SCALARS = SINGLE, "train_state.json"
 _ASIDE = ".writing"
 
 T = TypeVar("T")
+
+Writing: TypeAlias = Callable[[], None]
+"""Makes the folder of a save that has begun whole; all ranks call it together.
+
+Raises:
+    OSError: some rank cannot write; all ranks raise it, and the folder keeps its state. If renaming files fails,
+        ``restore`` refuses the folder.
+"""
 
 _PARAM = ".params['"
 # What transformers calls the output layers of classifiers.
@@ -92,44 +100,20 @@ def check_dtypes(state: TrainState, made: Any = ()) -> None:
             )
 
 
-class Writing:
-    """A save that has begun; ``finish`` makes the folder whole.
-
-    If the save may end later, a thread writes what this rank has. It has copies of the tensors on the CPU, so the
-    state may be updated and donated meanwhile.
-    """
-
-    def __init__(
-        self, folder: Path, files: Mapping[str, Mapping[str, Span]], gather: Gather, rank: int, later: bool
-    ) -> None:
-        self._folder, self._gather, self._rank = folder, gather, rank
-        if later:
-            held = {name: {n: span.on_cpu() for n, span in parts.items()} for name, parts in files.items()}
-            thread = ThreadPoolExecutor(1, "verl_fn save")
-            self._written: Callable[[], None] = thread.submit(_fill, folder / _ASIDE, held).result
-            thread.shutdown(wait=False)
-        else:
-            self._written = functools.partial(_fill, folder / _ASIDE, files)
-
-    def finish(self) -> None:
-        """Waits until this rank's parts are written, and moves the files to their places; all ranks call it together.
-
-        Raises:
-            OSError: some rank cannot write; all ranks raise it, and the folder keeps its state. If renaming files
-                fails, ``restore`` refuses the folder.
-        """
-        aside = self._folder / _ASIDE
-        try:
-            with agreed(self._gather):
-                self._written()
-            with agreed(self._gather):
-                if self._rank == 0:
-                    # The folder has no `train_state.json` while it holds a mixture of two states.
-                    stale = [ABOUT, MODEL, ADAPTERS, PEFT_CONFIG]
-                    atomic.move_files(aside, self._folder, last=SCALARS, stale=stale)
-        finally:
-            if self._rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+def _finish(folder: Path, written: Callable[[], None], gather: Gather, rank: int) -> None:
+    """Waits until this rank's parts are written, and moves the files to their places."""
+    aside = folder / _ASIDE
+    try:
+        with agreed(gather):
+            written()
+        with agreed(gather):
+            if rank == 0:
+                # The folder has no `train_state.json` while it holds a mixture of two states.
+                stale = [ABOUT, MODEL, ADAPTERS, PEFT_CONFIG]
+                atomic.move_files(aside, folder, last=SCALARS, stale=stale)
+    finally:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fill(aside: Path, files: Mapping[str, Mapping[str, Span]]) -> None:
@@ -159,10 +143,7 @@ def begin_save(
         describe: writes the files that belong beside the weights into a folder, on the first rank.
         file: ``model.safetensors``, or PEFT's file.
         rank: the number of this process.
-        later: write in a thread, from copies of the parts.
-
-    Returns:
-        The save. Call its ``finish``.
+        later: write in a thread, from copies of the parts on the CPU: the state may be updated and donated meanwhile.
 
     Raises:
         OSError: the first rank cannot write; all ranks raise it, and the folder keeps its state.
@@ -183,7 +164,13 @@ def begin_save(
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Writing(folder, files, gather, rank, later)
+    written: Callable[[], None] = functools.partial(_fill, aside, files)
+    if later:
+        held = {name: {n: span.on_cpu() for n, span in parts.items()} for name, parts in files.items()}
+        thread = ThreadPoolExecutor(1, "verl_fn save")
+        written = thread.submit(_fill, aside, held).result
+        thread.shutdown(wait=False)
+    return functools.partial(_finish, folder, written, gather, rank)
 
 
 def read_state(
