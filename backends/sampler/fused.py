@@ -22,7 +22,7 @@ from verl_fn.backends.hf.logprobs import on_cuda
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Request
 from verl_fn.backends.sampler.decoder import PREFILL_TOKENS, ExactDecoder, Run, Where
-from verl_fn.backends.sampler.llama import LlamaDecoder, window_of
+from verl_fn.backends.sampler.llama import LlamaDecoder, LlamaWeights, window_of
 from verl_fn.backends.serving import not_finite
 from verl_fn.state import Batch, uniform_at
 
@@ -52,15 +52,6 @@ class FusedLayer(NamedTuple):
     window: int | None
 
 
-class FusedWeights(NamedTuple):
-    """All weights of a model of the Llama shape."""
-
-    embed: Tensor
-    layers: list[FusedLayer]
-    norm: Tensor
-    head: Tensor
-
-
 class FusedDecoder(LlamaDecoder):
     """Runs Llama, Mistral, Qwen2 and Qwen3 with kernels that do several operations each; see ``GeneralDecoder``.
 
@@ -77,7 +68,6 @@ class FusedDecoder(LlamaDecoder):
         self._turns = torch.empty(0, 2, self.dim // 2, dtype=dtype, device=device)
         self.lanes: Lanes | None = None
         self._forget()
-        self._fused: FusedWeights | None = None
 
     def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
         if not self._places:
@@ -89,7 +79,9 @@ class FusedDecoder(LlamaDecoder):
         tensors = self._places.tensors
         embed = tensors["model.embed_tokens.weight"]
         layers = [_fused(tensors, i, window_of(self.config, i)) for i in range(self.config.num_hidden_layers)]
-        self._fused = FusedWeights(embed, layers, tensors["model.norm.weight"], tensors.get("lm_head.weight", embed))
+        self._weights = LlamaWeights(
+            embed, layers, tensors["model.norm.weight"], tensors.get("lm_head.weight", embed)
+        )
 
     def reserve(self, slots: int, length: int) -> None:
         from verl_fn.backends.sampler.fused_kernels import Lanes
@@ -114,7 +106,6 @@ class FusedDecoder(LlamaDecoder):
 
     def drop_weights(self) -> None:
         self._forget()
-        self._fused = None
         super().drop_weights()
 
     def fill(self, rows: Batch, slots: Int[Tensor, " B"]) -> None:
@@ -162,13 +153,13 @@ class FusedDecoder(LlamaDecoder):
 
         slots = lanes.active[:n]
         last, places, u = begin(lanes, slots)
-        logits = self._product(self._hidden(last, Where(slots, places, None, 0)), self._whole().head)
+        logits = self._product(self._hidden(last, Where(slots, places, None, 0)), self._loaded().head)
         tokens, log_probs, full, near = draws.columns(logits, u)
         advance(lanes, slots, places, tokens, log_probs, full, near)
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
         kernels, T, eps, product = on_cuda(), len(tokens), self.config.rms_norm_eps, self._product
-        weights = self._whole()
+        weights = self._loaded()
         x = embedding(tokens, weights.embed)
         h = kernels.add_norm(x, None, weights.layers[0].before, eps)
         following = [*(layer.before for layer in weights.layers[1:]), weights.norm]
@@ -216,11 +207,7 @@ class FusedDecoder(LlamaDecoder):
         return qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        return self._product(hidden, self._whole().head).float()
-
-    def _whole(self) -> FusedWeights:
-        assert self._fused is not None, "load comes first"
-        return self._fused
+        return self._product(hidden, self._loaded().head).float()
 
     def _turns_to(self, length: int) -> Float[Tensor, "length 2 half"]:
         places = torch.arange(length, device=self.device)[None]

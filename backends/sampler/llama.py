@@ -87,12 +87,12 @@ class Layer(NamedTuple):
 
 
 class LlamaWeights(NamedTuple):
-    """All weights of a model of the Llama shape."""
+    """All weights of a model of the Llama shape, with its layers and its head as a decoder wants them."""
 
     embed: Tensor
-    layers: list[Layer]
+    layers: list[Any]
     norm: Tensor
-    head: Product
+    head: Any
 
 
 class Places:
