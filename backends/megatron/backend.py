@@ -260,7 +260,8 @@ class Megatron(Base):
             return total, {}
 
         with self._holding(state.params) as model, model.routing() as routing:
-            model.zero_gradients()
+            model.resident.gradients.allocate()
+            model.built.ddp.zero_grad_buffer()
             if model.built.adds_losses:
                 self._weigh_losses_of_routers(model, share)
             self._run(model, share, wanted, finish, forward_only=False, routing=routing)

@@ -189,11 +189,6 @@ class Executor:
         for task in self.of_buffers:
             conversion.fill(task, self.canonical, buffers)
 
-    def zero_gradients(self) -> None:
-        """Fills Megatron's buffer of gradients with zeros."""
-        self.resident.gradients.allocate()
-        self.built.ddp.zero_grad_buffer()
-
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns copies of the elements that this rank owns of Megatron's gradients."""
         views = {name: self.pieces[name].gradient for name in names}
