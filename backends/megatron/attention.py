@@ -50,9 +50,7 @@ class PackedAttention(nn.Module):
     ) -> Float[Tensor, "*t width"]:
         """Computes causal attention within each row: of rows end to end, or of a table, ``[t, b, heads, dim]``."""
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            gqa = q.shape[1] != k.shape[1]
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            out = _attended(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
         pieces, group = packed_seq_params.pieces, packed_seq_params.cp_group
         if pieces.index is not None:
@@ -177,19 +175,18 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: flo
 def _by_piece(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
     ends = itertools.pairwise(zip(pieces.queries.tolist(), pieces.keys.tolist(), strict=True))
     parts = [(query[q:q_end], key[k:k_end], value[k:k_end]) for (q, k), (q_end, k_end) in ends]
-    return torch.cat([_piece(q, k, v, scale) for q, k, v in parts])
+    of_pieces = (_attended(*(x.transpose(0, 1)[None] for x in part), scale=scale) for part in parts)
+    return torch.cat([out[0].transpose(0, 1) for out in of_pieces])
 
 
-def _piece(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Computes the attention of one sequence of queries."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Float[Tensor, "b heads t dim"]:
+    """Computes attention of queries, ``[b, heads, t, dim]``, to keys that end with the last query."""
     mask = None
-    if len(key) > len(query):
-        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-        mask = seen.tril(len(key) - len(query))
-    gqa = query.shape[1] != key.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
-    return out[0].transpose(0, 1)
+    if k.shape[2] > q.shape[2]:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = seen.tril(k.shape[2] - q.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
 
 
 class _Gathered(torch.autograd.Function):
