@@ -42,9 +42,6 @@ from verl_fn.state import Key, check_ids, isolated
 More: TypeAlias = Callable[[list[Sample]], Sequence[Request] | None]
 """Gets the samples that have ended since the last call; returns requests to add, or None at the end."""
 
-# How long an engine without requests releases its weights before it looks for new ones.
-REST_SECONDS = 0.001
-
 
 class NotFiniteError(ModelError, FloatingPointError):
     """A model's logits are NaN or infinite, so no token can be drawn."""
@@ -393,7 +390,3 @@ class Growing(Serving):
     @abstractmethod
     def _grow(self, more: More, call: int) -> None:
         """Answers requests that are checked; see ``grow``."""
-
-    def _rest(self) -> None:
-        """Waits a moment with nothing to draw, in which a publication may arrive."""
-        self._weights.wait(REST_SECONDS)

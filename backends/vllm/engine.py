@@ -50,6 +50,8 @@ TAGS = {"weights": "weights", "cache": "kv_cache"}
 # While requests are added, steps without a look at new ones. A step that also computes prompts takes longer, and so
 # does the collection of draws.
 STEPS_BETWEEN = 8
+# How long an engine without requests releases its weights before it looks for new ones.
+REST_SECONDS = 0.001
 
 
 class AsleepError(StaleWeightsError):
@@ -253,7 +255,8 @@ class Vllm(Growing):
                 answers.add(requests)
                 begun, waiting = begun + len(requests), waiting + len(requests)
             if not waiting:
-                self._rest()
+                # A publication may arrive meanwhile.
+                self._weights.wait(REST_SECONDS)
                 continue
             ended: dict[int, Any] = {}
             for _ in range(STEPS_BETWEEN):
