@@ -176,7 +176,7 @@ def engine_arguments(
 
     Raises:
         EngineArgumentError: one of ``engine_kwargs`` is unknown, or would break a promise.
-        ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs, or as ``check_images``.
+        ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs, or as ``image_arguments``.
     """
     for name in engine_kwargs:
         if name in KEPT:
@@ -186,7 +186,6 @@ def engine_arguments(
                 f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"
             )
     config = read_config(folder)
-    check_images(config, folder, device)
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)  # a model of states only has none
     if heads and heads % tensor_parallel_size:
@@ -211,7 +210,7 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
         "hf_overrides": corrections(config),
-        **image_arguments(config, device),
+        **image_arguments(config, folder, device),
     }
     if device == "cpu":
         arguments |= {"kv_cache_memory_bytes": cache_bytes(text, dtype, slots, max_length)}
@@ -345,16 +344,19 @@ def reads_images(config: Any, device: str | torch.device) -> bool:
     return family is not None and not (family.blocks and torch.device(device).type == "cpu")
 
 
-def check_images(config: Any, folder: Path, device: str) -> None:
-    """Raises an error for a model with images that vLLM cannot show images.
+def image_arguments(config: Any, folder: Path, device: str) -> dict[str, Any]:
+    """Returns arguments of vLLM's ``EngineArgs`` for a model with images; none if prompts have no images.
+
+    vLLM reads its own processor, and so the tokenizer, but it processes nothing.
 
     Raises:
         ModelError: torchvision is not installed, or an image is wider than the window of attention.
     """
-    if not reads_images(config, device):
-        return
+    family = family_of(config)
+    if family is None or not reads_images(config, device):
+        return {}
     window = getattr(config.get_text_config(), "sliding_window", None)
-    if (family := family_of(config)) and family.blocks and window and tokens_of_tile(config) > window:
+    if family.blocks and window and tokens_of_tile(config) > window:
         raise ModelError(
             f"{folder}: the tokens of an image attend to each other, and vLLM omits that for more than "
             f"sliding_window = {window} tokens; an image has {tokens_of_tile(config)}: set rollout.name=sampler"
@@ -364,16 +366,6 @@ def check_images(config: Any, folder: Path, device: str) -> None:
             f"{folder}: vLLM needs torchvision for models with images: "
             f"{install('--no-deps', f'torchvision=={TORCHVISION}')}, or set rollout.name=sampler"
         )
-
-
-def image_arguments(config: Any, device: str) -> dict[str, Any]:
-    """Returns arguments of vLLM's ``EngineArgs`` for a model with images; none for a model of text.
-
-    vLLM reads its own processor, and so the tokenizer, but it processes nothing.
-    """
-    family = family_of(config)
-    if family is None or not reads_images(config, device):
-        return {}
     return {
         "skip_tokenizer_init": False,
         "mm_processor_cache_gb": 0,
