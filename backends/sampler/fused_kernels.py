@@ -12,8 +12,6 @@ write the cache skip it. Values are rounded where transformers rounds them.
 
 from __future__ import annotations
 
-import functools
-
 import attrs
 import torch
 import triton
@@ -75,9 +73,6 @@ class Lanes:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        floats, whether = (
-            functools.partial(zeros, slots, length, dtype=dtype) for dtype in (torch.float32, torch.bool)
-        )
         return cls(
             active=zeros(lanes_for(slots)) - 1,
             tokens=zeros(slots),
@@ -88,9 +83,9 @@ class Lanes:
             shared=zeros(slots),
             uniforms=zeros(slots, length, dtype=torch.float64),
             drawn=zeros(slots, length),
-            log_probs=floats(),
-            full_log_probs=floats(),
-            near=whether(),
+            log_probs=zeros(slots, length, dtype=torch.float32),
+            full_log_probs=zeros(slots, length, dtype=torch.float32),
+            near=zeros(slots, length, dtype=torch.bool),
             versions=zeros(slots, length),
             version=zeros(),
             stops=zeros(vocab + 1, dtype=torch.bool),
