@@ -372,8 +372,6 @@ def _provider(
     of_core = _of_core(provider)
     exact = settings["params_dtype"] == torch.float32 and of_core and _has_plain_layers(bridge, config, provider)
     plain = exact or not has_transformer_engine()
-    if config.model_type in SEEING:
-        check_fields_of_sight(provider, overrides, folder)
     settings = {**settings, **(PLAIN if plain else fused_kernels(provider))}
     for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
@@ -382,6 +380,7 @@ def _provider(
         for name, value in YARN.items():
             setattr(provider, name, value if (given := getattr(provider, name)) is None else given)
     if config.model_type in SEEING:
+        check_fields_of_sight(provider, overrides, folder)
         # transformer-engine's fused kernel would take the positions of the first row for all rows.
         provider.apply_rope_fusion = False
         # Only the language model; Bridge's provider of Qwen2.5-VL has the sections of the published sizes.

@@ -167,8 +167,6 @@ def named_parts(tree: Any) -> Iterator[tuple[str, Named]]:
 
 def _hollow(tree: Any) -> Any:
     """Returns a tree with empty mappings by name."""
-
-    def emptied(part: Any) -> Any:
-        return rebuild(type(part), {"leaves": FrozenDict()}) if isinstance(part, Named) else part
-
-    return pytree.tree_map(emptied, tree, is_leaf=lambda part: isinstance(part, Named))
+    return pytree.tree_map_only(
+        Named, lambda part: rebuild(type(part), {"leaves": FrozenDict()}), tree, lambda part: isinstance(part, Named)
+    )
