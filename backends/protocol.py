@@ -318,15 +318,11 @@ def check_sampling(requests: Sequence[Request], capabilities: Capabilities) -> N
     """
     for request in requests:
         s = request.sampling
-        for name, used, allowed in (
-            ("top_k", s.top_k > 0, capabilities.top_k),
-            ("top_p", s.top_p < 1.0, capabilities.top_p),
-            ("stop_token_ids", bool(s.stop_token_ids), capabilities.stop_token_ids),
-        ):
-            if used and not allowed:
-                value = getattr(s, name)
+        used = {"top_k": s.top_k > 0, "top_p": s.top_p < 1.0, "stop_token_ids": bool(s.stop_token_ids)}
+        for name in used:
+            if used[name] and not getattr(capabilities, name):
                 raise UnsupportedSampling(
-                    f"request {request.id} sets {name}={value}, and this engine does not support {name}"
+                    f"request {request.id} sets {name}={getattr(s, name)}, and this engine does not support {name}"
                 )
 
 
