@@ -105,18 +105,16 @@ class Parts:
             leaves: the elements that this rank owns of each; None for parameters that the value does not have here.
         """
         device = next(piece.param.device for piece in self.pieces if piece is not None)
-        flat = torch.zeros(sum(p.numel for i in numbers for p in self.every[i]), device=device)
-        by_number: dict[int, dict[Part, Tensor]] = {}
-        start = 0
+        parts = [(number, part) for number in numbers for part in self.every[number]]
+        sizes = [part.numel for _, part in parts]
+        flat = torch.zeros(sum(sizes), device=device)
+        by_number: dict[int, dict[Part, Tensor]] = {number: {} for number in numbers}
+        for (number, part), view in zip(parts, flat.split(sizes), strict=True):
+            by_number[number][part] = view.view(part.shape)
         for number, leaf in zip(numbers, leaves, strict=True):
-            views = {}
-            for part in self.every[number]:
-                views[part] = flat[start : start + part.numel]
-                start += part.numel
             piece, own = self.pieces[number], self.own[number]
-            if piece is not None and leaf is not None and own in views:
-                views[own][piece.start : piece.stop].copy_(leaf)
-            by_number[number] = {part: view.view(part.shape) for part, view in views.items()}
+            if piece is not None and leaf is not None and own in by_number[number]:
+                by_number[number][own].view(-1)[piece.start : piece.stop].copy_(leaf)
         if self.layout.size > 1:
             dist.all_reduce(flat.view(torch.int32))
         return flat.untyped_storage().data_ptr(), by_number
