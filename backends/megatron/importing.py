@@ -1,8 +1,4 @@
-"""Imports megatron-core and Megatron-Bridge, checks their versions, and says where they come from.
-
-Everything of either library that this backend uses and that is not documented as public is named in ``PRIVATE``, and
-a test looks up each of these names.
-"""
+"""Imports megatron-core and Megatron-Bridge, checks their versions, and says where they come from."""
 
 from __future__ import annotations
 
@@ -36,33 +32,6 @@ INSTALL = install(
     "--no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3",
     "einops==0.8.2",
 )
-PRIVATE: dict[str, tuple[str, ...]] = {
-    "megatron.bridge.AutoBridge": ("_model_bridge",),
-    "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
-    "megatron.bridge.models.conversion.param_mapping.MegatronParamMapping": (
-        "broadcast_from_pp_rank",
-        "gather_from_ep_ranks",
-        "gather_from_tp_ranks",
-    ),
-    "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.MegatronFSDP": (
-        "_replace_param_with_raw_if_needed",
-        "all_gather_and_wait_parameters_ready",
-        "synchronize_param_gather",
-    ),
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.DataParallelBuffer": (
-        "_get_item_slice_in_shard",
-        "get_item",
-    ),
-    "megatron.core.optimizer.DistributedOptimizer": ("_get_model_param_range_map",),
-    "megatron.core.transformer.moe.router_replay.RouterReplay": (
-        "clear_indices",
-        "clear_router_replay_action",
-        "get_recorded_indices",
-        "set_router_replay_action",
-        "set_target_indices",
-    ),
-}
 _load_from_bytes = torch.storage._load_from_bytes
 _NEEDS_TE = "import transformer_engine.pytorch as te"
 _WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"

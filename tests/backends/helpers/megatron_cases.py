@@ -19,7 +19,7 @@ from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.logprobs import Shard, logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
-from verl_fn.backends.megatron import Megatron, importing
+from verl_fn.backends.megatron import Megatron
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families, residency
 from verl_fn.cli import main
@@ -540,10 +540,40 @@ def vocabulary_shared(entropy, heated, chunk):
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+# What the backend uses of both libraries, and what is not documented as public.
+PRIVATE = {
+    "megatron.bridge.AutoBridge": ("_model_bridge",),
+    "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
+    "megatron.bridge.models.conversion.param_mapping.MegatronParamMapping": (
+        "broadcast_from_pp_rank",
+        "gather_from_ep_ranks",
+        "gather_from_tp_ranks",
+    ),
+    "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.MegatronFSDP": (
+        "_replace_param_with_raw_if_needed",
+        "all_gather_and_wait_parameters_ready",
+        "synchronize_param_gather",
+    ),
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.DataParallelBuffer": (
+        "_get_item_slice_in_shard",
+        "get_item",
+    ),
+    "megatron.core.optimizer.DistributedOptimizer": ("_get_model_param_range_map",),
+    "megatron.core.transformer.moe.router_replay.RouterReplay": (
+        "clear_indices",
+        "clear_router_replay_action",
+        "get_recorded_indices",
+        "set_router_replay_action",
+        "set_target_indices",
+    ),
+}
+
+
 def private_names():
     """The names of megatron that are missing, of those that this backend uses without being promised them."""
     found = []
-    for path, names in importing.PRIVATE.items():
+    for path, names in PRIVATE.items():
         module, _, name = path.rpartition(".")
         owner = getattr(__import__(module, fromlist=[name]), name)
         found += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
