@@ -179,7 +179,7 @@ def _by_piece(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: 
     return torch.cat([out[0].transpose(0, 1) for out in of_pieces])
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Float[Tensor, "b heads t dim"]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Float[Tensor, "b heads t dim"]:
     """Computes attention of queries, ``[b, heads, t, dim]``, to keys that end with the last query."""
     mask = None
     if k.shape[2] > q.shape[2]:
