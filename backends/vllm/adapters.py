@@ -6,7 +6,7 @@ published tensors take the place of the only adapter, and requests name it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,8 +92,10 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
         dtype=runner.lora_manager.lora_config.lora_dtype,
         weights_mapper=getattr(runner.get_model(), "hf_to_vllm_mapper", None),
     )
-    placed = _placed(manager, model.loras)
-    if left := [name for name in model.loras if name not in placed]:
+    # vLLM has wrapped a layer by itself, or together with others.
+    wrapped = set(manager.modules)
+    wrapped |= {part for name, parts in manager.packed_modules.items() if name in wrapped for part in parts}
+    if left := [name for name in model.loras if name not in wrapped]:
         raise ModelError(
             f"vLLM cannot adapt {len(left)} of the layers, such as {left[0]}: set rollout.adapters=merged, or other "
             "layers (actor.target_modules)"
@@ -101,9 +103,3 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
     manager.remove_adapter(NUMBER)
     manager.add_adapter(model)
     manager.activate_adapter(NUMBER)
-
-
-def _placed(manager: Any, layers: Iterable[str]) -> set[str]:
-    """Returns the layers that vLLM has wrapped, by themselves or together with others."""
-    together = {part for name, parts in manager.packed_modules.items() if name in manager.modules for part in parts}
-    return {layer for layer in layers if layer in manager.modules or layer in together}
