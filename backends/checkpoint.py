@@ -25,9 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -214,19 +213,8 @@ def read_state(
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
 
-@attrs.frozen(eq=False)
-class Opened(Generic[T]):
-    """A state in a folder, whose tensors are read when they are asked for.
-
-    Attributes:
-        model: returns rows of a tensor of the model's file: by name, from the first to the one before the last.
-        rest: the same for the rest of the state, by path.
-        hollow: the rest of the state, with None for every tensor.
-    """
-
-    model: Callable[[str, int, int], Tensor]
-    rest: Callable[[str, int, int], Tensor]
-    hollow: T
+Read: TypeAlias = Callable[[str, int, int], Tensor]
+"""Returns rows of a tensor: by name, from the first to the one before the last."""
 
 
 def open_state(
@@ -237,18 +225,21 @@ def open_state(
     file: str = MODEL,
     gather: Gather = alone,
     frozen: Iterable[str] = (),
-) -> Opened[T]:
+) -> tuple[Read, Read, T]:
     """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
 
     Args:
         frozen: names of parameters that are not trained; they may be read in another dtype than ``model`` has.
+
+    Returns:
+        What reads ``file``, what reads the rest by path, and the rest with None for every tensor.
 
     Raises:
         CheckpointError: as ``read_state``.
     """
     _, state = read_state(folder, model, rest, file=file, rows=lambda count: (0, 0), gather=gather, frozen=frozen)
     weights, others = (tensor_file.Slices(Path(folder) / name) for name in (file, TENSORS))
-    return Opened(weights.rows, others.rows, tree.map_tensors(lambda t: None, state))
+    return weights.rows, others.rows, tree.map_tensors(lambda t: None, state)
 
 
 def read_buffers(folder: str | Path, like: Buffers) -> Buffers:

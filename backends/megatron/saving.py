@@ -21,8 +21,6 @@ from verl_fn.state import Key, Named, Params, TrainState
 from verl_fn.state.node import FrozenDict, rebuild
 from verl_fn.state.tree import flatten
 
-Rows = Callable[[str, int, int], Tensor]
-
 
 def save(
     state: TrainState,
@@ -100,41 +98,41 @@ def restore(
     rest = TrainState(Params({}), optimizer.init(blank), 0, Key.from_seed(0), 0)
     if reference is not None:
         weights = {in_peft(name): blank[name] for name in trained}
-        opened = checkpoint.open_state(folder, weights, rest, file=ADAPTERS, gather=gathered)
-        own = model.read(lambda name, start, end: opened.model(in_peft(name), start, end), trained)
+        read, read_rest, hollow = checkpoint.open_state(folder, weights, rest, file=ADAPTERS, gather=gathered)
+        own = model.read(lambda name, start, end: read(in_peft(name), start, end), trained)
         params = on_base(reference, folder, own)
     else:
         rest = attrs.evolve(rest, params=adapters.unmerged(blank))
         like = skeleton.new_buffers(next(iter(model.pieces.values())).param.device)
         weights = {**adapters.merged_like(blank), **{name: b.to("meta") for name, b in like.items()}}
         frozen = blank.keys() - set(trained)
-        opened = checkpoint.open_state(folder, weights, rest, gather=gathered, frozen=frozen)
+        read, read_rest, hollow = checkpoint.open_state(folder, weights, rest, gather=gathered, frozen=frozen)
 
         def rows(name: str, start: int, end: int) -> Tensor:
             if name in rest.params:
-                return opened.rest(f".params[{name!r}]", start, end)
-            return opened.model(name, start, end)
+                return read_rest(f".params[{name!r}]", start, end)
+            return read(name, start, end)
 
         params = Params(model.read(rows, blank.keys()), model.trainable, checkpoint.read_buffers(folder, like))
-    return attrs.evolve(opened.hollow, params=params, optimizer=_moments(opened, model))
+    return attrs.evolve(hollow, params=params, optimizer=_moments(hollow.optimizer, read_rest, model))
 
 
-def _moments(opened: checkpoint.Opened[TrainState], model: Executor) -> Any:
-    """Returns the optimizer's state, with what this rank owns of the tensors."""
+def _moments(optimizer: Any, read: checkpoint.Read, model: Executor) -> Any:
+    """Returns an optimizer's state, with what this rank owns of the tensors."""
 
     def fill(path: Any, part: Any) -> Any:
         if not isinstance(part, Named):
             return part
 
         def rows(name: str, start: int, end: int) -> Tensor:
-            return opened.rest(f".optimizer{pytree.keystr(path)}[{name!r}]", start, end)
+            return read(f".optimizer{pytree.keystr(path)}[{name!r}]", start, end)
 
         return rebuild(type(part), {"leaves": FrozenDict(model.read(rows, part.keys()))})
 
-    return pytree.tree_map_with_path(fill, opened.hollow.optimizer, is_leaf=lambda part: isinstance(part, Named))
+    return pytree.tree_map_with_path(fill, optimizer, is_leaf=lambda part: isinstance(part, Named))
 
 
-def readable(folder: str | Path, model: Hollow) -> Rows | None:
+def readable(folder: str | Path, model: Hollow) -> checkpoint.Read | None:
     """Returns a function that reads rows of a folder's weights, or None where transformers has to convert them.
 
     Adapters come from ``model``, since no folder has them.
