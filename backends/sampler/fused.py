@@ -278,25 +278,6 @@ def _fused(tensors: Mapping[str, Tensor], index: int, window: int | None) -> Fus
     )
 
 
-class Look(NamedTuple):
-    """Which slots are alive after the steps that the GPU has been given; the host need not wait for them."""
-
-    alive: Tensor
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, alive: Tensor) -> Look:
-        """Has the GPU copy ``alive`` after these steps."""
-        copy = alive.to("cpu", non_blocking=True, copy=True)
-        return cls(copy, torch.cuda.current_stream(alive.device).record_event() if alive.is_cuda else None)
-
-    def read(self) -> list[bool]:
-        """Waits for the copy, and returns it."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.alive.tolist()
-
-
 class GraphRun(Run):
     """A run on a decoder that never asks the host; see ``Run``."""
 
@@ -336,10 +317,13 @@ class GraphRun(Run):
             late = int(left > STEPS)
             steps = min(STEPS, left)
             self.decoder.decode(slots, steps - late, self.draws)
-            look = Look.of(lanes.alive)
+            alive = lanes.alive.to("cpu", non_blocking=True, copy=True)
+            copied = torch.cuda.current_stream(self.device).record_event() if lanes.alive.is_cuda else None
             self.decoder.decode(slots, late, self.draws)
             self.step += steps
-            yield self._ended(lanes, look)
+            if copied is not None:
+                copied.synchronize()
+            yield self._ended(lanes, alive.tolist())
 
     def take(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         """Returns the draws of rows that have ended since the last call; see ``Answers.collect``."""
@@ -398,9 +382,12 @@ class GraphRun(Run):
         ]
         self._fill(texts, slots)
 
-    def _ended(self, lanes: Lanes, look: Look) -> list[int]:
-        """Returns the rows that have ended, and keeps their draws."""
-        alive = look.read()
+    def _ended(self, lanes: Lanes, alive: list[bool]) -> list[int]:
+        """Returns the rows that have ended, and keeps their draws.
+
+        Args:
+            alive: of each slot.
+        """
         slots = [slot for slot in self.rows if not alive[slot]]
         if not slots:
             return []
