@@ -140,7 +140,12 @@ class Vllm(Growing):
 
             self._engine = started(arguments, type(skeleton.model).__name__, process)
             self._engine.call("set_up", self.vocab, lora, tuple(skeleton.constants), skeleton.conversions)
-            self._routes = Routes.of(folder, self._engine.call("layers_with_experts")[0]) if routed_experts else None
+            if routed_experts:
+                self._layers: list[int] = self._engine.call("layers_with_experts")[0]
+                experts = experts_of(self._config.get_text_config())
+                if not experts or not self._layers:
+                    raise ModelError(f"{folder} has no experts, so there is no routing to record")
+                self._recorded_dtype = recorded_dtype(experts)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Loads these weights, and compares the first ones by checksums; see ``RolloutBackend``.
@@ -322,9 +327,10 @@ class Vllm(Growing):
                     f"vLLM used another prompt for row {row}: it has {len(output.prompt_token_ids)} tokens, and the "
                     f"trainer's has {len(sample.prompt)}"
                 )
-            if self._routes is not None:
+            if self.capabilities.routed_experts:
                 length = len(sample.prompt) + len(sample.tokens)
-                sample = attrs.evolve(sample, routed_experts=self._routes.whole(answer.routed_experts, length))
+                routed = routes(answer.routed_experts, length, self._layers, self._recorded_dtype)
+                sample = attrs.evolve(sample, routed_experts=routed)
             yield row, sample
 
     def _collect(self, answers: Answers, n: int) -> None:
@@ -381,52 +387,30 @@ class Vllm(Growing):
 # The experts of each token, as vLLM records them
 
 
-@attrs.frozen
-class Routes:
-    """How to read the experts that vLLM returns for all layers of a model.
+def routes(returned: Any, length: int, layers: Sequence[int], dtype: torch.dtype) -> Int[Tensor, "T l k"]:
+    """Returns the experts of a row's tokens; the last token repeats the one before, since vLLM never computes it.
 
-    Attributes:
+    Args:
+        returned: vLLM's array of all layers, or None.
+        length: the tokens of the row.
         layers: the numbers of the layers with experts.
         dtype: of a recording.
+
+    Raises:
+        RoutesMissing: there are experts of more or fewer tokens.
+
+    Example:
+        >>> import numpy
+        >>> array = numpy.arange(8, dtype=numpy.uint8).reshape(2, 2, 2)
+        >>> routes(array, 3, [1], torch.uint8).tolist()
+        [[[2, 3]], [[6, 7]], [[6, 7]]]
     """
-
-    layers: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, folder: Any, layers: list[int]) -> Routes:
-        """Returns how to read the experts of a model folder's layers.
-
-        Raises:
-            ModelError: the model has no experts.
-        """
-        experts = experts_of(read_config(folder).get_text_config())
-        if not experts or not layers:
-            raise ModelError(f"{folder} has no experts, so there is no routing to record")
-        return cls(tuple(layers), recorded_dtype(experts))
-
-    def whole(self, returned: Any, length: int) -> Int[Tensor, "T l k"]:
-        """Returns the experts of a row's tokens; the last token repeats the one before, since vLLM never computes it.
-
-        Args:
-            returned: vLLM's array of all layers, or None.
-            length: the tokens of the row.
-
-        Raises:
-            RoutesMissing: there are experts of more or fewer tokens.
-
-        Example:
-            >>> import numpy
-            >>> array = numpy.arange(8, dtype=numpy.uint8).reshape(2, 2, 2)
-            >>> Routes((1,), torch.uint8).whole(array, 3).tolist()
-            [[[2, 3]], [[6, 7]], [[6, 7]]]
-        """
-        computed = 0 if returned is None else len(returned)
-        if computed != length - 1:
-            raise RoutesMissing(
-                f"vLLM returned the experts of {computed} tokens for a row of {length} tokens, of which it computed "
-                f"{length - 1}"
-            )
-        # As signed integers: torch has few operations on uint16.
-        routed = torch.from_numpy(returned[:, list(self.layers)].astype("int64")).to(self.dtype)
-        return torch.cat([routed, routed[-1:]])
+    computed = 0 if returned is None else len(returned)
+    if computed != length - 1:
+        raise RoutesMissing(
+            f"vLLM returned the experts of {computed} tokens for a row of {length} tokens, of which it computed "
+            f"{length - 1}"
+        )
+    # As signed integers: torch has few operations on uint16.
+    routed = torch.from_numpy(returned[:, list(layers)].astype("int64")).to(dtype)
+    return torch.cat([routed, routed[-1:]])
