@@ -8,9 +8,8 @@ each row.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -89,8 +88,7 @@ def _is_plain(core: Any, replaced: Any) -> bool:
     )
 
 
-@attrs.frozen(eq=False)
-class Pieces:
+class Pieces(NamedTuple):
     """Sequences of queries, and for each the keys that end with its last query.
 
     Attributes:
@@ -136,11 +134,6 @@ class Pieces:
         most = longest // (2 * cp)
         queries = _starts(chunks.repeat_interleave(2))
         return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, index)
-
-    def to(self, device: torch.device) -> Pieces:
-        """Returns the same pieces with their tensors on a device."""
-        index = None if self.index is None else self.index.to(device)
-        return attrs.evolve(self, queries=self.queries.to(device), keys=self.keys.to(device), index=index)
 
 
 def own_places(rows: Int[Tensor, " n"], cp: int, rank: int) -> Int[Tensor, " t"]:

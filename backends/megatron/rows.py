@@ -23,7 +23,7 @@ from verl_fn.backends.hf.ulysses import Whole
 from verl_fn.backends.hf.vision import Family, Seen
 from verl_fn.backends.megatron.attention import Pieces, own_places
 from verl_fn.backends.megatron.layout import Layout, Sizes
-from verl_fn.state import POSITIONS, Batch
+from verl_fn.state import POSITIONS, Batch, tree
 
 PADDING = 0  # the id of a token that no loss reads
 ROUTED = "routed_experts"  # the field of the experts to replay
@@ -170,7 +170,8 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
         max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
     )  # fmt: skip
     # ``PackedAttention`` needs them in each layer.
-    packed.pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank()).to(device)
+    pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank())
+    packed.pieces = tree.map_tensors(lambda t: t.to(device), pieces)
     return packed
 
 
