@@ -43,7 +43,7 @@ from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.megatron.layout import Layout, Sizes
-from verl_fn.backends.megatron.model import How
+from verl_fn.backends.megatron.model import How, adds_losses
 from verl_fn.backends.megatron.names import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
@@ -262,7 +262,7 @@ class Megatron(Base):
         with self._holding(state.params) as model, model.routing() as routing:
             model.resident.gradients.allocate()
             model.built.ddp.zero_grad_buffer()
-            if model.built.adds_losses:
+            if adds_losses(model.built.model.config):
                 self._weigh_losses_of_routers(model, share)
             self._run(model, share, wanted, finish, forward_only=False, routing=routing)
             agree_on_batch(self.layout, batch)

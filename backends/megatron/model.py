@@ -82,12 +82,6 @@ class Built:
                         dist.all_reduce(p.main_grad, group=layout.groups.tp)
 
     @property
-    def adds_losses(self) -> bool:
-        """Whether routers add losses of their own."""
-        config = self.model.config
-        return config.moe_router_load_balancing_type != "none" or bool(config.moe_z_loss_coeff)
-
-    @property
     def keeps_rows_apart(self) -> bool:
         """Whether every layer of this stage mixes the tokens of a row by attention that takes rows end to end."""
         kinds: tuple[type[nn.Module], ...] = (PackedAttention,)
@@ -396,9 +390,14 @@ def _provider(
     return bridge, provider, plain
 
 
+def adds_losses(config: Any) -> bool:
+    """Returns whether the routers of a model add losses of their own."""
+    return config.moe_router_load_balancing_type != "none" or bool(config.moe_z_loss_coeff)
+
+
 def _declare(provider: Any, folder: str | Path) -> None:
     """Warns of losses that a router adds, since a user can ask for them."""
-    if provider.moe_router_load_balancing_type != "none" or provider.moe_z_loss_coeff:
+    if adds_losses(provider):
         warnings.warn(
             f"{folder}: routers add losses of their own to the gradients (moe_router_load_balancing_type = "
             f"{provider.moe_router_load_balancing_type!r}, moe_z_loss_coeff = {provider.moe_z_loss_coeff}). Megatron "
