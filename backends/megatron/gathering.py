@@ -39,13 +39,8 @@ class Part:
     stage: int
     tp: int
     ep: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     names: tuple[str, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return torch.Size(self.shape).numel()
 
 
 @attrs.frozen(eq=False)
@@ -84,7 +79,7 @@ class Parts:
         bucket: list[int] = []
         room = nbytes
         for number in numbers:
-            size = 4 * sum(part.numel for part in self.every[number])
+            size = 4 * sum(part.shape.numel() for part in self.every[number])
             if bucket and size > room:
                 yield bucket
                 bucket, room = [], nbytes
@@ -106,7 +101,7 @@ class Parts:
         """
         device = next(piece.param.device for piece in self.pieces if piece is not None)
         parts = [(number, part) for number in numbers for part in self.every[number]]
-        sizes = [part.numel for _, part in parts]
+        sizes = [part.shape.numel() for _, part in parts]
         flat = torch.zeros(sum(sizes), device=device)
         by_number: dict[int, dict[Part, Tensor]] = {number: {} for number in numbers}
         for (number, part), view in zip(parts, flat.split(sizes), strict=True):
@@ -123,8 +118,7 @@ class Parts:
 def _part(layout: Layout, piece: Piece, names: tuple[str, ...]) -> Part:
     shared = layout.sizes.tp > 1 and not piece.of_expert and not piece.replicated
     ep = layout.groups.ep.rank() if piece.of_expert else 0
-    shape = tuple(piece.param.shape)
-    return Part(layout.groups.pp.rank(), layout.tp_rank if shared else 0, ep, shape, names)
+    return Part(layout.groups.pp.rank(), layout.tp_rank if shared else 0, ep, piece.param.shape, names)
 
 
 def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) -> Iterator[tuple[str, Tensor]]:

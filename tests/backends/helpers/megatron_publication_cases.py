@@ -41,7 +41,7 @@ def exchanges(folder, options, nbytes):
     real, bucket = Parts.exchanged, Parts.buckets
 
     def exchanged(parts, numbers, leaves):
-        sizes.append((4 * sum(part.numel for i in numbers for part in parts.every[i]), len(numbers)))
+        sizes.append((4 * sum(part.shape.numel() for i in numbers for part in parts.every[i]), len(numbers)))
         return real(parts, numbers, leaves)
 
     def counted(name):
