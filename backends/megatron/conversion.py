@@ -41,7 +41,7 @@ class Task:
 
     Attributes:
         leaf: the name of its leaf in values of this backend: the hub's names, joined by ``+``.
-        hub: the hub's names of its tensors, as Bridge's mapping names them; of a stack, ``name[expert]``.
+        hub: the hub's names of its tensors; of a stack, ``name[expert]``.
         hub_anywhere: the hub's names of the tensors that any rank needs for the task of this number.
         mapping: Bridge's mapping, for exporting.
         importing: another instance of it. One that has imported a parameter knows its kind on this pipeline stage
@@ -53,7 +53,7 @@ class Task:
     """
 
     leaf: str
-    hub: str | dict[str, str]
+    hub: tuple[str, ...]
     hub_anywhere: tuple[str, ...]
     mapping: Any
     importing: Any
@@ -112,7 +112,7 @@ def tasks_of(
     # What reads weights asks a loaded model for its config.
     own.hf_pretrained = SimpleNamespace(config=config)
     hubs = [_hub(mapping) for mapping, _, _ in parts]
-    by_rank = gathered([tuple(names_of(hub)) for hub in hubs])
+    by_rank = gathered(hubs)
     tasks, of_buffers = [], []
     for i, (mapping, module, param) in enumerate(parts):
         centres = any(cls.__name__ == _CENTRES for cls in type(mapping).__mro__)
@@ -122,11 +122,11 @@ def tasks_of(
         importing, shift = again[i][0], 0.0
         if centres:
             mapping, importing, shift = _moving(mapping, model), _moving(importing, model), -1.0
-        task = Task("+".join(names_of(hubs[i])), hubs[i], anywhere, mapping, importing, module, param, own, shift)
+        task = Task("+".join(hubs[i]), hubs[i], anywhere, mapping, importing, module, param, own, shift)
         if {canonical.place(name).name for name in anywhere} <= canonical.constants.keys():
             of_buffers.append(task)
         elif param is not None and not isinstance(param, nn.Parameter):
-            raise ModelError(f"Megatron-Bridge holds {hubs[i]} as a buffer, and buffers have no gradient")
+            raise ModelError(f"Megatron-Bridge holds {task.leaf} as a buffer, and buffers have no gradient")
         else:
             tasks.append(task)
     _check_complete(model, tasks)
@@ -143,22 +143,22 @@ def _moving(mapping: Any, model: Any) -> Any:
     return plain
 
 
-def _hub(mapping: Any) -> str | dict[str, str]:
+def _hub(mapping: Any) -> tuple[str, ...]:
     """Returns the hub's names of a parameter; of the expert that it belongs to, where they name stacks of experts."""
-    names: str | dict[str, str] = mapping.hf_param
+    names = names_of(mapping.hf_param)
     if not getattr(mapping, "is_grouped_export", False):
         return names
     from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 
     expert = extract_expert_number_from_param(mapping.megatron_param)
-    return f"{names}[{expert}]" if isinstance(names, str) else {k: f"{v}[{expert}]" for k, v in names.items()}
+    return tuple(f"{name}[{expert}]" for name in names)
 
 
 @torch.no_grad()
 def fill(task: Task, canonical: Canonical, buffers: Mapping[str, Tensor]) -> None:
     """Copies buffers by canonical name to a buffer of Megatron's."""
     if task.module is not None and task.param is not None:
-        whole = {name: buffers[canonical.place(name).name] for name in names_of(task.hub)}
+        whole = {name: buffers[canonical.place(name).name] for name in task.hub}
         given = {name: t.to(task.param.device, torch.float32) for name, t in whole.items()}
         task.param.copy_(_converted(task, given, task.param.shape))
 
@@ -257,16 +257,15 @@ def divided(
         for task in tasks:
             if task.module is None and not together:
                 continue
-            own = names_of(task.hub)
-            whole = {name: read(name) for name in (task.hub_anywhere if together else own)}
+            whole = {name: read(name) for name in (task.hub_anywhere if together else task.hub)}
             if task.module is None or task.param is None:
                 continue
             param, piece = task.param, pieces[task.leaf]
-            tensors = {name: whole[name].to(param.device, torch.float32) for name in own}
+            tensors = {name: whole[name].to(param.device, torch.float32) for name in task.hub}
             converted = _converted(task, tensors, param.shape)
             owned = converted.reshape(-1)[piece.start : piece.stop]
             sums[task.leaf] = sum(map(_bits, tensors.values())), _bits(owned)
-            elements[task.leaf] = owned.to(canonical.shapes[canonical.place(own[0]).name].dtype, copy=True)
+            elements[task.leaf] = owned.to(canonical.shapes[canonical.place(task.hub[0]).name].dtype, copy=True)
     _check_moved(sums)
     return {leaf: elements[leaf] for leaf in pieces if leaf in elements}
 

@@ -22,7 +22,7 @@ from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.conversion import Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_head, check_same_model, take_epsilons
-from verl_fn.backends.megatron.gathering import Parts, names_of
+from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.model import Built, How, build
 from verl_fn.backends.megatron.names import Canonical, for_leaves
@@ -114,7 +114,7 @@ class Executor:
         # A model that is not trained needs none.
         resident.gradients.free()
         own = [None if task.param is None else pieces[task.leaf] for task in tasks]
-        parts = Parts.of(layout, own, [tuple(names_of(task.hub)) for task in tasks])
+        parts = Parts.of(layout, own, [task.hub for task in tasks])
         return cls(
             layout, empty, built, canonical, tasks, of_buffers, parts, pieces, resident, own_optimizer, zeros,
             routers, padded,

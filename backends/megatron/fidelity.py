@@ -167,9 +167,9 @@ def take_epsilons(
         ModelError: an epsilon differs, and Megatron's norm has no place for another one.
     """
     for task in tasks:
-        if not isinstance(task.hub, str) or task.module is None:
+        if len(task.hub) > 1 or task.module is None:
             continue
-        name = canonical.place(task.hub).name.rpartition(".")[0]
+        name = canonical.place(task.hub[0]).name.rpartition(".")[0]
         theirs = transformers_model.get_submodule(name)
         if type(task.module) is type(theirs):
             # A tower is transformers' own.

@@ -139,9 +139,9 @@ def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) 
             yield of_rank[0].names[names.index(name)], t
 
 
-def names_of(hub: str | Mapping[str, str]) -> list[str]:
+def names_of(hub: str | Mapping[str, str]) -> tuple[str, ...]:
     """Returns the names of a parameter's tensors, of which a mapping has one or several."""
-    return [hub] if isinstance(hub, str) else list(hub.values())
+    return (hub,) if isinstance(hub, str) else tuple(hub.values())
 
 
 # Of Bridge's class of mappings, shared by all threads.
