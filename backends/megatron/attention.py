@@ -52,8 +52,8 @@ class PackedAttention(nn.Module):
             out = _attended(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
         pieces, group = packed_seq_params.pieces, packed_seq_params.cp_group
-        if pieces.index is not None:
-            key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, pieces.index) for x in (key, value))
+        if pieces.seen is not None:
+            key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, pieces.seen) for x in (key, value))
         flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         return (_flash if flash else _by_piece)(query, key, value, pieces, self.scale).flatten(1)
 
@@ -96,7 +96,7 @@ class Pieces(NamedTuple):
         keys: where the keys of each sequence begin, with the end of the last.
         most_queries: the most queries of a sequence.
         most_keys: the most keys of a sequence.
-        index: where several ranks share rows, the indices of the keys among the keys of all ranks, one rank after the
+        seen: where several ranks share rows, the indices of the keys among the keys of all ranks, one rank after the
             other; otherwise None.
     """
 
@@ -104,7 +104,7 @@ class Pieces(NamedTuple):
     keys: Int[Tensor, " n"]
     most_queries: int
     most_keys: int
-    index: Int[Tensor, " k"] | None = None
+    seen: Int[Tensor, " k"] | None = None
 
     @classmethod
     def of(cls, rows: Int[Tensor, " n"], cp: int, rank: int) -> Pieces:
@@ -117,7 +117,7 @@ class Pieces(NamedTuple):
 
         Example:
             >>> pieces = Pieces.of(torch.tensor([0, 4]), cp=2, rank=1)
-            >>> pieces.queries, pieces.keys, pieces.index  # chunks 1 and 2, after chunks 0 and 0 to 1
+            >>> pieces.queries, pieces.keys, pieces.seen  # chunks 1 and 2, after chunks 0 and 0 to 1
             (tensor([0, 1, 2], dtype=torch.int32), tensor([0, 2, 5], dtype=torch.int32), tensor([0, 2, 0, 2, 3]))
         """
         lengths = rows.diff()
@@ -130,10 +130,10 @@ class Pieces(NamedTuple):
         # The tokens of all ranks, one after the other, and where each token of the rows lies among them.
         gathered = torch.cat([own_places(rows, cp, other) for other in range(cp)])
         within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(keys)
-        index = gathered.argsort()[rows[:-1].repeat_interleave(2).repeat_interleave(keys) + within]
+        seen = gathered.argsort()[rows[:-1].repeat_interleave(2).repeat_interleave(keys) + within]
         most = longest // (2 * cp)
         queries = _starts(chunks.repeat_interleave(2))
-        return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, index)
+        return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, seen)
 
 
 def own_places(rows: Int[Tensor, " n"], cp: int, rank: int) -> Int[Tensor, " t"]:
