@@ -44,17 +44,13 @@ class MegatronMissing(UserError, ImportError):
     """megatron-core or Megatron-Bridge is missing, or of a version that this backend was never tested with."""
 
 
-class _Never:
-    """A class that nothing is an instance of."""
-
-
 no_transformer_engine: Any = types.SimpleNamespace(
-    Linear=type("Linear", (_Never,), {}),
-    LayerNormLinear=type("LayerNormLinear", (_Never,), {}),
-    GroupedLinear=type("GroupedLinear", (_Never,), {}),
-    ops=types.SimpleNamespace(Sequential=type("Sequential", (_Never,), {})),
+    Linear=type("Linear", (), {}),
+    LayerNormLinear=type("LayerNormLinear", (), {}),
+    GroupedLinear=type("GroupedLinear", (), {}),
+    ops=types.SimpleNamespace(Sequential=type("Sequential", (), {})),
 )
-"""What Megatron-Bridge's LoRA layers get in place of transformer-engine, whose classes they only compare with."""
+"""What Megatron-Bridge's LoRA layers get in place of transformer-engine: classes that nothing is an instance of."""
 
 
 @functools.cache

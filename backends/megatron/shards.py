@@ -300,7 +300,7 @@ class Resident:
         """Forgets which trained values the buffer holds, since something else overwrites them there."""
         for name, piece in self.pieces.items():
             if piece.trained and name in self._made_from:
-                self._made_from[name] = _nothing, 0
+                self._made_from[name] = (lambda: None), 0
 
     def _differing(self, leaves: Mapping[str, Tensor]) -> tuple[bool, bool]:
         """Returns whether trained, and whether frozen parameters differ from what the model holds, on any rank.
@@ -331,10 +331,6 @@ class Resident:
         dist.all_reduce(flat, group=self.layout.groups.tp)
         for (_, piece), part in zip(shared, flat.split(sizes), strict=True):
             piece.param.data.view(-1)[piece.local[0] : piece.local[1]] = part
-
-
-def _nothing() -> None:
-    """Stands for a reference to a tensor that is gone."""
 
 
 def check_leaves(
