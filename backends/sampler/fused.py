@@ -6,7 +6,7 @@ The host looks at rows every few steps, and never at a token. ``ExactFusedDecode
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,11 +68,6 @@ class FusedDecoder(LlamaDecoder):
         self._turns = torch.empty(0, 2, self.dim // 2, dtype=dtype, device=device)
         self.lanes: Lanes | None = None
         self._forget()
-
-    def begin(self, frozen: Collection[str] = (), kept: Collection[str] = ()) -> None:
-        if not self._places:
-            self._forget()
-        super().begin(frozen, kept)
 
     def finish(self) -> None:
         assert self._places is not None, "begin comes first"
