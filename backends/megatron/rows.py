@@ -92,7 +92,8 @@ class MicroBatch:
         sizes = layout.sizes
         starts, ends = _bounds(batch, sizes, length, table)
         length = int(ends[-1])
-        places = starts[:-1].repeat_interleave(batch.lengths) + batch.positions
+        moved = (starts - batch.cu_seqlens)[:-1].repeat_interleave(batch.lengths)
+        places = torch.arange(batch.num_tokens) + moved
         own = own_places(ends, sizes.cp, layout.groups.cp.rank())
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
