@@ -52,9 +52,9 @@ class Memory:
     sizes: list[tuple[Tensor, int]]
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Memory:
+    def of(cls, tensors: Iterable[Tensor | None]) -> Memory:
         """Returns the storages of tensors whose memory is allocated."""
-        by_address = {t.untyped_storage().data_ptr(): t.detach() for t in tensors if t.numel()}
+        by_address = {t.untyped_storage().data_ptr(): t.detach() for t in tensors if t is not None and t.numel()}
         return cls([(t, t.untyped_storage().nbytes()) for t in by_address.values()])
 
     def free(self) -> None:
@@ -69,7 +69,7 @@ class Memory:
                 t.untyped_storage().resize_(nbytes)
 
 
-def _tensors_of(ddp: Any, borrowed: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _tensors_of(ddp: Any, borrowed: Collection[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Returns tensors of all storages of a model's parameters, and of its gradients.
 
     What Megatron-FSDP keeps gathered is not among them. Frozen parameters are in no buffer.
