@@ -178,13 +178,7 @@ def engine_arguments(
         EngineArgumentError: one of ``engine_kwargs`` is unknown, or would break a promise.
         ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs, or as ``image_arguments``.
     """
-    for name in engine_kwargs:
-        if name in KEPT:
-            raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
-        if name not in (known := _known_arguments()):
-            raise EngineArgumentError(
-                f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"
-            )
+    _check_names(engine_kwargs)
     config = read_config(folder)
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)  # a model of states only has none
@@ -276,6 +270,16 @@ def graph_arguments(slots: int) -> dict[str, Any]:
         return {}
     last = min(slots, LAUNCHED)
     return {"cudagraph_capture_sizes": [*RECORDED, *range(RECORDED[-1] + 64, last, 64), last]}
+
+
+def _check_names(engine_kwargs: Mapping[str, Any]) -> None:
+    for name in engine_kwargs:
+        if name in KEPT:
+            raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
+        if name not in (known := _known_arguments()):
+            raise EngineArgumentError(
+                f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"
+            )
 
 
 @functools.cache
