@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -146,6 +147,26 @@ def test_the_roles_of_an_algorithm_are_listed(capsys):
     assert roles[:2] == ["role actor: lm head, trained", "role critic: value head, trained"]
     assert main(["list", "dpo"]) == 0
     assert "  role reference: lm head, not trained, a frozen copy of actor\n" in capsys.readouterr().out
+
+
+def test_an_option_that_must_be_set_is_listed(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import attrs\n\n@attrs.frozen\nclass Options:\n    strength: float\n    steps: int = 3\n"
+        "    names: list = attrs.field(factory=list)\n"
+        "    twice: int = attrs.field()\n    @twice.default\n    def _(self):\n        return 2 * self.steps\n\n"
+        "def mine(options: Options):\n    pass\n"
+    )
+    assert main(["list", f"{file}:mine"]) == 0
+    said = capsys.readouterr().out
+    assert "its roles are known once strength is set" in said and "  role " not in said
+    for line in (
+        r"# strength = +# +\[must be set\]",
+        r"steps = 3 +# +\[default\]",
+        r"names = \[\] +#",
+        r"# twice = +#",
+    ):
+        assert re.search(f"^{line}", said, re.M), line
 
 
 def test_a_function_is_described_by_its_parameters(tmp_path, capsys):

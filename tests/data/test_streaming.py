@@ -183,6 +183,9 @@ def test_responses_of_the_data_have_a_limit(opened):
         source(opened, *limits, learns_from="answers", end_tokens=2)
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)
     assert {problem.answer for problem in data.train(KEY, 0, 20)} == {"a"} and data.max_row == data.max_group / 2 == 6
+    # Prompts that are learned from are not cut, so that this is no advice.
+    with pytest.raises(DataError, match=r"the prompt has 2 tokens, more than 1; .* such prompts out$"):
+        source(opened, "data.max_prompt_length=1", learns_from="answers", end_tokens=2)
     # A prompt has a limit of its own, however short its response is.
     opened["answers"] = Stored([*answers[:1], answers[0] | {"prompt": "aa"}])
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)

@@ -291,6 +291,14 @@ def test_all_metrics_are_listed_and_an_own_algorithm_is_compared_with_its_own_de
     assert not {"algorithm.gamma", "algorithm.clip_ratio"} & set(found.cells)
 
 
+def test_an_option_that_must_be_set_has_no_default(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN.replace('opt(0.05, "b")', "attrs.field()"))
+    own = [f"algorithm.name={tmp_path}/mine.py:mine", "algorithm.beta=0.5"]
+    _, found = page(report([write(tmp_path / "a", brief(4), overrides=own)], tmp_path / "page.html"))
+    at = found.cells.index("algorithm.beta")
+    assert found.cells[at : at + 3] == ["algorithm.beta", "0.5", "–"]
+
+
 def test_a_config_without_a_newer_key_has_its_default(tmp_path):
     a, b = (write(tmp_path / name, brief(4)) for name in "ab")
     text = (a / "config.toml").read_text()

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from verl_fn.config import (
     ConfigError,
     Plan,
@@ -24,7 +26,7 @@ from verl_fn.config import (
     origins,
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, LOSS_TYPES, POLICY_LOSSES
-from verl_fn.config.load import algorithm_options, split_override
+from verl_fn.config.load import algorithm_options, default_options, split_override
 from verl_fn.config.names import is_reference, load_object, options_class
 from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.errors import UsageError, complain, kind_of, place_of, say, signature_of
@@ -345,11 +347,13 @@ def _algorithm_page(name: str) -> str:
 
     if is_reference(name) and (page := _own_page(name)):
         return page
-    options = algorithm_options(name)()
-    outline = make(name, options).outline
+    options = default_options(algorithm_options(name))
     doc = (type(options).__doc__ or "").strip().splitlines()
     lines = [f"{name}: {doc[0] if doc else type(options).__name__}"]
-    for role_name, role in outline.roles.items():
+    if unset := [f.name for f in attrs.fields(type(options)) if f.default is attrs.NOTHING]:
+        lines.append(f"  its roles are known once {', '.join(unset)} is set: verl-fn train CONFIG --check lists them")
+        return "\n".join([*lines, "", *options_lines(options, "algorithm")]).rstrip()
+    for role_name, role in make(name, options).outline.roles.items():
         source = f", a frozen copy of {role.copy_of}" if role.copy_of else ""
         lines.append(f"  role {role_name}: {role.head} head, {'trained' if role.trained else 'not trained'}{source}")
     return "\n".join([*lines, "", *options_lines(options, "algorithm")]).rstrip()

@@ -16,7 +16,7 @@ import attrs
 import tomli_w
 
 from .algorithms import BUILT_IN, GRPO, PPO, AlgorithmTable, PolicyOptimization, Rejection, uses_critic
-from .load import elsewhere, flat, load, raw_table
+from .load import default_options, elsewhere, flat, load, raw_table
 from .options import ConfigError
 from .plan import completed, role_names
 from .schema import Config, to_table
@@ -45,7 +45,8 @@ def describe(cfg: Config, origins: Mapping[str, str]) -> str:
 
 def options_lines(options: Any, prefix: str) -> list[str]:
     """Returns one line for each option of an algorithm: its value and its documentation."""
-    return list(_described(options, prefix, {}))
+    unset = (f"{prefix}.{f.name}" for f in attrs.fields(type(options)) if f.default is attrs.NOTHING)
+    return list(_described(options, prefix, dict.fromkeys(unset, "must be set")))
 
 
 def _described(value: Any, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
@@ -175,8 +176,7 @@ def _defaults(chosen: type) -> Mapping[str, Any]:
     """Returns the default of every key, including keys of algorithms other than the one with the chosen options."""
     defaults = flat(to_table(Config()))
     for options in (*BUILT_IN.values(), chosen):
-        if all(field.default is not attrs.NOTHING for field in attrs.fields(options)):
-            defaults |= flat({"algorithm": attrs.asdict(options())})
+        defaults |= flat({"algorithm": attrs.asdict(default_options(options))})
     return defaults
 
 

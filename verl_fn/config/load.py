@@ -128,7 +128,27 @@ def default_table(table: Mapping[str, Any]) -> Table:
         'grpo'
     """
     name = _name_in(table)
-    return to_table(Config(algorithm=AlgorithmTable(name, algorithm_options(name)())))
+    return to_table(Config(algorithm=AlgorithmTable(name, default_options(algorithm_options(name)))))
+
+
+def default_options(options: type) -> Any:
+    """Returns the defaults of an algorithm's options, unchecked, with None for options that must be set.
+
+    Example:
+        >>> Own = attrs.make_class("Own", {"strength": attrs.field(), "rounds": attrs.field(default=3)})
+        >>> default_options(Own)
+        Own(strength=None, rounds=3)
+    """
+    defaults = {field.name: field.default for field in attrs.fields(options)}
+    if attrs.NOTHING not in defaults.values():
+        return options()
+    made = object.__new__(options)
+    for name, default in defaults.items():
+        if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            # A default that depends on other options is not known either.
+            default = None if default.takes_self else default.factory()
+        object.__setattr__(made, name, None if default is attrs.NOTHING else default)
+    return made
 
 
 def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> dict[str, Any]:

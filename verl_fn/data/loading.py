@@ -262,7 +262,7 @@ def _fit(table: DataConfig, encoder: Encoder, problems: Sequence[Problem]) -> li
         return short
     for problem, prompt, row in zip(problems, prompts.tolist(), rows[:, 0].tolist(), strict=True):
         if prompt > limit and (table.truncation == "error" or problem.images):
-            raise too_long(problem, prompt, limit)
+            raise too_long(problem, prompt, limit, learned=row > 0)
         if row > longest:
             raise DataError(
                 f"{label_of(problem)}: prompt and response have {row} tokens, and data.stream allows {longest}, the "

@@ -25,6 +25,7 @@ from verl_fn.backends.hf.tokenizer import has_tokenizer
 from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
 from verl_fn.config import ConfigError, Plan, RolePlan, structure
 from verl_fn.config.describe import without_effect
+from verl_fn.config.load import default_options
 from verl_fn.config.names import is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.examples import encode_examples
@@ -241,7 +242,7 @@ def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
 def _parts_lines(plan: Plan) -> Iterator[str]:
     """Yields lines about the algorithm's options, the reward and the environment."""
     options = plan.options
-    default = {f.name: _default(f.default) for f in attrs.fields(type(options))}
+    default = attrs.asdict(default_options(type(options)), recurse=False)
     values = attrs.asdict(options, recurse=False)
     unused = {*without_effect(structure(plan.table), {f"algorithm.{name}": value for name, value in values.items()})}
     unused |= {"algorithm.loss_agg_mode"} if averages_rows(options) else set()
@@ -262,10 +263,6 @@ def _parts_lines(plan: Plan) -> Iterator[str]:
     if env.name:
         limit = env.max_turn_length or plan.data.max_response_length
         yield f"environment {env.name}: up to {env.max_turns} replies of at most {limit} tokens each"
-
-
-def _default(default: Any) -> Any:
-    return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
 def _memory_lines(plan: Plan, gpu: int | None) -> Iterator[str]:
