@@ -148,7 +148,10 @@ def home(value: Any) -> Any:
     """Replaces a leading ``~`` by the home folder, in one path or in each of several."""
     if isinstance(value, tuple):
         return tuple(map(home, value))
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    try:
+        return os.path.expanduser(value) if isinstance(value, str) else value
+    except ValueError:  # the name has a null byte; check_path reports it
+        return value
 
 
 def check_path(value: str) -> str:
