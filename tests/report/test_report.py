@@ -296,7 +296,7 @@ def test_an_option_that_must_be_set_has_no_default(tmp_path):
     own = [f"algorithm.name={tmp_path}/mine.py:mine", "algorithm.beta=0.5"]
     _, found = page(report([write(tmp_path / "a", brief(4), overrides=own)], tmp_path / "page.html"))
     at = found.cells.index("algorithm.beta")
-    assert found.cells[at : at + 3] == ["algorithm.beta", "0.5", "–"]
+    assert found.cells[at : at + 3] == ["algorithm.beta", "0.5", MISSING]
 
 
 def test_a_config_without_a_newer_key_has_its_default(tmp_path):

@@ -124,13 +124,14 @@ def test_a_config_without_functions_takes_the_rules(tiny):
     assert reward(batch, [PROBLEM])["acc"].tolist() == [1.0, 0.0]
 
 
-def test_a_config_with_functions_takes_those_of_its_folder(tiny, tmp_path):
+def test_a_config_with_functions_takes_those_of_the_current_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "def length(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
     )
     batch, _ = responses("cba", "ab")
     table = RewardConfig(functions=("mine.py:length",), weights=(0.5,), env=("HOME",))
-    assert build.reward(table, tiny, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]
+    assert build.reward(table, tiny)(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]
 
 
 def test_problems_may_have_different_numbers_of_rows(tiny):

@@ -55,6 +55,18 @@ def test_the_counts_are_those_of_the_states(tiny):
             assert (sizes.total, sizes.trained) == (total, trained), (head, lora)
 
 
+def test_a_frozen_tower_is_not_counted_as_trained(tmp_path):
+    model = new_model(tmp_path / "m", chars="ab", arch="qwen3_vl")
+    for lora in (None, Lora(rank=2)):
+        for frozen in (False, True):
+            backend = Local(model, adamw(1e-3), lora=lora, freeze_vision_tower=frozen)
+            state = backend.load_pretrained()
+            total = sum(p.numel() for p in state.params.values())
+            trained = sum(state.params[name].numel() for name in state.params.trained())
+            sizes = model_sizes(model, "lm", lora, freeze_tower=frozen)
+            assert (sizes.total, sizes.trained) == (total, trained), (lora, frozen)
+
+
 def test_the_folder_of_a_model_is_not_a_runs(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     plan = tiny_run(tmp_path / "model", tmp_path / "model")

@@ -568,6 +568,18 @@ def test_ranks_of_tensor_parallelism_each_have_a_whole_tower(tmp_path):
     assert 0 < tower < total == held[0] and held[1] == pytest.approx((total - tower) // 2 + tower, abs=2)
 
 
+@pytest.mark.parametrize("strategy", ["local", "fsdp", "megatron"])
+def test_a_frozen_tower_has_no_moments(strategy, tmp_path):
+    model = new_model(tmp_path / "m", chars="ab", arch="qwen3_vl")
+    frozen = model_sizes(model, "lm").total - model_sizes(model, "lm", freeze_tower=True).trained
+    settings = [f"actor.strategy={strategy}", "algorithm.name=grpo", "rollout.n=8"]
+    plans = [plan_of(model, *settings, f"actor.freeze_vision_tower={value}") for value in ("false", "true")]
+    trained, without = (parts(plan, 1, 140 * GIB)["update_actor"]["actor moments"] for plan in plans)
+    assert frozen > 0 and trained - without == 8 * frozen
+    # The weights of the tower are saved in bf16 then.
+    assert checkpoint_bytes(plans[0]) - checkpoint_bytes(plans[1]) == (8 + 4 - 2) * frozen
+
+
 def test_moments_in_bf16_take_half_the_memory_and_the_disk(folder):
     plans = [plan_of(folder("0.5b"), f"actor.optim.moments_dtype={dtype}") for dtype in ("float32", "bfloat16")]
     wide, narrow = (parts(plan, 1, 140 * GIB)["update_actor"]["actor moments"] for plan in plans)

@@ -314,12 +314,11 @@ def _role_bytes(role: RolePlan, plan: Plan) -> int:
     """
     sizes = sizes_of(role)
     width = width_of(compute_dtype(role.dtype, role.folder, build.device(plan.driver)))
+    count = sizes.trained if role.trained else 0
+    trained, frozen = count * (FLOAT32 + moment_bytes(role)), (sizes.total - count) * width
     if not role.lora:
-        each = FLOAT32 + moment_bytes(role) if role.trained else width
-        return sizes.total * each
-    trained = sizes.trained * (FLOAT32 + moment_bytes(role))
-    frozen = sizes.total - sizes.trained
-    return trained if not sizes.buffers else trained + sizes.adapted * FLOAT32 + frozen * width
+        return trained + frozen
+    return trained if not sizes.buffers else trained + sizes.adapted * FLOAT32 + frozen
 
 
 def checkpoints_at_once(plan: Plan) -> int:

@@ -121,28 +121,29 @@ class ModelSizes:
         return tokens * width * 2 * self.layers * self.key_value
 
 
-def model_sizes(folder: str | Path, head: str, lora: Lora | None = None) -> ModelSizes:
+def model_sizes(folder: str | Path, head: str, lora: Lora | None = None, *, freeze_tower: bool = False) -> ModelSizes:
     """Counts the elements of a model, adapters included.
 
     Args:
         folder: a Hugging Face model folder; its weights are not read.
         head: ``lm``, or ``value`` for a scalar head.
         lora: the adapters; training changes them and a value head only.
+        freeze_tower: training does not change the module that sees images, and it has no adapters.
     """
     config = Path(folder, "config.json")
-    return _model_sizes(folder, head, lora, config.read_bytes() if config.is_file() else b"")
+    return _model_sizes(folder, head, lora, freeze_tower, config.read_bytes() if config.is_file() else b"")
 
 
 # To make a model without weights takes long, and a run asks several times. `config`: the contents of config.json.
 @functools.lru_cache(maxsize=64)
-def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes) -> ModelSizes:
-    skeleton = hollow(folder, head, key=Key.from_seed(0)).skeleton
+def _model_sizes(folder: str | Path, head: str, lora: Lora | None, freeze_tower: bool, config: bytes) -> ModelSizes:
+    skeleton = hollow(folder, head, key=Key.from_seed(0), freeze_tower=freeze_tower).skeleton
     model, output = skeleton.model, skeleton.output_layer
     counts = {name: p.numel() for name, p in model.named_parameters()}
-    total = trained = sum(counts.values())
-    adapted = 0
+    total, adapted = sum(counts.values()), 0
+    trained = total - sum(counts[name] for name in skeleton.frozen_names)
     if lora is not None:
-        layers = target_layers(model, lora, output, folder)
+        layers = target_layers(model, lora, output, folder, without=skeleton.tower if freeze_tower else None)
         weights = [model.get_submodule(name).weight for name in layers]
         adapters, adapted = sum(lora.rank * sum(w.shape) for w in weights), sum(w.numel() for w in weights)
         total += adapters
@@ -157,7 +158,8 @@ def _model_sizes(folder: str | Path, head: str, lora: Lora | None, config: bytes
 
 def sizes_of(role: RolePlan) -> ModelSizes:
     """Counts the elements of a role's model."""
-    return model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    lora = Lora(*role.lora) if role.lora else None
+    return model_sizes(role.folder, role.head, lora, freeze_tower=role.freeze_vision_tower)
 
 
 def width_of(dtype: str) -> int:
@@ -384,7 +386,11 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     # Ranks of tensor parallelism each have a whole tower.
     layers_held = (layers - sizes.tower) // (tp * pp) + sizes.tower
     held = layers_held + experts + ends // tp + adapters // (tp * pp)
-    own_trained, held_trained = (adapters // ranks, adapters // (tp * pp)) if role.lora else (own, held)
+    if role.lora:
+        own_trained, held_trained = adapters // ranks, adapters // (tp * pp)
+    else:
+        frozen = sizes.total - sizes.trained  # of a tower
+        own_trained, held_trained = own - frozen // ranks, max(0, held - frozen)
     if not role.trained:
         own_trained = held_trained = 0
     if m.use_megatron_fsdp:
