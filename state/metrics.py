@@ -155,8 +155,8 @@ class Moments(Node):
         w = mask.double()
         a = torch.where(w != 0, x.detach().double(), 0.0)
         b = torch.where(w != 0, y.detach().double(), 0.0) if y is not None else torch.zeros_like(a)
-        products = ((), (a,), (a, a), (b,), (b, b), (a, b))
-        n, sum_a, sum_aa, sum_b, sum_bb, sum_ab = (math.prod(factors, start=w).sum() for factors in products)
+        products = (w, w * a, w * a * a, w * b, w * b * b, w * a * b)
+        n, sum_a, sum_aa, sum_b, sum_bb, sum_ab = (product.sum() for product in products)
         return cls(n, sum_a, sum_aa, sum_b, sum_bb, sum_ab, stat)
 
     def __add__(self, other: Moments) -> Moments:

@@ -134,8 +134,9 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
     if optim.lr_scheduler_type == "constant":
         schedule: Schedule = constant(optim.lr, optim.lr_warmup_steps)
     else:
-        falling, steps = linear if optim.lr_scheduler_type == "linear" else cosine, optim.lr_decay_steps
-        schedule = falling(optim.lr, steps or total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
+        falling = linear if optim.lr_scheduler_type == "linear" else cosine
+        decay = optim.lr_decay_steps or total_updates
+        schedule = falling(optim.lr, decay, optim.lr_warmup_steps, optim.min_lr_ratio)
     mask = None if optim.decay_biases_and_norms else matrices
     moments = torch.bfloat16 if optim.moments_dtype == "bfloat16" else None
     update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask, moments=moments)

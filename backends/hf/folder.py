@@ -85,35 +85,62 @@ def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
 
 @_one_at_a_time
 def build(
-    folder: str | Path, head: str, *, pretrained: bool, key: Key, row_layout: str = "auto", **options: Any
+    folder: str | Path,
+    head: str,
+    *,
+    pretrained: bool,
+    key: Key,
+    checkpointing: Checkpointing = False,
+    lora: Lora | None = None,
+    row_layout: str = "auto",
+    frozen: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    trained: bool = True,
+    freeze_tower: bool = False,
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
 
-    Trained parameters are fp32. Arguments that are not explained are as for ``hollow``.
+    Trained parameters are fp32.
 
     Args:
+        head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
         pretrained: read the weights; otherwise draw them from ``key``.
+        key: what random weights and adapters are drawn from.
+        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
+        lora: adapters to put in.
+        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
+        frozen: the dtype of parameters that are not trained.
+        trained: whether a model without adapters is trained.
+        freeze_tower: do not train the module that sees images.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
-    made = hollow(folder, head, key=key, row_layout=row_layout, **options)
-    auto, config, how, _ = _recipe(folder, head, row_layout)
-    with _making_model(folder), kernels_for("cpu", auto, config):
+    auto, config, options, fit = _recipe(folder, head, row_layout)
+    loaded = None
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), kernels_for(device, auto, config):
         torch.manual_seed(key.seed())
         if pretrained:
-            model, loaded = _loaded(auto, config, folder, how)
-            _check_loaded(made.skeleton, loaded, made.new_head, folder)
+            model, loaded = _loaded(auto, config, folder, options)
         else:
-            model = auto.from_config(config, **how)
-    params = {name: p.detach() for name, p in model.named_parameters()} | made.adapters
-    for name, t in params.items():
-        if made.new_head and name.startswith(f"{made.skeleton.output_name}."):
-            t.zero_()
-        elif pretrained:
+            model = auto.from_config(config, **options)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
+    if loaded is not None:
+        _check_loaded(skeleton, loaded, new_head, folder)
+    if new_head:
+        for p in skeleton.output_layer.parameters():
+            nn.init.zeros_(p)
+    if not pretrained:
+        _read_constants(skeleton, auto, config, options, folder)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    if pretrained:
+        for name, t in params.items():
             check_numbers(name, t, folder)
-    return made.skeleton, {name: params[name].to(t.dtype) for name, t in made.shapes.items()}
+    params |= _adapted(skeleton, lora, key, folder)
+    skeleton.trained = trained
+    _to_meta(model)
+    return skeleton, _masters(skeleton, params, frozen)
 
 
 @_one_at_a_time
@@ -175,13 +202,13 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Sk
     Raises:
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
-    made = hollow(folder, head, key=Key.from_seed(0), row_layout=row_layout)
-    auto, config, options, _ = _recipe(folder, head, row_layout)
-    with _making_model(folder):
+    auto, config, options, fit = _recipe(folder, head, row_layout)
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         # On the meta device, transformers reads only the headers of the files.
-        _, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
-    _check_loaded(made.skeleton, loaded, made.new_head, folder)
-    return made.skeleton
+        model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
+    _check_loaded(skeleton, loaded, new_head, folder)
+    return skeleton
 
 
 def pads_rows(folder: str | Path, head: str, row_layout: str = "auto") -> bool:
@@ -222,50 +249,33 @@ def hollow(
     trained: bool = True,
     freeze_tower: bool = False,
 ) -> Hollow:
-    """Returns the model of a Hugging Face folder without memory for its weights.
-
-    Args:
-        head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
-        key: what adapters are drawn from.
-        checkpointing: recompute each layer in the backward pass; ``"offload"`` keeps their inputs in host memory.
-        lora: adapters to put in.
-        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
-        frozen: the dtype of parameters that are not trained.
-        device: where the model is going to compute.
-        trained: whether a model without adapters is trained.
-        freeze_tower: do not train the module that sees images.
+    """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    with _making_model(folder), kernels_for(device, auto, config), _parameters_on_meta():
-        model = auto.from_config(copy.deepcopy(config), **options)
-    model.config.use_cache = False
-    model.eval()
-    experts.use_grouped(model)
-    if checkpointing:
-        _recompute_layers(model, checkpointing, folder)
-    skeleton = Skeleton(model, head, longest_row(config), fit)
-    skeleton.files = carried(folder, model)
-    skeleton.freeze_tower(freeze_tower, folder)
-    skeleton.trained = trained
+    with kernels_for(device, auto, config):
+        model = _without_weights(auto, config, options, folder)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
     _read_constants(skeleton, auto, config, options, folder)
+    skeleton.trained = trained
     shapes = {name: p.detach() for name, p in model.named_parameters()}
     adapters: dict[str, Tensor] = {}
     if lora is not None:
         # PEFT makes an adapter on the device of the layer's weight, and draws its values only on a real device.
         _replace(model, lambda p: torch.zeros(()).expand(p.shape))
-        skeleton.adapt(lora, key.fold_in("lora"), folder)
-        values = {canonical(name): p.detach() for name, p in model.named_parameters()}
-        adapters = {name: values[name] for name in skeleton.adapters.names()}
-        _replace(model, lambda p: torch.empty_like(p, device="meta"))
+        adapters = _adapted(skeleton, lora, key, folder)
+        _to_meta(model)
         shapes |= {name: t.to("meta") for name, t in adapters.items()}
-    trained_names = shapes if skeleton.trainable is None else skeleton.trainable
-    held = {name: t if name in trained_names else t.to(frozen) for name, t in shapes.items()}
-    new_head = head == "value" and not any("TokenClassification" in name for name in config.architectures or ())
-    return Hollow(skeleton, held, adapters, new_head)
+    return Hollow(skeleton, _masters(skeleton, shapes, frozen), adapters, new_head)
+
+
+def _masters(skeleton: Skeleton, params: dict[str, Tensor], frozen: torch.dtype) -> dict[str, Tensor]:
+    """Returns parameters as a state holds them: the ones that are not trained in the dtype ``frozen``."""
+    trained = params if skeleton.trainable is None else skeleton.trainable
+    return {name: t if name in trained else t.to(frozen) for name, t in params.items()}
 
 
 def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, dict[str, Any], Fit]:
@@ -281,10 +291,16 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     return auto, config, options | {"attn_implementation": attentions(config, fit.attention)}, fit
 
 
+def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
+    """Returns transformers' model with its parameters on the meta device."""
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
+        return auto.from_config(copy.deepcopy(config), **options)
+
+
 @contextlib.contextmanager
-def _making_model(folder: str | Path) -> Iterator[None]:
-    """Lets transformers make a model inside: quietly, with draws of its own, and with errors that name the folder."""
-    with refused(str(folder)), quiet(), torch.random.fork_rng(devices=[]):
+def _refusals(folder: str | Path) -> Iterator[None]:
+    """Replaces errors of transformers by ones that name the folder."""
+    with refused(str(folder)):
         try:
             yield
         except RuntimeError as error:
@@ -301,19 +317,36 @@ def _making_model(folder: str | Path) -> Iterator[None]:
             ) from error
 
 
-def _recompute_layers(model: Any, checkpointing: Checkpointing, folder: str | Path) -> None:
-    """Makes a model compute its layers again in the backward pass."""
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(
-            f"{folder}: {type(model).__name__} cannot compute its layers again in the backward pass; set "
-            "enable_gradient_checkpointing to false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Only these modules are told to train: routers, for example, would add noise.
-    for module in model.modules():
-        module.training = bool(getattr(module, "gradient_checkpointing", False))
-        if module.training and checkpointing == OFFLOAD:
-            module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
+def _prepared(
+    model: Any,
+    folder: str | Path,
+    head: str,
+    config: Any,
+    fit: Fit,
+    checkpointing: Checkpointing,
+    freeze_tower: bool = False,
+) -> tuple[Skeleton, bool]:
+    """Returns the model as a skeleton, and whether its output layer is new."""
+    model.config.use_cache = False
+    model.eval()
+    experts.use_grouped(model)
+    if checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{folder}: {type(model).__name__} cannot compute its layers again in the backward pass; set "
+                "enable_gradient_checkpointing to false"
+            )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Only these modules are told to train: routers, for example, would add noise.
+        for module in model.modules():
+            module.training = bool(getattr(module, "gradient_checkpointing", False))
+            if module.training and checkpointing == OFFLOAD:
+                module._gradient_checkpointing_func = _offloading(module._gradient_checkpointing_func)
+    has_value_head = any("TokenClassification" in name for name in config.architectures or ())
+    skeleton = Skeleton(model, head, longest_row(config), fit)
+    skeleton.files = carried(folder, model)
+    skeleton.freeze_tower(freeze_tower, folder)
+    return skeleton, head == "value" and not has_value_head
 
 
 def _offloading(recompute: Callable[P, T]) -> Callable[P, T]:
@@ -344,6 +377,15 @@ def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[st
                 stored = dict(auto.from_pretrained(folder, config=config, **options | LOCAL).named_buffers())
         for name, b in constants.items():
             b.copy_(stored[name])
+
+
+def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path) -> dict[str, Tensor]:
+    """Adds the adapters of ``lora`` to a skeleton, and returns their values."""
+    if lora is None:
+        return {}
+    skeleton.adapt(lora, key.fold_in("lora"), folder)
+    values = {canonical(name): p.detach() for name, p in skeleton.model.named_parameters()}
+    return {name: values[name] for name in skeleton.adapters.names()}
 
 
 def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, folder: str | Path) -> None:
@@ -414,6 +456,11 @@ def _parameters_on_meta() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         deterministic.fill_uninitialized_memory = fills
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Drops the storage of all parameters; a tied weight stays one parameter."""
+    _replace(model, lambda p: torch.empty_like(p, device="meta"))
 
 
 def _replace(model: nn.Module, by: Callable[[Tensor], Tensor]) -> None:

@@ -129,7 +129,7 @@ def _plain(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    log_probs = _heated(logits, temperature, softcap).log_softmax(-1)
+    log_probs = _scaled_for_autograd(logits, temperature, softcap).log_softmax(-1)
     entropies = entropy_of(log_probs) if entropy else None
     return log_probs.gather(1, targets[:, None])[:, 0], entropies
 
@@ -340,7 +340,7 @@ def scaled(logits: Tensor, temperature: Tensor | None, softcap: float | None = N
     return logits if temperature is None else logits.div_(temperature[:, None])
 
 
-def _heated(logits: Tensor, temperature: Tensor | None, softcap: float | None) -> Tensor:
+def _scaled_for_autograd(logits: Tensor, temperature: Tensor | None, softcap: float | None) -> Tensor:
     """Does what ``scaled`` does, but not in place, so that autograd can go through it."""
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -488,7 +488,7 @@ def candidate_logprobs(
     logits = torch.einsum("nh,nkh->nk", hidden.float(), weight[ids].float())
     if bias is not None:
         logits = logits + bias[ids].float()
-    logits = _heated(logits, temperature, softcap)
+    logits = _scaled_for_autograd(logits, temperature, softcap)
     return (logprobs[:, None] + logits[:, :-1] - logits[:, -1:]).masked_fill(outside, -torch.inf)
 
 

@@ -228,9 +228,10 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
         LoraError: the description of the adapters cannot be read.
     """
     with raised_as(LoraError, f"{folder / ABOUT} cannot be read", *_DAMAGES):
-        if not (folder / ABOUT).exists():
+        try:
+            about = json.loads((folder / ABOUT).read_text())
+        except FileNotFoundError:
             return None
-        about = json.loads((folder / ABOUT).read_text())
         lora = Lora(about["rank"], about["alpha"], about["targets"])
         return Adapters(lora, tuple(about["layers"]), frozenset(about["transposed"])), about["base_model"]
 
@@ -392,7 +393,11 @@ class Reference:
         """
         about = Path(folder) / ABOUT
         with raised_as(LoraError, f"{about} cannot be read", *_DAMAGES):
-            if not about.exists() or "files" not in (content := json.loads(about.read_text())):
+            try:
+                content = json.loads(about.read_text())
+            except FileNotFoundError:
+                return None
+            if "files" not in content:
                 return None
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
             base, beside = Path(content["base_model"]), Path(folder, content["beside"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,10 @@ class FolderWeights:
         if name not in self.files:
             return into.zero_()
         file = self.files[name]
-        opened: Callable[[Path], Slices] = self._opened.__dict__.setdefault("files", functools.cache(Slices))
-        into.copy_(opened(file).rows(name, start, end))
+        files: dict[Path, Slices] = self._opened.__dict__.setdefault("files", {})
+        if file not in files:
+            files[file] = Slices(file)
+        into.copy_(files[file].rows(name, start, end))
         check_numbers(name, into, file)
         return into
 

@@ -110,6 +110,8 @@ class Pieces(NamedTuple):
     def of(cls, rows: Int[Tensor, " n"], cp: int, rank: int) -> Pieces:
         """Returns the pieces of a rank of context parallelism, two for each row if several ranks share rows.
 
+        Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
+
         Args:
             rows: where each padded row begins, with the end of the last.
             cp: the number of ranks that share the rows.
@@ -120,17 +122,19 @@ class Pieces(NamedTuple):
             >>> pieces.queries, pieces.keys, pieces.seen  # chunks 1 and 2, after chunks 0 and 0 to 1
             (tensor([0, 1, 2], dtype=torch.int32), tensor([0, 2, 5], dtype=torch.int32), tensor([0, 2, 0, 2, 3]))
         """
-        lengths = rows.diff()
+        lengths, tokens = rows.diff(), int(rows[-1]) // cp
         longest = int(lengths.max())
         if cp == 1:
             return cls(rows.int(), rows.int(), longest, longest)
         chunks = lengths // (2 * cp)
         keys = torch.stack([(rank + 1) * chunks, (2 * cp - rank) * chunks], 1).flatten()
         starts = _starts(keys)
-        # The tokens of all ranks, one after the other, and where each token of the rows lies among them.
-        gathered = torch.cat([own_places(rows, cp, other) for other in range(cp)])
-        within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(keys)
-        seen = gathered.argsort()[rows[:-1].repeat_interleave(2).repeat_interleave(keys) + within]
+        piece = torch.arange(len(keys)).repeat_interleave(keys)
+        row, within = piece // 2, torch.arange(len(piece)) - starts[piece]
+        number, place = within // chunks[row], within % chunks[row]
+        second = number >= cp
+        owner = torch.where(second, 2 * cp - 1 - number, number)
+        seen = owner * tokens + rows[row] // cp + second * chunks[row] + place
         most = longest // (2 * cp)
         queries = _starts(chunks.repeat_interleave(2))
         return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, seen)

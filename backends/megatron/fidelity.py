@@ -81,7 +81,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
     longest = getattr(text, "max_position_embeddings", None) or 0
     windows = [w for m in transformers_model.modules() if isinstance(w := getattr(m, "sliding_window", None), int)]
     if any(window < longest for window in windows) and model.config.window_size is None:
-        raise _other(
+        raise _makes_other(
             folder, f"layers with a sliding window of {min(windows)} tokens", "attention to all tokens of them"
         )
     _check_activation(model, transformers_model, folder)
@@ -101,10 +101,10 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
         # Each frequency belongs to two numbers of a head, and some models have it once.
         ours = ours.repeat_interleave(2, -1)
     if ours.shape != theirs.shape or float((ours - theirs).abs().max()) > ROUNDING:
-        raise _other(folder, f"the rotary embedding {rope}", "one with other frequencies")
+        raise _makes_other(folder, f"the rotary embedding {rope}", "one with other frequencies")
 
 
-def _other(folder: str | Path, has: str, makes: str, way: str = "actor.strategy=fsdp") -> ModelError:
+def _makes_other(folder: str | Path, has: str, makes: str, way: str = "actor.strategy=fsdp") -> ModelError:
     return ModelError(f"{folder} has {has}, and Megatron-Bridge makes {makes}; set {way}")
 
 
@@ -182,7 +182,7 @@ def take_epsilons(
         if own == epsilon:
             continue
         if not isinstance(getattr(module, "eps", None), float):
-            raise _other(folder, f"the epsilon {epsilon} in {name}", f"it {own}")
+            raise _makes_other(folder, f"the epsilon {epsilon} in {name}", f"it {own}")
         module.eps = epsilon
 
 
@@ -194,7 +194,7 @@ def _check_activation(model: Any, transformers_model: nn.Module, folder: str | P
         theirs: Any = model.config.activation_func
         if callable(ours) and float((ours(at) - theirs(at)).abs().max()) > ACTIVATION_ROUNDING:
             name = getattr(theirs, "__name__", repr(theirs))
-            raise _other(folder, f"the activation {type(ours).__name__}", f"{name} of it")
+            raise _makes_other(folder, f"the activation {type(ours).__name__}", f"{name} of it")
 
 
 @torch.no_grad()
@@ -210,11 +210,12 @@ def _check_axes(model: Any, text: Any, section: Sequence[int], folder: str | Pat
         ours = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
     theirs = model.rotary_pos_emb(positions, model.mrope_section)[:, 0, 0].cos()
     if ours[0].shape != theirs.shape or float((ours[0] - theirs.to(device)).abs().max()) > ROUNDING:
-        has, makes = (
-            f"the rotary embedding {text.config.rope_parameters}",
-            "one with other angles for positions of three axes",
+        raise _makes_other(
+            folder,
+            has=f"the rotary embedding {text.config.rope_parameters}",
+            makes="one with other angles for positions of three axes",
+            way="actor.strategy to local or fsdp",
         )
-        raise _other(folder, has, makes, "actor.strategy to local or fsdp")
 
 
 @torch.no_grad()

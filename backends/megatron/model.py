@@ -271,6 +271,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
+    repeatable = not plain and _repeats(how)
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -281,10 +282,9 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         sight = Sight(skeleton, how) if config.model_type in SEEING else None
 
         def changed(chunks: list[Any]) -> list[Any]:
-            (model,) = chunks
             if sight is not None:
-                sight.join(model)
-            _change(model, bridge, config, layout, how, skeleton.adapters, plain)
+                sight.join(chunks[0])
+            _change(chunks[0], bridge, config, layout, how, skeleton.adapters, repeatable)
             return chunks
 
         # Given hooks replace the hooks that a bridge has registered.
@@ -314,12 +314,25 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     return Built(bridge, config, ddp, model, tied, skeleton.fit, sight)
 
 
-def _change(model: Any, bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, plain: bool) -> None:
-    """Changes Megatron's model before DDP wraps it.
+def _repeats(how: How) -> bool:
+    """Returns whether backward passes must repeat bitwise, so that transformer-engine's attention is replaced.
 
     Raises:
-        ModelError: a field of the provider is for the attention that is replaced.
+        ModelError: a field of the provider is for that attention.
     """
+    repeats = torch.are_deterministic_algorithms_enabled()
+    if repeats and (given := sorted(OF_ATTENTION & how.provider.keys())):
+        raise ModelError(
+            f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
+            "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
+        )
+    return repeats
+
+
+def _change(
+    model: Any, bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters, repeatable: bool
+) -> None:
+    """Changes Megatron's model before DDP wraps it."""
     if how.head == "value" and model.post_process:
         # Every rank of tensor parallelism has all of it.
         like = next(model.decoder.parameters())
@@ -327,14 +340,9 @@ def _change(model: Any, bridge: Any, config: Any, layout: Layout, how: How, adap
     _fix_padding(model, layout, getattr(config.get_text_config(), "pad_token_id", None))
     if layout.sizes.tp > 1:
         _share_sinks(model)
-    if not plain and torch.are_deterministic_algorithms_enabled():
+    if repeatable:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        if given := sorted(OF_ATTENTION & how.provider.keys()):
-            raise ModelError(
-                f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
-                "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
-            )
         replace_attention(model, TEDotProductAttention)
         _replace_products(model)
     if adapters.lora is not None:
@@ -366,6 +374,8 @@ def _provider(
     of_core = _of_core(provider)
     exact = settings["params_dtype"] == torch.float32 and of_core and _has_plain_layers(bridge, config, provider)
     plain = exact or not has_transformer_engine()
+    if config.model_type in SEEING:
+        check_fields_of_sight(provider, overrides, folder)
     settings = {**settings, **(PLAIN if plain else fused_kernels(provider))}
     for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
@@ -374,7 +384,6 @@ def _provider(
         for name, value in YARN.items():
             setattr(provider, name, value if (given := getattr(provider, name)) is None else given)
     if config.model_type in SEEING:
-        check_fields_of_sight(provider, overrides, folder)
         # transformer-engine's fused kernel would take the positions of the first row for all rows.
         provider.apply_rope_fusion = False
         # Only the language model; Bridge's provider of Qwen2.5-VL has the sections of the published sizes.

@@ -166,5 +166,8 @@ def named_parts(tree: Any) -> Iterator[tuple[str, Named]]:
 def _hollow(tree: Any) -> Any:
     """Returns a tree with empty mappings by name."""
     return pytree.tree_map_only(
-        Named, lambda part: rebuild(type(part), {"leaves": FrozenDict()}), tree, lambda part: isinstance(part, Named)
+        Named,
+        lambda part: rebuild(type(part), {"leaves": FrozenDict()}),
+        tree,
+        is_leaf=lambda part: isinstance(part, Named),
     )

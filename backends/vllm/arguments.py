@@ -273,10 +273,11 @@ def graph_arguments(slots: int) -> dict[str, Any]:
 
 
 def _check_names(engine_kwargs: Mapping[str, Any]) -> None:
+    known = _known_arguments() if engine_kwargs else frozenset()
     for name in engine_kwargs:
         if name in KEPT:
             raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
-        if name not in (known := _known_arguments()):
+        if name not in known:
             raise EngineArgumentError(
                 f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"
             )

@@ -5,6 +5,7 @@ A schedule is a function of the number of updates applied so far, with readable 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.state import FrozenDict, Grads, Metrics, Node, Params, Slots, Weighted, node
+from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
 from .transforms import Optimizer, Update, check_slots, laid_out_as, tensors_of
 
@@ -141,15 +142,19 @@ def matrices(name: str, tensor: Tensor) -> bool:
 class ByName:
     """A mask that lists all parameters; ``as_mask`` makes it from a mapping."""
 
-    decays: FrozenDict[str, bool]
+    decays: tuple[tuple[str, bool], ...]
+
+    @functools.cached_property
+    def _listed(self) -> dict[str, bool]:
+        return dict(self.decays)
 
     def __call__(self, name: str, tensor: Tensor) -> bool:
-        return self.decays[name]
+        return self._listed[name]
 
     def check(self, names: Iterable[str]) -> None:
         """Raises ValueError for a trained parameter that the mapping lacks."""
         for name in names:
-            if name not in self.decays:
+            if name not in self._listed:
                 raise ValueError(
                     f"weight_decay_mask has no value for {name}; give it one for every trained parameter"
                 )
@@ -166,7 +171,7 @@ def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
         True
     """
     if isinstance(mask, Mapping):
-        return ByName(FrozenDict((name, bool(decays)) for name, decays in sorted(mask.items())))
+        return ByName(tuple(sorted((name, bool(decays)) for name, decays in mask.items())))
     return mask
 
 

@@ -686,3 +686,13 @@ def test_files_of_code_belong_to_the_config_and_then_to_the_working_directory(tm
     table = make_plan(load(there / "run.toml")).table
     monkeypatch.chdir(there)
     assert make_plan(structure(table)).reward.functions == functions
+
+
+@pytest.mark.parametrize("table", [
+    {"algorithm": {"name": "dapo", "overlong_buffer.len": 77}}, {"trainer.dir": "x"}, {"actor": {"optim.lr": 0.5}},
+])  # fmt: skip
+def test_a_quoted_key_with_a_dot_is_no_key(table):
+    with pytest.raises(
+        ConfigError, match=r"unknown key (algorithm\.)?\S*(overlong_buffer\.len|trainer\.dir|optim\.lr)"
+    ):
+        structure(table)

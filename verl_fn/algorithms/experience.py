@@ -18,7 +18,7 @@ import torch
 from verl_fn import steps
 from verl_fn.backends.protocol import Ref, TrainBackend
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
-from verl_fn.data.files import encode_prompts
+from verl_fn.data.files import encode_prompts, named
 from verl_fn.data.images import seen_by, unplaced
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
@@ -148,7 +148,10 @@ def conversations_of(problems: Sequence[Problem], tokenizer: Any, sampling: Samp
     Raises:
         DataError: the model cannot read the images of a problem.
     """
-    images = [unplaced(seen_by(problem, tokenizer)) for problem in problems]
+    images = []
+    for problem in problems:
+        with named(problem):
+            images.append(unplaced(seen_by(problem, tokenizer)))
     requests = requests_for([()] * len(problems), sampling, key, [problem.id for problem in problems], images)
     fields = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
     return [

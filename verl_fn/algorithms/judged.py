@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,13 +131,15 @@ def preference_loss(options: DPO) -> Loss:
         'pair'
     """
     beta = (2.0 if options.loss_type == "simpo" else 0.1) if options.beta is None else options.beta
-    settings = {
-        "cdpo": (options.label_smoothing,),
-        "simpo": (options.simpo_gamma,),
-        "kto": (options.desirable_weight, options.undesirable_weight),
+    makers: Mapping[str, Callable[[], Loss]] = {
+        "dpo": lambda: steps.dpo(beta),
+        "cdpo": lambda: steps.cdpo(beta, options.label_smoothing),
+        "ipo": lambda: steps.ipo(beta),
+        "simpo": lambda: steps.simpo(beta, options.simpo_gamma),
+        "orpo": lambda: steps.orpo(beta),
+        "kto": lambda: steps.kto(beta, options.desirable_weight, options.undesirable_weight),
     }
-    loss: Loss = getattr(steps, options.loss_type)(beta, *settings.get(options.loss_type, ()))
-    return loss
+    return makers[options.loss_type]()
 
 
 def dpo(options: DPO) -> Algorithm[DPOState]:

@@ -288,17 +288,22 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     }
     settings: Mapping[str, dict[str, Any]] = {
         "grpo": by_std,
+        "dr_grpo": {},
         "grpo_passk": by_std,
+        "rloo": {},
+        "opo": {},
+        "gpg": {},
         "gdpo": {
             "reward_keys": options.gdpo_reward_keys or None,
             "reward_weights": options.gdpo_reward_weights or None,
             **by_std,
         },
         "reinforce_plus_plus": {"gamma": options.gamma},
+        "reinforce_plus_plus_baseline": {},
         "optimal_token_baseline": baseline,
         "tir_optimal_token_baseline": baseline,
     }
-    return functools.partial(getattr(steps, name), **settings.get(name, {}))
+    return functools.partial(getattr(steps, name), **settings[name])
 
 
 def actor_outputs(options: PPO | GRPO) -> tuple[str, ...]:

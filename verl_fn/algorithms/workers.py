@@ -151,8 +151,11 @@ class Clock:
         Raises:
             PhaseOutOfMemory: a phase does not fit into memory.
         """
-        started = {phase: self._timed(phase, fn) for phase, fn in phases.items()}
-        return {phase: self._timed(phase, self._get, value) for phase, value in started.items()}
+        results = {phase: self._timed(phase, fn) for phase, fn in phases.items()}
+        for phase in results:
+            # In place, so that no handle outlives its result.
+            results[phase] = self._timed(phase, self._get, results[phase])
+        return results
 
     def total(self) -> float:
         """Returns the seconds of earlier phases plus all those since this clock started."""

@@ -132,7 +132,7 @@ def default_table(table: Mapping[str, Any]) -> Table:
 
 
 def default_options(options: type) -> Any:
-    """Returns the defaults of an algorithm's options, unchecked, with None for options that must be set.
+    """Returns an algorithm's options with their defaults; with None, and unchecked, if some must be set.
 
     Example:
         >>> Own = attrs.make_class("Own", {"strength": attrs.field(), "rounds": attrs.field(default=3)})
@@ -142,7 +142,7 @@ def default_options(options: type) -> Any:
     defaults = {field.name: field.default for field in attrs.fields(options)}
     if attrs.NOTHING not in defaults.values():
         return options()
-    made = object.__new__(options)
+    made: Any = object.__new__(options)
     for name, default in defaults.items():
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             # A default that depends on other options is not known either.
@@ -196,9 +196,10 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
     """Yields the keys of a table that do not exist."""
     for name, value in table.items():
         key = f"{prefix}{name}"
-        if key in known:
+        dotted = "." in name  # a quoted name, that no field has
+        if key in known and not dotted:
             continue
-        if not any(one.startswith(f"{key}.") for one in known):
+        if dotted or not any(one.startswith(f"{key}.") for one in known):
             # The keys inside an unknown table show better than the table's name what was meant.
             inner = flat(value) if isinstance(value, Mapping) else {}
             yield from [f"{key}.{below}" for below in inner] or [key]

@@ -168,7 +168,7 @@ def tools_of(place: str, row: Row) -> Messages:
         >>> tools_of("a.jsonl, line 1", {"tools": '[{"name": "add", "description": null}]'})
         ({'name': 'add'},)
     """
-    if not (tools := parsed(row.get("tools"))):
+    if (tools := parsed(row.get("tools") or None)) is None:
         return ()
     if isinstance(tools, list):
         # Schemas of different shapes cannot share a Parquet column unless each is a string.

@@ -66,7 +66,7 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
     return reasoning_data(table, tokenizer)
 
 
-def kind_of(
+def row_kind(
     file: Entry,
     learns_from: LearnsFrom,
     *,
@@ -123,7 +123,7 @@ def read_files(
     """
     problems: list[Problem] = []
     for file in files:
-        kind = kind_of(file, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
+        kind = row_kind(file, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
         for block in kind.blocks(file, convert):
             problems += kind.problems(block, len(problems), convert, unused)
     return tuple(problems)
@@ -186,7 +186,7 @@ def file_data(
     """
     check_files(table)
     convert = converters(table)
-    kind = functools.partial(kind_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    kind = functools.partial(row_kind, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None
     encoder = Encoder((), convert, tokenizer, end_tokens, limit=limit)
     of_held_out = attrs.evolve(

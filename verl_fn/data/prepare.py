@@ -228,8 +228,9 @@ def prepare_squares(out: str | Path, seed: int = 0, rows: Mapping[str, int] = DR
     drawn, splits = _questions_about_squares(seed), {}
     for split, count in rows.items():
         splits[split] = [
-            _row(SQUARES, f"<image>{question}", question, answer, split, i)
-            | {"ability": "vision", "images": [{"bytes": content, "path": None}]}
+            {"data_source": SQUARES, "prompt": (), "images": [{"bytes": content, "path": None}]}  # in this order
+            | _row(SQUARES, f"<image>{question}", question, answer, split, i)
+            | {"ability": "vision"}
             for i, (question, answer, content) in enumerate(itertools.islice(drawn, count))
         ]
     return write_splits(out, splits)

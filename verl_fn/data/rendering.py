@@ -167,8 +167,8 @@ def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
 def _renderer(tokenizer: Any, problem: Problem, instead: str = "") -> Render:
     if tokenizer.chat_template is None:
         raise DataError(
-            f"it is a list of chat messages, and the tokenizer has no chat template; use {instead}a tokenizer folder "
-            "with chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
+            f"the prompt is a list of chat messages, and the tokenizer has no chat template; use {instead}a "
+            "tokenizer folder with chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
         )
     if problem.images:
         processor_of(tokenizer)  # templates of models of text fail on parts of messages, or drop them

@@ -366,7 +366,16 @@ def has_inexact(value: Any) -> bool:
         >>> has_inexact(parsed('{"a": [0.1, 1e400]}')), has_inexact(parsed('{"a": [0.1, 12345678901234567890]}'))
         (True, False)
     """
-    return any(isinstance(one, Inexact) for one in leaves(value))
+    left = [value]
+    while left:  # for each row, so without `leaves`
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, Inexact):
+            return True
+    return False
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -379,7 +388,7 @@ def leaves(value: Any) -> Iterator[Any]:
     left = [value]
     while left:
         one = left.pop()
-        if isinstance(one, dict):
+        if isinstance(one, Mapping):
             one = [*one.values()]
         if isinstance(one, list | tuple):
             left += reversed(one)

@@ -154,7 +154,8 @@ def different(
 
 def _string_prompt(problem: Problem) -> str:
     """Returns the prompt of a generated problem: always a string."""
-    assert isinstance(problem.prompt, str)
+    if not isinstance(problem.prompt, str):
+        raise TypeError(f"the prompt of a generated problem must be a string, not {problem.prompt!r}")
     return problem.prompt
 
 

@@ -9,10 +9,9 @@ Source: https://github.com/PrimeIntellect-ai/renderers, ``renderers.parsing``.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -29,45 +28,59 @@ class Format:
 
     Attributes:
         function: its name in ``renderers.parsing``.
-        tag: returns the text of a tag, by the name of the function's argument for it without ``_id``.
+        tags: the text of each of its arguments that end in ``_id``.
         begins: the text with which calls begin; empty if a reply is a call as a whole.
+        typed: whether it gets the schemas of the tools, since arguments are written without quotes.
         header: what the prompt has written of the reply.
         closes: the end token that is no part of the reply.
     """
 
     function: str
-    tag: Callable[[str], str]
+    tags: Mapping[str, str]
     begins: str
+    typed: bool = False
     header: str = ""
     closes: str = ""
 
 
-def _element(name: str) -> str:
-    return f"</{name.removesuffix('_end')}>" if name.endswith("_end") else f"<{name}>"
-
-
-def _minimax(name: str) -> str:
-    return _element(name).replace("tool_call", "minimax:tool_call")
-
-
-def _barred(name: str) -> str:
-    return f"<|{name}|>"
-
-
 def _deepseek(name: str) -> str:
     """Returns a token of DeepSeek; its bars and spaces are no ASCII characters."""
-    bar, space = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
-    return f"<{bar}{name}{bar}>".replace("_", space)
+    return f"<\N{FULLWIDTH VERTICAL LINE}{name}\N{FULLWIDTH VERTICAL LINE}>".replace(
+        "_", "\N{LOWER ONE EIGHTH BLOCK}"
+    )
 
+
+_TAGS = {"tool_call": "<tool_call>", "tool_call_end": "</tool_call>"}
+_THINK = {"think": "<think>", "think_end": "</think>"}
+_DEEPSEEK = ("tool_calls_begin", "tool_calls_end", "tool_call_begin", "tool_call_end", "tool_sep")
+_KIMI = ("tool_calls_section_begin", "tool_calls_section_end", "tool_call_begin", "tool_call_end")
+_ARGUMENTS = {"arg_key": "<arg_key>", "arg_key_end": "</arg_key>"}
+_VALUES = {"arg_value": "<arg_value>", "arg_value_end": "</arg_value>"}
+_MINIMAX = {"tool_call": "<minimax:tool_call>", "tool_call_end": "</minimax:tool_call>"}
+_HARMONY = ("return", "call", "start", "end", "channel", "message", "constrain")
 
 FORMATS = {
-    "qwen3_coder": Format("parse_qwen35", _element, "<tool_call>"),
-    "glm": Format("parse_glm", _element, "<tool_call>"),
-    "minimax": Format("parse_minimax", _minimax, "<minimax:tool_call>"),
-    "deepseek": Format("parse_deepseek_v3", _deepseek, _deepseek("tool_calls_begin")),
-    "kimi": Format("parse_kimi_k2", _barred, "<|tool_calls_section_begin|>"),
-    "llama3": Format("parse_llama_3", _barred, ""),
-    "harmony": Format("parse_gpt_oss", _barred, "", header="<|start|>assistant", closes="<|call|>"),
+    "qwen3_coder": Format("parse_qwen35", {**_THINK, **_TAGS}, "<tool_call>", typed=True),
+    "glm": Format("parse_glm", {**_THINK, **_TAGS, **_ARGUMENTS, **_VALUES}, "<tool_call>", typed=True),
+    "minimax": Format("parse_minimax", {**_THINK, **_MINIMAX}, "<minimax:tool_call>", typed=True),
+    "deepseek": Format(
+        "parse_deepseek_v3",
+        {name: _deepseek(name) for name in _DEEPSEEK},
+        _deepseek("tool_calls_begin"),
+    ),
+    "kimi": Format(
+        "parse_kimi_k2",
+        {name: f"<|{name}|>" for name in (*_KIMI, "tool_call_argument_begin")},
+        "<|tool_calls_section_begin|>",
+    ),
+    "llama3": Format("parse_llama_3", {}, ""),
+    "harmony": Format(
+        "parse_gpt_oss",
+        {name: f"<|{name}|>" for name in _HARMONY},
+        "",
+        header="<|start|>assistant",
+        closes="<|call|>",
+    ),
 }
 """The formats beside Hermes', by name."""
 
@@ -141,20 +154,16 @@ def _by_renderers(reply: str, format: Format, tools: Sequence[Mapping[str, Any]]
         raise ImportError(f"the model's tool calls are read by the package renderers ({error}); {NEEDED}") from error
     # Llama's own tools are called behind this tag.
     text = format.header + reply.removeprefix("<|python_tag|>") + format.closes
-    function = getattr(parsing, format.function)
-    takes = inspect.signature(function).parameters
-    tags = {name: format.tag(name.removesuffix("_id")) for name in takes if name.endswith("_id")}
-    letters = _Letters(sorted({*tags.values(), "<think>", "</think>"}))
-    arguments: dict[str, Any] = {
-        "stop_ids": set(),
+    letters = _Letters(sorted({*format.tags.values(), "<think>", "</think>"}))
+    arguments: dict[str, Any] = {f"{name}_id": letters.numbers[tag] for name, tag in format.tags.items()}
+    if format.function != "parse_gpt_oss":
+        arguments["stop_ids"] = set()
         # The prompt may have opened the reasoning that the reply closes.
-        "prefilled_thinking": "</think>" in reply and "<think>" not in reply.partition("</think>")[0],
-        # Of arguments that are written without quotes, the schemas say the types.
-        "tools": [dict(tool) for tool in tools],
-        **{name: letters.numbers[tag] for name, tag in tags.items()},
-    }
-    given = {name: value for name, value in arguments.items() if name in takes}
-    parsed = function(letters, letters.encode(text), **given)
+        if format.function != "parse_llama_3":
+            arguments["prefilled_thinking"] = "</think>" in reply and "<think>" not in reply.partition("</think>")[0]
+    if format.typed:
+        arguments["tools"] = [dict(tool) for tool in tools]
+    parsed = getattr(parsing, format.function)(letters, letters.encode(text), **arguments)
     if any(call.status != "ok" or not call.name for call in parsed.tool_calls):
         return []
     return [(call.name, _json(call.arguments)) for call in parsed.tool_calls]

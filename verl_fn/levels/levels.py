@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import attrs
+from torch import Tensor
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.vision import family_of
@@ -58,11 +59,11 @@ def blocked(feature: str) -> Outcome:
 
 def _watched(
     plan: Plan, say: Callable[[str], None], cls: type, method: str, wanted: Callable[..., bool]
-) -> tuple[int, list[Check], dict[str, bool]]:
+) -> tuple[int, list[Check], dict[str, bool], dict[str, Tensor]]:
     """Trains, and counts the calls of a method that are wanted, judged by their arguments.
 
     Returns:
-        the count, what every feature is checked for, and which parameters changed.
+        the count, what every feature is checked for, which parameters changed, and the parameters before.
     """
     inner, calls, folder = getattr(cls, method), 0, Path(plan.trainer.dir)
 
@@ -75,7 +76,7 @@ def _watched(
         train(plan, say)
     checks = [check for check in training.checks_of(folder, plan) if check.name in RUNS]
     before, after = (training.parameters(folder / f"checkpoints/step_{step}/actor") for step in (0, 2))
-    return calls, checks, training.changed(before, after)
+    return calls, checks, training.changed(before, after), before
 
 
 def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outcome:
@@ -85,10 +86,9 @@ def experts(request: Request, folder: Path, say: Callable[[str], None]) -> Outco
 
     plan = training.plan_of(request.alone(), folder, "actor.router_replay.mode=R3", "algorithm.ppo_mini_batch_size=8")
     replaying, count = (Action.REPLAY_FORWARD, Action.REPLAY_BACKWARD), request.experts
-    calls, checks, moved = _watched(
+    calls, checks, moved, start = _watched(
         plan, say, RouterReplay, "get_replay_topk", lambda router, *rest: router.router_replay_action in replaying
     )
-    start = training.parameters(folder / "checkpoints/step_0/actor")
     # A router has a row for each expert; experts themselves are stacked.
     routers = {name: other for name, other in moved.items() if start[name].dim() == 2 and len(start[name]) == count
                and ("gate" in name or "router" in name)}  # fmt: skip
@@ -114,7 +114,7 @@ def images(request: Request, folder: Path, say: Callable[[str], None]) -> Outcom
         prepare_squares(folder.with_name("squares"), rows={"train": 64, "test": 8})
         alone = attrs.evolve(alone, data=str(folder.with_name("squares")))
     plan = training.plan_of(alone, folder, *PICTURES)
-    shown, checks, moved = _watched(
+    shown, checks, moved, _ = _watched(
         plan,
         say,
         Sight,

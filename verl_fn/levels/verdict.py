@@ -7,6 +7,7 @@ like a failure of the model.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import shutil
@@ -262,5 +263,7 @@ def goes_away(out: Path, environment: Mapping[str, str]) -> str:
 
 def _file_system(folder: Path) -> str:
     """Returns the kind of file system that a folder is on; nothing if the system does not say."""
-    command = ["stat", "--file-system", "--format=%T", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    command = ["stat", "-f", "-c", "%T", str(folder)]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""

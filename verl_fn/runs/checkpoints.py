@@ -207,14 +207,19 @@ def identities(run: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: the file is damaged.
     """
-    kinds = {"since": int, "id": str, "settings": str}
     try:
         known = json.loads((run / IDENTITY).read_bytes())
-        return [{name: kind(one[name]) for name, kind in kinds.items()} for one in known]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{run / IDENTITY} cannot be read: {error}; restore or remove it") from error
+    kinds = {"since": int, "id": str, "settings": str}
+    if not isinstance(known, list) or not all(
+        isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        for one in known
+    ):
+        raise RunError(f"{run / IDENTITY} is damaged: it is no list of identities; restore or remove it")
+    return known
 
 
 def identity_at(run: Path, step: int) -> str | None:
@@ -225,9 +230,10 @@ def identity_at(run: Path, step: int) -> str | None:
 
 def carried_identity(checkpoint: Path) -> str:
     """Returns the identity of the run that made a checkpoint; empty where it carries none or cannot be read."""
+    identity = None
     with contextlib.suppress(CheckpointError):
-        return str(_intact_manifest(checkpoint).get("run", ""))
-    return ""
+        identity = _intact_manifest(checkpoint).get("run")
+    return identity if isinstance(identity, str) else ""
 
 
 def _intact_manifest(folder: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class _Recorder(Through):
         self._w, self._ahead = w, ahead
         self.problems = problems
         self.asked = 0
-        # Problems and responses until the first wait for samples, where others do not wait for the end.
+        # The problems and responses that were asked for until the first wait for samples; None unless ``ahead``.
         self.first: tuple[int, int] | None = None
         self._samples: list[Any] = []
         self._scored: list[Batch] = []
