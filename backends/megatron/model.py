@@ -271,7 +271,7 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
-    repeatable = not plain and _repeats(how)
+    repeatable = _must_repeat(how, plain)
     _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
@@ -314,13 +314,13 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     return Built(bridge, config, ddp, model, tied, skeleton.fit, sight)
 
 
-def _repeats(how: How) -> bool:
-    """Returns whether backward passes must repeat bitwise, so that transformer-engine's attention is replaced.
+def _must_repeat(how: How, plain: bool) -> bool:
+    """Returns whether transformer-engine's layers must repeat bitwise, so that its attention is replaced.
 
     Raises:
         ModelError: a field of the provider is for that attention.
     """
-    repeats = torch.are_deterministic_algorithms_enabled()
+    repeats = not plain and torch.are_deterministic_algorithms_enabled()
     if repeats and (given := sorted(OF_ATTENTION & how.provider.keys())):
         raise ModelError(
             f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "

@@ -172,14 +172,14 @@ def test_attention_is_replaced_where_backward_passes_repeat(transformer_engine, 
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {})
     asked = []
     monkeypatch.setattr(model, "replace_attention", lambda *given: asked.append(given))
-    model._change(nn.Linear(1, 1), None, WITHOUT_PADDING, ALONE, how, Adapters(), plain)
+    model._change(nn.Linear(1, 1), None, WITHOUT_PADDING, ALONE, how, Adapters(), model._must_repeat(how, plain))
     assert bool(asked) == (repeats and not plain)
 
 
 def test_fields_of_an_attention_that_is_replaced_are_refused(transformer_engine):
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {"cp_comm_type": "a2a"})
     with repeatable(True), pytest.raises(ModelError, match=r"field cp_comm_type .* driver.deterministic=false"):
-        model._change(nn.Linear(1, 1), None, WITHOUT_PADDING, ALONE, how, Adapters(), False)
+        model._must_repeat(how, False)
 
 
 def test_attention_over_a_table_is_that_of_rows_end_to_end():
