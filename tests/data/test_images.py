@@ -301,6 +301,8 @@ def test_squares_are_drawn_from_a_seed(tmp_path):
     prepare_squares(tmp_path / "b", seed=1)
     rows = {name: pq.read_table(tmp_path / name / "test.parquet").to_pylist() for name in ("a", "b")}
     trained = pq.read_table(tmp_path / "a" / "train.parquet").to_pylist()
+    # Fingerprints of a run's data are of the bytes of its files.
+    assert [*trained[0]] == ["data_source", "prompt", "images", "ability", "reward_model", "extra_info"]
     pictures = [one["images"][0]["bytes"] for one in (*trained, *rows["a"])]
     assert rows["a"] != rows["b"] and len(set(pictures)) == len(pictures) == 4200
     said = {one["reward_model"]["ground_truth"] for one in rows["a"]}

@@ -129,6 +129,8 @@ def test_an_ability_that_extra_info_replaces_is_named_with_its_rows(write, tmp_p
         ("assistant_mask", [0, 1], "the column assistant_mask has .0, 1., and rows have no weights of their own"),
         ("tools", "nothing", "tools must be a list of JSON schemas, not 'nothing'"),
         ("tools", [3], "tools must be a list of JSON schemas"),
+        ("tools", "{}", "tools must be a list of JSON schemas, not {}"),
+        ("tools", "false", "tools must be a list of JSON schemas, not False"),
     ],
 )
 def test_columns_that_change_what_is_learned_are_refused(write, learns, column, value, message, tmp_path):

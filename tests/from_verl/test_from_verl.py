@@ -170,6 +170,7 @@ def test_a_share_of_warm_up_is_one_of_the_schedule():
 @pytest.mark.parametrize(
     ("setting", "section", "said"),
     [
+        ("data.val_workers=3", "unknown", "did you mean data.num_workers?"),
         ("actor_rollout_ref.rollout.temprature=1", "unknown", "did you mean actor_rollout_ref.rollout.temperature?"),
         ("algorithm.filter_groups.enable=True", "translated", 'algorithm.name = "dapo"'),
         ("algorithm.adv_estimator=remax", "translated", 'algorithm.name = "remax"'),

@@ -363,6 +363,11 @@ def test_weight_decay_mask(mask):
         assert not torch.equal(none.params[name], whole.params[name])
 
 
+def test_optimizers_with_a_mapping_have_a_hash():
+    one, same, other = (adamw(1e-3, weight_decay_mask={"a": decays}) for decays in (True, True, False))
+    assert len({one, same, other}) == 2
+
+
 def test_a_mapping_that_lacks_a_parameter_is_refused():
     with pytest.raises(ValueError, match="has no value for"):
         train(adamw(lr, weight_decay_mask={"another": True}))

@@ -134,6 +134,16 @@ def test_weights_that_cannot_be_put_together_are_refused(tmp_path):
         load(folder)
 
 
+def test_an_output_layer_of_its_own_beside_a_tied_config_is_kept(tmp_path):
+    """transformers does not tie weights that are both stored and differ."""
+    folder = new_model(tmp_path / "m", chars="abc", hidden_size=32, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = -weights["model.embed_tokens.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    params = load(folder).params
+    assert torch.equal(params["lm_head.weight"], -params["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_neox"])
 def test_the_other_heads_weights_are_passed_over(tmp_path, arch, tied):

@@ -21,6 +21,12 @@ def arguments(*words):
     return parse(["levels", "--model", "m", *map(str, words)])
 
 
+def test_a_system_without_stat_names_no_kind_of_file_system(tmp_path, monkeypatch):
+    assert verdict._file_system(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert verdict._file_system(tmp_path) == ""
+
+
 @pytest.mark.parametrize("name", ["TMPDIR", "SLURM_TMPDIR"])
 def test_logs_in_a_folder_of_a_slurm_job_are_told_to_be_lost(name, monkeypatch):
     monkeypatch.setattr(verdict, "_file_system", lambda folder: "ext4")
