@@ -134,12 +134,20 @@ def test_weights_that_cannot_be_put_together_are_refused(tmp_path):
         load(folder)
 
 
-def test_an_output_layer_of_its_own_beside_a_tied_config_is_kept(tmp_path):
-    """transformers does not tie weights that are both stored and differ."""
+def test_an_output_layer_of_its_own_beside_a_tied_config_is_refused(tmp_path):
+    """transformers does not tie weights that are both stored and differ; vLLM and the embedded engine do."""
     folder = new_model(tmp_path / "m", chars="abc", hidden_size=32, tie_word_embeddings=True)
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = -weights["model.embed_tokens.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for sign in (1, -1):
+        weights["lm_head.weight"] = sign * weights["model.embed_tokens.weight"]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        if sign > 0:
+            assert "lm_head.weight" not in load(folder).params
+    with pytest.raises(
+        ModelError, match=r"a lm_head\.weight other than its embedding.* tie_word_embeddings to false"
+    ):
+        load(folder)
+    edit_config(folder, tie_word_embeddings=False)
     params = load(folder).params
     assert torch.equal(params["lm_head.weight"], -params["model.embed_tokens.weight"])
 
