@@ -40,8 +40,8 @@ class Packing:
             since code is compiled for any size of a tensor but again for every other number.
         slots: each token's place in a padded ``[B * longest]`` table.
         sequence: the ranks that share the sequence, if any; each then has a part of its tokens.
-        plain: use only torch's own functions. With ``SDPBackend.MATH``, which ``Skeleton.hidden_states`` sets, every
-            ``torch.func`` transformation accepts them.
+        plain: use only torch's own functions. Every ``torch.func`` transformation accepts them under
+            ``SDPBackend.MATH``; ``Skeleton.hidden_states`` sets it.
         masks: the block masks of this packing that were made, by window.
         blocks: a number for each token; tokens of a row with the same one, unless it is -1, also attend to tokens
             after them: the tokens of an image. None without such tokens.

@@ -416,14 +416,14 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
             f"{folder} does not hold the weights of {type(skeleton.model).__name__}: {'; '.join(problems)}; copy the "
             f"folder again, or give it the config.json of its weights"
         )
-    # transformers keeps both if their values differ, and engines take the embedding twice.
-    model = skeleton.model
-    tied = model._tied_weights_keys and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if skeleton.head == "lm" and tied and model.get_input_embeddings().weight is not skeleton.output_layer.weight:
-        raise ModelError(
-            f"{folder} holds a {own}.weight other than its embedding, and its config.json ties them; set "
-            "tie_word_embeddings to false there, or remove the tensor"
-        )
+    params = dict(skeleton.model.named_parameters(remove_duplicate=False))
+    for one, other in skeleton.model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        # transformers keeps both if their values differ, and engines take the embedding twice.
+        if params.get(one) is not params.get(other):
+            raise ModelError(
+                f"{folder} holds {one} with other values than {other}, and its config.json ties them; set "
+                "tie_word_embeddings to false there, or remove the tensor"
+            )
 
 
 def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) -> None:

@@ -323,8 +323,8 @@ def _must_repeat(how: How, plain: bool) -> bool:
     repeats = not plain and torch.are_deterministic_algorithms_enabled()
     if repeats and (given := sorted(OF_ATTENTION & how.provider.keys())):
         raise ModelError(
-            f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
-            "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
+            f"the provider's field {given[0]} is for transformer-engine's attention, and another one takes its place "
+            "so that backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
         )
     return repeats
 

@@ -52,7 +52,7 @@ class Progress:
 
 
 def _asks_provider(line: str) -> bool:
-    """Returns whether a line says so: the libraries are named when all processes of a run are there."""
+    """Returns whether a line of a log shows that all processes are there: a run then names its libraries."""
     return REACHED in line or ("megatron-bridge " in line and "megatron-core " in line)
 
 

@@ -147,7 +147,7 @@ def test_a_reset_that_does_nothing_is_caught(two, folder):
 
 def test_what_is_private_to_torch_is_there(one, folder):
     """Every private name of PyTorch that sharding touches; a new version is tried here first."""
-    assert torch.__version__.startswith("2.11."), "read backends/fsdp/torch_private.py anew"
+    assert torch.__version__.startswith("2.11."), "read backends/fsdp/torch_private.py again"
     assert one.run("private_names", folder) == [[]]
 
 

@@ -144,12 +144,20 @@ def test_an_output_layer_of_its_own_beside_a_tied_config_is_refused(tmp_path):
         if sign > 0:
             assert "lm_head.weight" not in load(folder).params
     with pytest.raises(
-        ModelError, match=r"a lm_head\.weight other than its embedding.* tie_word_embeddings to false"
+        ModelError,
+        match=r"lm_head\.weight with other values than model\.embed_tokens\.weight,.* tie_word_embeddings to false",
     ):
         load(folder)
     edit_config(folder, tie_word_embeddings=False)
     params = load(folder).params
     assert torch.equal(params["lm_head.weight"], -params["model.embed_tokens.weight"])
+
+
+def test_the_outer_config_of_a_model_with_images_says_whether_weights_are_tied(tmp_path):
+    folder = new_model(tmp_path / "m", chars="ab", arch="qwen3_vl", tie_word_embeddings=False)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit_config(folder, tie_word_embeddings=False, text_config=text | {"tie_word_embeddings": True})
+    assert "lm_head.weight" in load(folder).params
 
 
 @pytest.mark.parametrize("tied", [True, False])
