@@ -51,12 +51,29 @@ def dtype_of(given: str | torch.dtype, option: str) -> torch.dtype:
     return dtype
 
 
-_deterministic = SharedSetting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+# The module replaces itself by an object with a property; a type checker cannot see that.
+_of_torch: Any = torch.utils.deterministic
+
+
+def _read() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), _of_torch.fill_uninitialized_memory
+
+
+def _write(setting: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(setting[0])
+    _of_torch.fill_uninitialized_memory = setting[1]
+
+
+_deterministic = SharedSetting(_read, _write)
 
 
 def repeatable(asked: bool) -> AbstractContextManager[None]:
-    """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already."""
-    return _deterministic.set_to(True) if asked else contextlib.nullcontext()
+    """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already.
+
+    torch then also fills each tensor that it allocates. This takes a kernel a tensor and protects only code that
+    reads what nobody wrote, so it is off inside.
+    """
+    return _deterministic.set_to((True, False)) if asked else contextlib.nullcontext()
 
 
 @attrs.frozen

@@ -88,6 +88,33 @@ def test_the_callers_settings_change_nothing(tiny, tmp_path, name, surroundings)
     assert tree.first_difference(found, expected) is None
 
 
+@pytest.mark.parametrize("theirs", [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_deterministic_kernels_do_not_fill_what_they_allocate(tiny, asked, theirs):
+    """And the caller finds its own settings again, also after an error."""
+    of_torch = torch.utils.deterministic
+
+    def settings():
+        return torch.are_deterministic_algorithms_enabled(), of_torch.fill_uninitialized_memory
+
+    @loss(needs=["logprobs"])
+    def look(outputs, batch):
+        seen.append(settings())
+        raise ZeroDivisionError
+
+    before, seen, backend = settings(), [], local(tiny, deterministic=asked)
+    state = backend.init(Key.from_seed(0))
+    torch.use_deterministic_algorithms(theirs[0])
+    of_torch.fill_uninitialized_memory = theirs[1]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            backend.forward_backward(state, tiny_batch(), look)
+        assert seen == [(True, False) if asked else theirs] and settings() == theirs
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        of_torch.fill_uninitialized_memory = before[1]
+
+
 def test_the_loss_as_a_function_does_not_depend_on_autocast(tiny):
     """The backward pass of a transformation is the caller's, after the function has returned."""
     for backend in (local(tiny), Mock(8, adamw(0.01))):
