@@ -411,7 +411,7 @@ def test_a_rubric_of_the_package_scores_groups_in_a_run_that_replays(package_pyt
     tokenizer, ends = read_tokenizer(chatty), set()
     for batch in (*read_samples(tmp_path / "run", 1), *read_samples(tmp_path / "run", 2)):
         rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
-        texts = texts_of([tokens[mask > 0].tolist() for tokens, mask in rows], tokenizer)
+        texts = texts_of([tokens[mask > 0] for tokens, mask in rows], tokenizer)
         lengths = torch.tensor([len(text) for text in texts])
         ended = batch["env_end"] == END_REASONS.index("done")
         for group in batch["group"].unique():

@@ -161,10 +161,15 @@ def test_texts_keep_special_tokens_that_do_not_end_an_answer():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     think, close = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     pad = tokenizer.pad_token_id
-    assert texts_of([[think, 4, close, 5, 2, pad], [think, 4]], tokenizer, [2]) == ["<think>a</think>b", "<think>a"]
+
+    def texts(*responses, ends=()):
+        return texts_of([torch.tensor(tokens, dtype=torch.int64) for tokens in responses], tokenizer, ends)
+
+    answers = [think, 4, close, 5, 2, pad], [think, 4], [], [pad, pad]
+    assert texts(*answers, ends=[2]) == ["<think>a</think>b", "<think>a", "", ""]
     # Any of the model's end tokens ends an answer, and the tokenizer's own if none is named.
-    assert texts_of([[4, close], [5, 2]], tokenizer, [2, close]) == ["a", "b"]
-    assert texts_of([[4, close, 2]], tokenizer) == ["a</think>"]
+    assert texts([4, close], [5, 2], ends=[2, close]) == ["a", "b"]
+    assert texts([4, close, 2]) == ["a</think>"]
 
 
 def test_the_text_that_the_model_read():

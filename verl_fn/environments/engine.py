@@ -300,7 +300,7 @@ class Conversing(Through):
             samples: a reply of each; empty where the conversations begin.
             ready: is called with each conversation that goes on.
         """
-        replies = texts_of([sample.tokens.tolist() for sample in samples], self._tokenizer, self._end_tokens)
+        replies = texts_of([sample.tokens for sample in samples], self._tokenizer, self._end_tokens)
         # All conversations begin without a reply.
         for one, sample, reply in zip(drawing, samples, replies, strict=bool(samples)):
             one.rows[-1].draw(sample)

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from verl_fn.data.tasks import ARITHMETIC, GSM8K, SQUARES, TASKS, Problem, Task
@@ -238,13 +239,13 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
     """
     rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
     if "conversation" not in batch:
-        return texts_of([tokens[mask.bool()].tolist() for tokens, mask in rows], tokenizer, end_tokens)
+        return texts_of([tokens[mask.bool()] for tokens, mask in rows], tokenizer, end_tokens)
     replies, row_of = [], []
     for row, (tokens, mask) in enumerate(rows):
         _, runs = torch.unique_consecutive(mask.bool(), return_counts=True)
         for part, drawn in zip(tokens.split(runs.tolist()), mask.bool().split(runs.tolist()), strict=True):
             if drawn[0] or len(runs) == 1:
-                replies.append(part.tolist() if drawn[0] else [])
+                replies.append(part if drawn[0] else part[:0])
                 row_of.append(row)
     return joined(texts_of(replies, tokenizer, end_tokens), torch.tensor(row_of))
 
@@ -284,7 +285,7 @@ def _prompt_text(tokens: tuple[int, ...], special: set[int], tokenizer: Any) -> 
     return "".join([*parts, tokenizer.decode(plain)])
 
 
-def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
+def texts_of(responses: Sequence[Int[Tensor, " T"]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
     """Decodes token ids, without padding and without the end token that ends them.
 
     Other special tokens stay: a model may reason and call tools with them. An end token may be an ordinary one, which
@@ -292,14 +293,15 @@ def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequenc
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> texts_of([[4, 5, 2], [5, 1]], char_tokenizer("ab"), end_tokens=[2])
+        >>> texts_of([torch.tensor([4, 5, 2]), torch.tensor([5, 1])], char_tokenizer("ab"), end_tokens=[2])
         ['ab', 'b<bos>']
     """
     ends = set(end_tokens or [tokenizer.eos_token_id])
     # Read once: transformers looks the number up each time.
-    padding = {tokenizer.pad_token_id} - ends
-    ids = [[token for token in tokens if token not in padding] for tokens in responses]
-    ids = [tokens[:-1] if tokens and tokens[-1] in ends else tokens for tokens in ids]
+    padding = tokenizer.pad_token_id
+    ids = [t if padding is None or padding in ends else t[t != padding] for t in responses]
+    # Tensors, since transformers looks at each number of a list.
+    ids = [t[:-1] if len(t) and int(t[-1]) in ends else t for t in ids]
     return tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
