@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -257,7 +258,7 @@ def _description(batch: Batch, group: list[int], together: str | None) -> str:
 def _under_budget(shares: list[list[int]], sizes: list[int], limit: int) -> list[list[list[int]]]:
     """Packs the units of each share into parts of at most ``limit``, as many for each share."""
     of_shares = [[sizes[unit] for unit in share] for share in shares]
-    parts = max(1, *(-(-sum(of_share) // limit) for of_share in of_shares))
+    parts = max(1, *(_fewest(of_share, limit) for of_share in of_shares))
     while True:
         dealt = [balance(of_share, parts) for of_share in of_shares]
         if all(
@@ -267,6 +268,19 @@ def _under_budget(shares: list[list[int]], sizes: list[int], limit: int) -> list
         ):
             return [[[share[i] for i in part] for part in bins] for share, bins in zip(shares, dealt, strict=True)]
         parts += 1
+
+
+def _fewest(sizes: list[int], limit: int) -> int:
+    """Returns a number of parts that units of these sizes need at least.
+
+    A part has room for at most k - 1 units larger than a k-th of the limit.
+
+    Example:
+        >>> _fewest([6, 6, 6, 1], 10), _fewest([4, 4, 4, 4, 4], 10), _fewest([1] * 30, 10)
+        (3, 3, 3)
+    """
+    large = (-(-sum(size * k > limit for size in sizes) // (k - 1)) for k in range(2, 10))
+    return max(-(-sum(sizes) // limit), *large)
 
 
 def _by_length(share: list[int], rows: list[int], longest: list[int], limit: int) -> list[list[int]]:
@@ -314,9 +328,9 @@ def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
         [[0, 3], [2, 1]]
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
-    load = [0] * parts
+    loads = [(0, part) for part in range(parts)]
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        lightest = min(range(parts), key=load.__getitem__)
-        load[lightest] += sizes[item]
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + sizes[item], lightest))
         bins[lightest].append(item)
     return bins

@@ -6,7 +6,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from state_builders import MODEST, batch_of
 
-from verl_fn.state import deal, split_by_count, split_by_tokens
+from verl_fn.state import Batch, deal, split_by_count, split_by_tokens
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 SPLITS = {
@@ -160,3 +160,11 @@ def test_a_budget_below_the_longest_row_is_refused(lengths, budget):
     assume(budget < max(lengths))
     with pytest.raises(ValueError, match=f"row {lengths.index(max(lengths))} has {max(lengths)} tokens"):
         split_by_tokens(batch_of(lengths), budget)
+
+
+def test_rows_above_half_of_the_budget_each_have_a_part():
+    """Long responses are the rule; looking for the number of parts one by one took most of a minute for 1,024."""
+    tokens = torch.zeros(1, dtype=torch.int64).expand(4096 * 8201)
+    batch = Batch(tokens, tokens, torch.arange(4097, dtype=torch.int32) * 8201)
+    assert torch.cat(split_by_tokens(batch, 16384).rows).sort().values.tolist() == list(range(4096))
+    assert [len(parts) for parts in deal(batch, 8, 16384)] == [512] * 8
