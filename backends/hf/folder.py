@@ -129,8 +129,10 @@ def build(
     if loaded is not None:
         _check_loaded(skeleton, loaded, new_head, folder)
     if new_head:
-        for p in skeleton.output_layer.parameters():
-            nn.init.zeros_(p)
+        # The folder may have one all the same, as of a classifier of sequences.
+        for name, p in skeleton.model.named_parameters():
+            if name.startswith(f"{skeleton.output_name}.") and (loaded is None or name in loaded["missing_keys"]):
+                nn.init.zeros_(p)
     if not pretrained:
         _read_constants(skeleton, auto, config, options, folder)
     params = {name: p.detach() for name, p in model.named_parameters()}
@@ -398,13 +400,17 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
         new_head: the output layer is new, so the folder need not have it.
     """
     own = skeleton.output_name
-
-    def needed(name: str) -> bool:
-        return not (new_head and name.startswith(f"{own}."))
-
+    if skeleton.head == "value" and (
+        sizes := {name: size for name, size, _ in loaded["mismatched_keys"] if name.startswith(f"{own}.")}
+    ):
+        name, size = sizes.popitem()
+        raise ModelError(
+            f"{folder}: {name} has the shape {list(size)}, and a value head gives one number; take a folder whose "
+            "head has one label, or one without a head to begin with zeros"
+        )
     differing = {
-        "missing": filter(needed, loaded["missing_keys"]),
-        "of another shape": filter(needed, (name for name, *_ in loaded["mismatched_keys"])),
+        "missing": (n for n in loaded["missing_keys"] if not (new_head and n.startswith(f"{own}."))),
+        "of another shape": (n for n, *_ in loaded["mismatched_keys"]),
         "not of this model": (n for n in loaded["unexpected_keys"] if n.partition(".")[0] not in HEADS - {own}),
     }
     problems = []

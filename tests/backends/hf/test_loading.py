@@ -7,7 +7,12 @@ import pytest
 import torch
 from ragged_rows import OPTIMIZER, edit_config, ragged
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from verl_fn.backends.hf.checks import fit_of, smaller
 from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config
@@ -22,6 +27,7 @@ from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import cross_entropy, value_clip
 
 UP = "model.layers.1.mlp.up_proj.weight"
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -176,13 +182,36 @@ def test_the_other_heads_weights_are_passed_over(tmp_path, arch, tied):
             load(tmp_path / "critic")
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_classifier_of_sequences_keeps_its_head(tmp_path, arch, pickled):
+    """Also if transformers has to read it: pickled, or with experts that it joins."""
+    folder = new_model(
+        tmp_path / "lm", chars="abc", arch=arch, hidden_size=32, **(MIXTRAL if arch == "mixtral" else {})
+    )
+    for labels in (1, 2):
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=labels)
+        torch.nn.init.normal_(model.score.weight)
+        model.save_pretrained(tmp_path / f"{labels}")
+        if pickled:
+            (tmp_path / f"{labels}" / "model.safetensors").unlink()
+            torch.save(model.state_dict(), tmp_path / f"{labels}" / "pytorch_model.bin")
+        if labels == 1:
+            params = load(tmp_path / "1", "value").params
+            assert torch.equal(params["score.weight"], model.score.weight) and not params["score.bias"].any()
+    with pytest.raises(ModelError, match=r"score\.weight has the shape \[2, 32\], and a value head gives one number"):
+        load(tmp_path / "2", "value")
+
+
 def test_a_critics_own_head_must_be_there_and_of_one_number(tmp_path):
     folder = new_model(tmp_path / "lm", chars="abc", hidden_size=32)
     for labels in (1, 3):
         model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=labels)
         model.save_pretrained(tmp_path / f"{labels}")
     assert load(tmp_path / "1", "value").params["score.weight"].any()
-    with pytest.raises(ModelError, match=r"2 of another shape \(score\.bias, score\.weight\)"):
+    with pytest.raises(
+        ModelError, match=r"score\.(bias|weight) has the shape \[3.*, and a value head gives one number"
+    ):
         load(tmp_path / "3", "value")
     edit_weights(tmp_path / "1", lambda w: {n: t for n, t in w.items() if "score" not in n})
     with pytest.raises(ModelError, match=r"2 missing \(score\.bias, score\.weight\)"):
