@@ -184,6 +184,9 @@ Metrics: TypeAlias = "dict[str, Metric]"
 def merge(*parts: Mapping[str, Metric]) -> Metrics:
     """Adds metrics by name.
 
+    Raises:
+        ValueError: metrics of one name are of different classes.
+
     Example:
         >>> merge({"a": Sum(1)}, {"a": Sum(2), "b": Max(1)})["a"].value
         3.0
@@ -191,6 +194,9 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
     total: dict[str, Any] = {}  # A union cannot say that a metric adds only to its own class.
     for part in parts:
         for name, metric in part.items():
+            if name in total and type(total[name]) is not type(metric):
+                kinds = f"{type(total[name]).__name__} and {type(metric).__name__}"
+                raise ValueError(f"the metrics named {name!r} are a {kinds}, which do not add; name them differently")
             total[name] = total[name] + metric if name in total else metric
     return total
 

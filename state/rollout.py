@@ -116,14 +116,19 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
             f"a prompt is a sequence of token ids, not a {type(prompt).__name__} with {sorted(prompt)}; pass its "
             "input_ids"
         )
+    return _integers("a prompt", prompt)
+
+
+def _stops(tokens: Iterable[int]) -> tuple[int, ...]:
+    return _integers("stop_token_ids", tokens)
+
+
+def _integers(what: str, tokens: Iterable[int]) -> tuple[int, ...]:
+    """Converts token ids, also numpy's and torch's, to a tuple of Python's integers."""
     try:
-        return tuple(operator.index(token) for token in prompt)
+        return tuple(operator.index(token) for token in tokens)
     except TypeError as error:
-        raise ArgumentError(f"a prompt is a sequence of integers, its token ids, not {prompt!r:.80}") from error
-
-
-def _as_tuple(tokens: Iterable[int]) -> tuple[int, ...]:
-    return tuple(tokens)
+        raise ArgumentError(f"{what} is a sequence of integers, token ids, not {tokens!r:.80}") from error
 
 
 @attrs.frozen
@@ -148,7 +153,7 @@ class Sampling:
     top_k: int = -1
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(1.0)])
     n: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_stops)
 
     @property
     def cuts(self) -> bool:

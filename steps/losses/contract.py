@@ -94,6 +94,8 @@ class Term:
                     f"verl_fn.steps.{self.level}_mean(batch, values) makes one, and verl_fn.state has Weighted, Sum, "
                     "Max, Min and Moments"
                 )
+        if "loss" in reported:
+            raise self._error("a metric named 'loss', as the total is; give it another name")
         return values, dict(reported)
 
     def _error(self, what: str) -> LossError:

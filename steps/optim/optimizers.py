@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.errors import ArgumentError, takes
 from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
 from .transforms import Optimizer, Update, check_slots, laid_out_as, tensors_of
@@ -99,6 +100,17 @@ def as_schedule(schedule: Schedule | float) -> Schedule:
     return schedule if callable(schedule) else Constant(float(schedule))
 
 
+def _rate(schedule: Schedule, count: int) -> float:
+    """Returns the learning rate of an update.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    if not math.isfinite(lr := float(schedule(count))):
+        raise ValueError(f"the learning rate of update {count} is {lr}; it must be finite")
+    return lr
+
+
 def _warmup(count: int, warmup_steps: int) -> float:
     return min(1.0, count / warmup_steps) if warmup_steps > 0 else 1.0
 
@@ -149,15 +161,9 @@ class ByName:
         return dict(self.decays)
 
     def __call__(self, name: str, tensor: Tensor) -> bool:
+        if name not in self._listed:
+            raise ValueError(f"weight_decay_mask has no value for {name}; give it one for every trained parameter")
         return self._listed[name]
-
-    def check(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a trained parameter that the mapping lacks."""
-        for name in names:
-            if name not in self._listed:
-                raise ValueError(
-                    f"weight_decay_mask has no value for {name}; give it one for every trained parameter"
-                )
 
 
 def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
@@ -166,12 +172,20 @@ def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
     On sharded backends the function gets this process's shard of a tensor. It has as many dimensions as the whole
     tensor, but another first size.
 
+    Raises:
+        ArgumentError: it is something else.
+
     Example:
         >>> as_mask({"w": True, "b": False}) == as_mask({"b": False, "w": True})
         True
     """
     if isinstance(mask, Mapping):
         return ByName(tuple(sorted((name, bool(decays)) for name, decays in mask.items())))
+    if mask is not None and not takes(mask, ["name", "tensor"]):
+        raise ArgumentError(
+            f"weight_decay_mask is a function of name and tensor or a mapping by name, not {mask!r}; "
+            "no_decay('bias', 'norm') leaves out parameters with these parts in their names"
+        )
     return mask
 
 
@@ -278,14 +292,13 @@ class AdamW(Optimizer):
         names = params.trained()
         check_slots(state.exp_avg, names, params, self.moments)
         check_slots(state.exp_avg_sq, names, params, self.moments)
-        if isinstance(self.weight_decay_mask, ByName):
-            self.weight_decay_mask.check(names)
-        self.schedule(position)
+        self._groups(names, params)
+        _rate(self.schedule, position)
 
     def update(
         self, grads: Grads, state: AdamState, params: Params, update: Update
     ) -> tuple[Params, AdamState, Metrics]:
-        lr = self.schedule(update.position)
+        lr = _rate(self.schedule, update.position)
         names = list(grads)
         if names:
             # ``full`` fills the scalar on the device. A copy from the host would first wait for the norm.
@@ -368,12 +381,12 @@ class SGD(Optimizer):
             check_slots(state.momentum, params.trained(), params)
         elif len(state.momentum):
             raise ValueError("this state's optimizer tree has momentum, and this sgd has none; give it momentum")
-        self.schedule(position)
+        _rate(self.schedule, position)
 
     def update(
         self, grads: Grads, state: SGDState, params: Params, update: Update
     ) -> tuple[Params, SGDState, Metrics]:
-        lr = self.schedule(update.position)
+        lr = _rate(self.schedule, update.position)
         if names := list(grads):
             weights = tensors_of(params, names)
             torch._fused_sgd_(

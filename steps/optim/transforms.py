@@ -7,7 +7,6 @@ printed, and translated for another library. ``apply_update`` donates buffers an
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -63,28 +62,43 @@ class Update:
     The norm, the divisor and the skip flag are tensors on the device, so that Python never waits for their values.
 
     Attributes:
-        norm: the global norm of the gradients, a scalar tensor.
-        divisor: the optimizer's kernel divides the gradients by this scalar tensor. Clipping changes only the
-            divisor, to save a pass over the gradients.
-        skip: 1.0 if the kernel must change nothing, else 0.0, a scalar tensor.
+        norm: the global norm of the gradients before they are divided, a scalar tensor.
+        skip: 1.0 if the kernel must change nothing, else 0.0, a scalar tensor. It is written to if a transformation
+            returns gradients that are not finite.
         position: the number of updates applied before this one, for the schedule.
+        divisor: the optimizer's kernel divides the gradients by this scalar tensor, if there is one. Clipping
+            changes only the divisor, to save a pass over the gradients.
+        total: adds a scalar over the processes that hold any other part of the model.
         reduce: adds a tensor over the processes that hold the other shards of the parameter that it is given the
             name of. Gradients and parameters may be shards, which are some rows of a tensor, so a sum over a whole
             tensor needs it. Different parameters can lie on different processes, as experts do.
     """
 
     norm: Tensor
-    divisor: Tensor
     skip: Tensor
     position: int
+    divisor: Tensor | None = None
+    total: Reduce = whole
     reduce: Reduce = whole
 
     @classmethod
-    def of(cls, norm: Tensor, position: int, reduce: Reduce | None = None) -> Update:
+    def of(cls, norm: Tensor, position: int, reduce: Reduce = whole, total: Reduce = whole) -> Update:
         """Makes the update for gradients with this norm: without clipping, and skipped if the norm is not finite."""
-        # Torch's kernels take both in fp32, whatever the dtype of the parameters.
-        one, skip = torch.ones_like(norm, dtype=torch.float32), (~torch.isfinite(norm)).float()
-        return cls(norm, one, skip, position, reduce or whole)
+        # Torch's kernels take the flag in fp32, whatever the dtype of the parameters.
+        return cls(norm, (~torch.isfinite(norm)).float(), position, total=total, reduce=reduce)
+
+    def divided(self, grads: Grads) -> tuple[Grads, Update]:
+        """Returns the gradients as clipping has made them, and the update for these."""
+        if self.divisor is None:
+            return grads, self
+        small = Grads({name: g / self.divisor for name, g in grads.items()})
+        return small, attrs.evolve(self, norm=self.norm / self.divisor, divisor=None)
+
+    def of_others(self, grads: Grads) -> Update:
+        """Returns the update for other gradients: with their norm, and skipped if that is not finite."""
+        norm = sum_of_squares(grads.leaves.values(), self.total).sqrt()
+        self.skip.masked_fill_(~torch.isfinite(norm), 1.0)
+        return attrs.evolve(self, norm=norm)
 
 
 class GradTransform:
@@ -106,14 +120,7 @@ class GradTransform:
         ...         return Grads(velocity), Slots(velocity), update
         >>> Momentum(0.9) == Momentum(0.9), Momentum(0.9)
         (True, Momentum(decay=0.9))
-
-    Attributes:
-        by_leaf: has the same meaning as for an ``Optimizer``.
     """
-
-    @property
-    def by_leaf(self) -> bool:
-        return False
 
     def init(self, params: Params) -> Any:
         """Returns the state before the first update."""
@@ -128,7 +135,9 @@ class GradTransform:
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
         """Returns the transformed gradients, the next state, and the update as the following parts see it.
 
-        Clipping reads ``update.norm``; a transformation that changes the norm can evolve it.
+        Args:
+            grads: as the parts before have made them; clipping, too.
+            update: has the norm of these gradients; a chain computes the norm of the returned ones.
         """
         raise NotImplementedError
 
@@ -176,12 +185,12 @@ class Stateless(GradTransform):
     """A transformation without state, of a function ``(grads, update) -> (grads, update)``.
 
     Example:
-        This one divides each gradient by its own norm, and also works for shards.
+        This one divides each gradient by its own norm, and also works for shards. A gradient of zeros stays so.
 
         >>> from verl_fn.steps import sgd
         >>> def normalized(grads, update):
         ...     norms = {name: update.reduce(g.square().sum(), name).sqrt() for name, g in grads.items()}
-        ...     return Grads({name: g / norms[name] for name, g in grads.items()}), update
+        ...     return Grads({name: g / norms[name].clamp(min=1e-12) for name, g in grads.items()}), update
         >>> params, grads = Params({"w": torch.zeros(2)}), Grads({"w": torch.tensor([3.0, 4.0])})
         >>> tx = chain(stateless(normalized), sgd(1.0))
         >>> new, _, _ = tx.update(grads, tx.init(params), params, Update.of(torch.tensor(5.0), position=0))
@@ -219,12 +228,11 @@ class ClipByGlobalNorm(GradTransform):
 
     max_norm: float
 
-    by_leaf = True
-
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
-        norm = update.norm / update.divisor
+        norm = update.norm if update.divisor is None else update.norm / update.divisor
         factor = ((norm + 1e-6) / self.max_norm).clamp(min=1.0).float()
-        return grads, state, attrs.evolve(update, divisor=update.divisor * factor)
+        divisor = factor if update.divisor is None else update.divisor * factor
+        return grads, state, attrs.evolve(update, divisor=divisor)
 
 
 @attrs.frozen
@@ -235,7 +243,9 @@ class Chain(Optimizer):
 
     @property
     def by_leaf(self) -> bool:
-        return all(part.by_leaf for part in self.parts)
+        # After any other transformation, the norm of all leaves is computed again.
+        *transforms, optimizer = self.parts
+        return cast(Optimizer, optimizer).by_leaf and all(isinstance(t, ClipByGlobalNorm) for t in transforms)
 
     @property
     def moments(self) -> torch.dtype | None:
@@ -260,7 +270,12 @@ class Chain(Optimizer):
         transforms, optimizer = cast(tuple[GradTransform, ...], self.parts[:-1]), cast(Optimizer, self.parts[-1])
         states: list[Any] = []
         for transform, part_state in zip(transforms, state, strict=False):
-            grads, new_state, update = transform.update(grads, part_state, params, update)
+            if isinstance(transform, ClipByGlobalNorm):
+                grads, new_state, update = transform.update(grads, part_state, params, update)
+            else:
+                grads, update = update.divided(grads)
+                grads, new_state, update = transform.update(grads, part_state, params, update)
+                update = update.of_others(grads)
             states.append(new_state)
         params, last_state, metrics = optimizer.update(_unshared(grads, states), state[-1], params, update)
         return params, (*states, last_state), metrics
@@ -395,8 +410,12 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
     params = state.params
     names = params.trained()
     if list(grads) != names:
-        different = sorted(set(grads) ^ set(names))
-        raise ValueError(f"gradients and trainable parameters differ in their names or order: {different[:5]}")
+        if not (different := sorted(set(grads) ^ set(names))):
+            raise ValueError(
+                "the gradients are in another order than the parameters, as from a file; make them "
+                "Grads({name: grads[name] for name in state.params.trained()})"
+            )
+        raise ValueError(f"gradients and trainable parameters differ in their names: {different[:5]}")
     optimizer.check(params, state.optimizer, state.scheduler)
     gradients, weights = tensors_of(grads, names), tensors_of(params, names)
     # A GPU may be idle until this check ends, so the comparison avoids a loop in Python.
@@ -432,8 +451,9 @@ def apply_update(
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after an update with these gradients.
 
-    If the gradient's norm is not finite, the update is skipped: ``step`` advances, but the parameters, the optimizer
-    state and the position of the schedule stay the same, and the metric ``update_skipped`` is 1.
+    If the norm of the gradients is not finite, or of what a transformation makes of them, the update is skipped:
+    ``step`` advances, but the parameters, the optimizer state and the position of the schedule stay the same, and the
+    metric ``update_skipped`` is 1.
 
     Args:
         optimizer: the optimizer; its ``init`` made ``state.optimizer``.
@@ -456,7 +476,7 @@ def apply_update(
     norm = sum_of_squares(grads.leaves.values(), total or reduce).sqrt()
     # If the check fails, the arguments must not have been donated.
     check_update(optimizer, state, grads)
-    update = Update.of(norm, state.scheduler, reduce)
+    update = Update.of(norm, state.scheduler, reduce or whole, total or reduce or whole)
     groups = _groups(optimizer, state, grads)
     if donate:
         # The lists are the only references to the moved fields; a local variable would force copies.
@@ -467,14 +487,13 @@ def apply_update(
     new = ownership.joined(afters)
     new = attrs.evolve(new, scheduler=new.scheduler + 1, step=new.step + 1)
     # Reading the norm is the only wait for the device, so it comes after all kernels are launched.
-    grad_norm = float(norm)
-    finite = math.isfinite(grad_norm)
-    if not finite:
+    grad_norm, skipped = float(norm), float(update.skip)
+    if skipped:
         # The kernels wrote nothing. The old state also has the optimizer's old count.
         old = ownership.joined(befores)
         new = attrs.evolve(old, step=old.step + 1)
     reported: Metrics = {"grad_norm": Weighted(grad_norm, 1.0), "perf/residency_copies": Sum(copies)}
-    return new, reported | metrics | {"update_skipped": Sum(0 if finite else 1)}
+    return new, reported | metrics | {"update_skipped": Sum(skipped)}
 
 
 def _groups(optimizer: Optimizer, state: TrainState, grads: Grads) -> list[list[str]]:

@@ -143,3 +143,8 @@ def test_merge_adds_by_name_and_leaves_its_parts_alone():
     assert metrics.to_floats(merged) == {"a": 3.0, "b": 1.0, "c": 0.25}
     assert first["a"].value == 1.0 and set(first) == {"a", "b"}
     assert metrics.merge() == {}
+
+
+def test_metrics_of_two_classes_do_not_add():
+    with pytest.raises(ValueError, match=r"metrics named 'a' are a Sum and Max, .* name them differently"):
+        metrics.merge({"a": Sum(1)}, {"a": Max(1.0)})

@@ -165,4 +165,8 @@ def test_two_prompts_of_one_id_are_refused():
 
 
 def test_stop_tokens_can_be_a_list():
-    assert hash(Sampling(8, stop_token_ids=[2, 3])) == hash(Sampling(8, stop_token_ids=(2, 3)))
+    given = [2, 3], (2, 3), np.array([2, 3]), torch.tensor([2, 3])
+    assert len({Sampling(8, stop_token_ids=ids) for ids in given}) == 1
+    for wrong in ((None,), 2, [2.5], ["</s>"]):
+        with pytest.raises(ArgumentError, match="stop_token_ids is a sequence of integers"):
+            Sampling(8, stop_token_ids=wrong)

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw as torch_functional_adamw
 from torch.optim.sgd import sgd as torch_functional_sgd
 from update_builders import SHAPES, TRAINED, arrays, gradients, start
 
+from verl_fn.errors import ArgumentError
 from verl_fn.state import Grads, Key, Params, Slots, TrainState, is_donated, snapshot, tree
 from verl_fn.state.tree import flatten, unflatten
 from verl_fn.steps import (
@@ -24,6 +25,7 @@ from verl_fn.steps import (
     linear,
     no_decay,
     sgd,
+    stateless,
 )
 from verl_fn.steps.optim import optimizers
 from verl_fn.steps.optim.optimizers import rounded
@@ -332,6 +334,49 @@ def with_slot(tx):
     return attrs.evolve(state, optimizer=(state.optimizer[0], (), state.optimizer[1]))
 
 
+def clamped(grads, update):
+    return Grads({name: g.clamp(-0.5, 0.5) for name, g in grads.items()}), update
+
+
+def tenfold(grads, update):
+    return grads.scale(10.0), update
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((stateless(tenfold), clip_by_global_norm(1.0)), [-0.6, -0.8]),
+        ((clip_by_global_norm(1.0), stateless(tenfold)), [-6.0, -8.0]),
+        ((clip_by_global_norm(1.0), stateless(clamped)), [-0.5, -0.5]),
+        ((stateless(clamped), clip_by_global_norm(0.1)), [-0.1 / 2**0.5] * 2),
+        ((clip_by_global_norm(1.0), stateless(tenfold), clip_by_global_norm(2.0)), [-1.2, -1.6]),
+        ((clip_by_global_norm(1.0), clip_by_global_norm(0.5), stateless(clamped)), [-0.3, -0.4]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_parts_of_a_chain_act_in_order(parts, expected, nested):
+    """Also clipping, which only sets a divisor: what comes after it sees clipped gradients, and their norm."""
+    tx = chain(parts[0], chain(*parts[1:], sgd(1.0))) if nested else chain(*parts, sgd(1.0))
+    params = Params({"w": torch.zeros(2)})
+    state = TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
+    state, metrics = apply_update(tx, state, Grads({"w": torch.tensor([3.0, 4.0])}))
+    torch.testing.assert_close(state.params["w"], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert metrics["grad_norm"].value == 5.0
+
+
+def test_an_update_is_skipped_if_a_transformation_makes_gradients_that_are_not_finite():
+    def normalized(grads, update):
+        return Grads({name: g / g.norm() for name, g in grads.items()}), update
+
+    tx = chain(stateless(normalized), adamw(lr))
+    params = Params({"w": torch.ones(2), "adapter": torch.ones(2)})
+    before = TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
+    grads = Grads({"w": torch.tensor([3.0, 4.0]), "adapter": torch.zeros(2)})
+    after, metrics = apply_update(tx, before, grads, donate=False)
+    assert metrics["update_skipped"].value == 1 and metrics["grad_norm"].value == 5.0
+    assert tree.equal(after, attrs.evolve(before, step=1))
+
+
 def test_transformations_have_state():
     """Momentum before plain descent is descent with momentum; a skipped update leaves it alone; it is saved."""
     tx = chain(Momentum(0.9), sgd(lr))
@@ -366,6 +411,12 @@ def test_weight_decay_mask(mask):
 def test_optimizers_with_a_mapping_have_a_hash():
     one, same, other = (adamw(1e-3, weight_decay_mask={"a": decays}) for decays in (True, True, False))
     assert len({one, same, other}) == 2
+
+
+@pytest.mark.parametrize("mask", ["bias", lambda name: "bias" not in name, True, ["bias"]])
+def test_a_mask_that_is_no_function_of_name_and_tensor_is_refused(mask):
+    with pytest.raises(ArgumentError, match=r"weight_decay_mask is a function of name and tensor or .* no_decay"):
+        adamw(lr, weight_decay_mask=mask)
 
 
 def test_a_mapping_that_lacks_a_parameter_is_refused():

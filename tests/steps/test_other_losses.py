@@ -8,7 +8,7 @@ import pytest
 import torch
 from step_builders import MULTI_TURN, assert_rows, flat, pack, ragged
 
-from verl_fn.state import Batch, TokenOutputs
+from verl_fn.state import Batch, Sum, TokenOutputs
 from verl_fn.steps import (
     LossError,
     cross_entropy,
@@ -217,6 +217,7 @@ def test_a_loss_of_ones_own_names_its_needs():
         (lambda x: (x, [3.0]), "returns a list as its metrics; they are a dict by name"),
         (lambda x: (x, {"n": 3.0}), "returns a float as the metric 'n'; it does not add up over .*steps.token_mean"),
         (lambda x: (x, {"n": x.mean()}), "returns a Tensor as the metric 'n'"),
+        (lambda x: (x, {"loss": Sum(1)}), "returns a metric named 'loss', as the total is; give it another name"),
     ],
 )
 def test_what_is_no_loss_is_named_with_its_place(returned, message):

@@ -38,6 +38,9 @@ REFUSALS = {
     "a longer chain": (chain(CLIP, sgd(0.1)), chain(CLIP, CLIP, sgd(0.1)), "this chain has 3 parts"),
     "a slot missing": (sgd(0.1), sgd(0.1, momentum=0.9), "differ in their names or order"),
     "a mask by name": (adamw(0.1), adamw(0.1, weight_decay_mask={"a.weight": True}), "has no value for b.bias"),
+    "a mask that fails": (adamw(0.1), adamw(0.1, weight_decay_mask=lambda name, tensor: 1 / 0), "division by zero"),
+    "no finite rate": (adamw(0.1), adamw(lambda count: float("nan")), "learning rate of update 0 is nan"),
+    "no finite rate of sgd": (sgd(0.1), sgd(lambda count: float("inf")), "learning rate of update 0 is inf"),
     "a schedule": (sgd(0.1), sgd(broken_schedule), "no learning rate"),
     "a transformation": (chain(CLIP, sgd(0.1)), chain(Picky(), sgd(0.1)), "not these parameters"),
 }
