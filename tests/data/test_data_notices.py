@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.examples import Conversation
+from verl_fn.data.examples import Conversation, encode_examples
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
 from verl_fn.data.notices import notices, of_template
+from verl_fn.data.rendering import following, token_ids
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.prepare import _notices
 
@@ -333,3 +334,22 @@ def test_an_environment_may_have_ground_truths_that_nobody_writes(more, told, ti
     plan = tiny_run(tiny, tmp_path / "run", *settings)
     said = list(_notices(source, plan, char_tokenizer("ab>"), answers=False))
     assert any("no response can be" in line for line in said) == told, said
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_answers_begin_without_the_space_that_a_tokenizer_begins_texts_with(scheme):
+    """SentencePiece's write one before every text; an answer follows its prompt as the data have it."""
+    tokenizer = fast(
+        models.BPE(ids("<u>", *(f"<0x{i:02X}>" for i in range(256)), *LETTERS, "\u2581"), [], byte_fallback=True,
+                   unk_token="<u>"),
+        None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False), unk_token="<u>",
+    )  # fmt: skip
+    texts = "on", "do", " on", "\non", "\n\non", "\u2013", ""
+    learned = [tokenizer.convert_ids_to_tokens(one) for one in following(list(texts), tokenizer)]
+    feed = "<0x0A>"
+    assert learned[:5] == [[*"on"], [*"do"], ["\u2581", *"on"], [feed, *"on"], [feed, feed, *"on"]]
+    assert learned[5:] == [["<0xE2>", "<0x80>", "<0x93>"], []]
+    for prompt in ("don", "d "):
+        (row,) = encode_examples([Problem(prompt, "on")], tokenizer, 7)
+        (whole,) = token_ids([f"{prompt}on"], tokenizer)
+        assert row[0] == [*whole, 7]

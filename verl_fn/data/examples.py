@@ -27,7 +27,7 @@ from verl_fn.data.entries import Kind
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, named
 from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged, repeated
-from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
+from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, following, turn_parts
 from verl_fn.data.rows import DataError, Row, strings
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Batch, Key, RowImages, with_images
@@ -402,7 +402,7 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence
     if isinstance(problem, Judged):
         kind, texts = "response", [str(response) for response, _ in problem.responses]
     rows = []
-    for text, ids in zip(texts, token_ids(texts, tokenizer), strict=True):
+    for text, ids in zip(texts, following(texts, tokenizer), strict=True):
         if has_unknown(ids, tokenizer):
             raise DataError(describe_unknown(kind, text, tokenizer))
         ids = ended(ids, tokenizer, ends)

@@ -129,7 +129,7 @@ def encode_parts(rows: Sequence[Parts], tokenizer: Any) -> list[Example]:
         ids, mask = list[int](), list[float]()
         for text, learned in parts:
             tokens = next(encoded)
-            new = tokens[len(ids) :] if tokens[: len(ids)] == ids else token_ids([text], tokenizer)[0]
+            new = tokens[len(ids) :] if tokens[: len(ids)] == ids else following([text], tokenizer)[0]
             ids, mask = ids + new, mask + [float(learned)] * len(new)
         examples.append((ids, mask))
     return examples
@@ -144,6 +144,23 @@ def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
         [[4, 5], [6]]
     """
     return [encoded if isinstance(encoded, list) else encoded.ids for encoded in _encoded(strings, tokenizer)]
+
+
+def following(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of texts that follow others, without the space that some tokenizers begin a text with.
+
+    SentencePiece's do, so there the text is encoded behind a line break.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> following(["ab", "c"], char_tokenizer("abc"))
+        [[4, 5], [6]]
+    """
+    start, digit, both, *alone = token_ids(["\n", "0", "\n0", *texts], tokenizer)
+    if both == start + digit or both[: len(start)] != start or tokenizer.unk_token_id in both:
+        return alone
+    behind = token_ids([f"\n{text}" for text in texts], tokenizer)
+    return [ids[len(start) :] if ids[: len(start)] == start else own for ids, own in zip(behind, alone, strict=True)]
 
 
 def token_counts(strings: list[str], tokenizer: Any) -> list[int]:
