@@ -162,8 +162,8 @@ def equal(answer: str, truth: str) -> bool:
 def verified(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Score:
     r"""Scores 1 if a response's final answer is mathematically the ground truth, by Math-Verify.
 
-    The last box counts, or else the last expression that is found. The ground truth may be only the answer, or text
-    with a box. It needs the extra ``verl_fn[math]``.
+    The last box counts, or else what the last ``<answer>`` tag holds, or else the last expression that is found. The
+    ground truth may be only the answer, or text with a box. It needs the extra ``verl_fn[math]``.
 
     Source: https://github.com/huggingface/Math-Verify.
 
@@ -175,8 +175,9 @@ def verified(data_source: str, solution_str: str, ground_truth: str, extra_info:
     except ImportError as error:
         raise ImportError("verl_fn.scores:verified needs Math-Verify: " + install("'verl_fn[math]'")) from error
     truth = boxed(ground_truth) or ground_truth
-    answers = parse(solution_str)
+    tags = TAGGED.findall(solution_str) if boxed(solution_str) is None else []
     # Both forms are tried: a bare number is no LaTeX, and LaTeX outside of dollars is not found.
+    answers = parse(tags[-1]) or parse(f"${tags[-1].strip()}$") if tags else parse(solution_str)
     truths = parse(f"${truth}$") or parse(truth)
     pred = str(answers[-1]) if answers else ""
     return verdict(bool(answers and truths and verify(truths, answers)), pred)

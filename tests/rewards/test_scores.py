@@ -98,7 +98,11 @@ def test_verified_answers_need_math_verify():
             verified("s", r"\boxed{0.5}", r"\frac{1}{2}")
         return
     cases = ((r"so \boxed{0.5}", r"\frac{1}{2}", 1.0), (r"\boxed{x+1}", "1+x", 1.0), (r"\boxed{3}", "4", 0.0),
-             ("I do not know", "4", 0.0), (r"it is $\frac{2}{4}$", r"so \boxed{0.5}", 1.0))  # fmt: skip
+             ("I do not know", "4", 0.0), (r"it is $\frac{2}{4}$", r"so \boxed{0.5}", 1.0),
+             ("<think>9</think><answer>18</answer>", "18", 1.0), (r"<answer>\frac12</answer>", r"\frac{1}{2}", 1.0),
+             ("<answer> $18$ </answer> 7", "18", 1.0), ("<think>18</think><answer>9</answer>", "18", 0.0),
+             (r"<think>\boxed{18}</think><answer>9</answer>", "18", 1.0),
+             ("<answer></answer>", "18", 0.0))  # fmt: skip
     assert [verified("s", text, truth)["score"] for text, truth, _ in cases] == [score for *_, score in cases]
 
 
