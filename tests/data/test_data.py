@@ -229,7 +229,8 @@ def test_rows_are_counted_as_they_are_read(tmp_path):
             json.dumps(row()).encode() + b"\n\n{oops",
             r"a\.jsonl, line 3 is not JSON, one object a line",
         ),
-        ("a.json", b"[\n", r"a\.json, line 1 is not JSON, one object a line: .* jq -c \. F"),
+        ("a.json", b"{\n", r"a\.json, line 1 is not JSON, one object a line: .* jq -c \. F"),
+        ("a.json", b"[\n", r"a\.json, line 1 is not JSON, one object a line: .* jq -c '\.\[\]' F"),
         (
             "a.json",
             json.dumps([row()]).encode(),

@@ -13,7 +13,8 @@ from PIL import Image
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.data.encoded import Encoder
+from verl_fn.config.schema import DataConfig
+from verl_fn.data.encoded import Encoder, short_enough
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import encode_prompts, prompt_lengths
 from verl_fn.data.images import FromFile, images_in, pictures
@@ -273,6 +274,23 @@ def test_preference_pairs_with_images_are_refused(tmp_path):
     )
     with pytest.raises(DataError, match="the row has images, which are not read beside judged responses"):
         read_files([tmp_path / "pairs.parquet"], "pairs")
+
+
+@pytest.mark.parametrize("side", ["left", "error"])
+def test_a_long_prompt_with_images_is_refused_at_the_start(tmp_path, tokenizer, side):
+    """It is never cut, so that cutting is no advice; a long prompt without images is cut."""
+    read = problems(tmp_path, row("ab?" * 30, images=()), row(images=[{"bytes": png()}]))
+    encoded = Encoder((), (), tokenizer).part(list(read))
+    assert (encoded.prompts > 10).all()
+    table = DataConfig(max_prompt_length=10, truncation=side)
+    with pytest.raises(
+        DataError, match=rf"row {0 if side == 'error' else 1}: the prompt has .*, more than 10; raise"
+    ) as told:
+        short_enough("data.train_files", encoded, table, print)
+    assert ("data.truncation" in str(told.value)) == (side == "error")
+    said, cuts = [], DataConfig(max_prompt_length=10, truncation="left")
+    assert len(short_enough("data.train_files", encoded[:1], cuts, said.append).problems) == 1
+    assert said == ["data.train_files: 1 of 1 prompts are cut to 10 tokens (data.truncation)"]
 
 
 def test_equal_questions_about_other_pictures_are_other_prompts():

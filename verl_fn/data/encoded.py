@@ -16,7 +16,7 @@ from verl_fn.data.entries import Convert, Kind
 from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import prompt_lengths, too_long
 from verl_fn.data.judged import Judged
-from verl_fn.data.notices import Traits, joined, traits_of
+from verl_fn.data.notices import IMAGES, Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
 
@@ -183,6 +183,7 @@ def short_enough(
     """
     limit = table.max_prompt_length
     fits = found.prompts <= limit
+    uncut = (found.traits.flags & IMAGES > 0) | (table.truncation == "error")
     start, sizes = 0, []
     for size in found.sizes if each else (len(fits),):
         kept = fits[start : start + size]
@@ -193,12 +194,12 @@ def short_enough(
                     f"{key}: all {size} prompts are longer than {limit} tokens; raise data.max_prompt_length"
                 )
             say(f"{key}: left out {long} of {size} prompts, longer than {limit} tokens")
-        elif long and table.truncation != "error":
-            say(f"{key}: {long} of {size} prompts are cut to {limit} tokens (data.truncation)")
-        elif long:
-            first = start + int(np.argmin(kept))
+        elif len(whole := np.flatnonzero(~kept & uncut[start : start + size])):
+            first = start + int(whole[0])
             learned = bool(found.rows[first].any())
             raise too_long(found.problems[first], int(found.prompts[first]), limit, learned=learned)
+        elif long:
+            say(f"{key}: {long} of {size} prompts are cut to {limit} tokens (data.truncation)")
         if not table.filter_overlong_prompts:
             kept[:] = True
         sizes.append(int(kept.sum()))

@@ -208,13 +208,14 @@ def too_long(problem: Problem, tokens: int, max_length: int, *, learned: bool = 
     """Returns the error about a prompt that has too many tokens.
 
     Args:
-        learned: whether the row is learned from; such a row is never cut.
+        learned: whether the row is learned from; such a row is never cut, nor is one with images.
     """
+    uncut = learned or bool(problem.images)
     return DataError(
         f"{label_of(problem)}: the prompt has {tokens} tokens, more than {max_length}; raise data.max_prompt_length"
-        + (" or" if learned else ",")
+        + (" or" if uncut else ",")
         + " set data.filter_overlong_prompts to leave such prompts out"
-        + ("" if learned else ", or cut them by data.truncation")
+        + ("" if uncut else ", or cut them by data.truncation")
     )
 
 

@@ -262,7 +262,8 @@ def notices(
     yield from _of_flags(trained, answers)
     for key, problems in (("data.train_files", training), ("data.val_files", validation)):
         first = range(min(len(problems), MOST_ENCODED))  # one is read at a time, with its images
-        truths = [] if answers or judged_by_env else [problems[i].answer for i in first]
+        # The ground truth of a program may be many tests.
+        truths = [] if answers or judged_by_env else [problems[i].answer[:MOST_CHARACTERS] for i in first]
         if lacking := _unwritable(truths, tokenizer):
             lacks = describe_unknown("ground truth", truths[lacking[0]], tokenizer)
             yield (
