@@ -168,3 +168,9 @@ def test_rows_above_half_of_the_budget_each_have_a_part():
     batch = Batch(tokens, tokens, torch.arange(4097, dtype=torch.int32) * 8201)
     assert torch.cat(split_by_tokens(batch, 16384).rows).sort().values.tolist() == list(range(4096))
     assert [len(parts) for parts in deal(batch, 8, 16384)] == [512] * 8
+
+
+@given(count=st.integers(1, 12), share=st.integers(1, 6))
+@MODEST
+def test_rows_that_fill_a_part_exactly_share_it(count, share):
+    assert len(split_by_tokens(batch_of([7] * (count * share)), 7 * share)) == count
