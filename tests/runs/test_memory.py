@@ -167,6 +167,30 @@ def test_measured_peaks(shape, strategy, folder):
         assert part.nbytes - others == pytest.approx(peak, rel=0.06), part.describe()
 
 
+@pytest.mark.parametrize(("file", "sizes"), [("one", {}), ("tp2", {"tensor": 2}), ("pp2", {"pipeline": 2})])
+def test_measured_peaks_of_ranks_that_share_a_model(file, sizes, folder):
+    """Ranks of tensor parallelism keep a part of the activations; the first of two stages has two micro-batches."""
+    measured = json.loads((RESULTS / f"residency_megatron_h200_1.5b_{file}.json").read_text())
+    split = [f"actor.megatron.{name}_model_parallel_size={n}" for name, n in sizes.items()]
+    more = [*MEGATRON, *split, f"ray.ranks={measured['ranks']}", "rollout.placement=apart", "driver.kind=ray"]
+    (part,) = (phase for phase in phases(plan_of(folder("1.5b"), *more)) if phase.name == "update_actor")
+    others = sum(p.nbytes for p in part.parts if p.name == "CUDA itself")
+    assert part.nbytes - others == pytest.approx(measured["peak_gib"]["ours"] * GIB, rel=0.06), part.describe()
+
+
+def test_sequence_parallelism_also_splits_what_lies_between_norms(folder):
+    def activations(*more):
+        plan = plan_of(folder("0.5b"), *MEGATRON, "actor.megatron.tensor_model_parallel_size=2", "ray.ranks=2", *more)
+        update = parts(plan, 2, 140 * GIB)["update_actor"]
+        return next(n for name, n in update.items() if name.startswith("activations of 16,384"))
+
+    # 24 layers and 16,384 tokens in bf16: half of the inputs and outputs of two norms.
+    assert activations() - activations("actor.megatron.sequence_parallel=true") == 24 * 16384 * 2 * 2 * 896
+    kept = functools.partial(model_sizes(folder("0.5b"), "lm").kept, 16384, 2, checkpointing=True, tp=2)
+    # Half of the input of each layer, too.
+    assert kept() - kept(sp=True) == 16384 * 2 * (24 * 448 + 2 * 896)
+
+
 def test_shards_and_the_roles_that_share_a_gpu(folder):
     model = folder("0.5b")
     n = model_sizes(model, "lm").total

@@ -51,8 +51,9 @@ class ModelSizes:
 
     A layer keeps for its backward pass, per token, the inputs and outputs of its two norms, queries, keys, values
     and the output of attention, and the gate, the input and the output of its MLP. FlashAttention keeps no scores.
-    Peaks measured on an H200 are within 6 % of these counts
-    (``benchmarks/results/throughput_megatron_h200_*_fused.json``).
+    Ranks of tensor parallelism each have a part of what lies between norms, and with sequence parallelism of all.
+    Peaks measured on H200s are within 6 % of these counts
+    (``benchmarks/results/throughput_megatron_h200_*_fused.json``, ``residency_megatron_h200_1.5b_*.json``).
 
     Attributes:
         total: elements of all parameters, adapters included.
@@ -92,28 +93,37 @@ class ModelSizes:
     def _head(self) -> int:
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
-    def layer(self, tokens: int, width: int) -> int:
-        """Returns the bytes that a layer keeps for its backward pass, with elements of ``width`` bytes."""
+    def layer(self, tokens: int, width: int, *, tp: int = 1, sp: bool = False) -> int:
+        """Returns the bytes that a layer keeps for its backward pass, with elements of ``width`` bytes.
+
+        Args:
+            tp: the ranks of tensor parallelism.
+            sp: whether they split tokens, too.
+        """
         text = self.config
         inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         if (experts := getattr(text, "num_experts_per_tok", None)) is not None:
             inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
         query = text.num_attention_heads * self._head
-        return int(tokens * width * (4 * text.hidden_size + 2 * query + 2 * self.key_value + 3 * inner))
+        norms, between = 4 * text.hidden_size, 2 * query + 2 * self.key_value + 3 * inner
+        return int(tokens * width * (norms // (tp if sp else 1) + between // tp))
 
-    def kept(self, tokens: int, width: int, *, checkpointing: bool, offload: bool = False) -> int:
+    def kept(
+        self, tokens: int, width: int, *, checkpointing: bool, offload: bool = False, tp: int = 1, sp: bool = False
+    ) -> int:
         """Returns the bytes that all layers keep; with checkpointing their inputs only, and all of one layer.
 
         With ``offload`` the inputs are in host memory, but for the ones of two layers.
         """
+        layer = self.layer(tokens, width, tp=tp, sp=sp)
         if checkpointing:
             inputs = min(2, self.layers) if offload else self.layers
-            return inputs * tokens * width * int(self.config.hidden_size) + self.layer(tokens, width)
-        return self.layers * self.layer(tokens, width)
+            return inputs * tokens * width * int(self.config.hidden_size) // (tp if sp else 1) + layer
+        return self.layers * layer
 
-    def logits(self, tokens: int, width: int) -> int:
+    def logits(self, tokens: int, width: int, tp: int = 1) -> int:
         """Returns the bytes of the largest part of the logits that exists at a time, on a GPU."""
-        vocab = int(self.config.vocab_size)
+        vocab = int(self.config.vocab_size) // tp
         return min(tokens, max(16, CUDA_CHUNK // vocab)) * vocab * width
 
     def cache(self, tokens: int, width: int) -> int:
@@ -308,9 +318,11 @@ def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> 
         lower += f" or set {role.table}.enable_gradient_checkpointing=true"
     elif role.recomputes and not role.offload_activations:
         lower += f" or set {role.table}.enable_activation_offload=true"
-    logits = sizes.logits(tokens, width) if role.head == "lm" else 0
+    m = role.megatron
+    tp, sp = (m.tensor_model_parallel_size, m.sequence_parallel) if role.strategy == "megatron" else (1, False)
+    logits = sizes.logits(tokens, width, tp) if role.head == "lm" else 0
     how = {"checkpointing": role.enable_gradient_checkpointing, "offload": role.offload_activations}
-    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, **how)
+    kept = sizes.layer(tokens, width, tp=tp, sp=sp), sizes.kept(tokens, width, **how, tp=tp, sp=sp)
     forward, backward = (
         Allocation(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept
     )
