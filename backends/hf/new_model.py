@@ -57,7 +57,7 @@ SPECIALS = (PAD, BOS, EOS, UNK)
 CHAT_TEMPLATE = (
     f"{{{{ bos_token }}}}{TOOLS}"
     "{% for message in messages %}"
-    "{{ message['content'] + (eos_token if message['role'] == 'assistant' else '\n') }}{% endfor %}"
+    "{{ (message['content'] or '') + (eos_token if message['role'] == 'assistant' else '\n') }}{% endfor %}"
 )
 DIMENSIONS = (
     "hidden_size",

@@ -10,7 +10,7 @@ from chat_templates import FAMILIES, PHI3_FIRST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import chat_texts, with_chat_arguments
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation, encode_examples, encode_rows
@@ -162,6 +162,14 @@ CALLS = {
     "gpt-oss": ' to=functions.add<|channel|>commentary json<|message|>{"a": "2"}<|call|>',
     "Mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": "2"}}]</s>',
 }
+
+
+def test_a_call_without_content_reaches_the_template_of_new_models():
+    """It shows no calls, and the error says so."""
+    made = char_tokenizer("ab0123456789")
+    made.chat_template = CHAT_TEMPLATE
+    with pytest.raises(DataError, match="leaves out tool_calls of message 1"):
+        encode_examples([talk(ASKS, CALL | {"content": None})], made, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -322,6 +322,15 @@ def test_megatron_splits_what_a_gpu_lacks_memory_for(folder):
     assert f"{sizes}.expert_model_parallel_size=8" in layouts(experts, 16, 80 * GIB)[0].settings
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engines", [["rollout.engines=8"], ["rollout.engines=2", "rollout.tensor_parallel_size=4"]])
+def test_layouts_leave_engines_the_gpus_that_they_have_for_themselves(folder, strategy, engines):
+    apart = ["rollout.placement=apart", "ray.ranks=8", *engines, f"actor.strategy={strategy}", *RECOMPUTED]
+    plan = sized(plan_of(folder("qwen3-8b"), *apart), 80 * GIB)
+    found = layouts(plan, 16, 80 * GIB)
+    assert found and all(fit.layout == f"{strategy} over 8 ranks and engines on 8 GPUs" for fit in found)
+
+
 def test_engines_whose_weights_no_gpu_holds_get_several_of_one_half(folder):
     (found, _) = layouts(plan_of(folder("qwen3-30b-a3b")), 16, 48 * GIB)
     assert found.layout == "fsdp over 8 ranks and engines on 8 GPUs"

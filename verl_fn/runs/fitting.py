@@ -150,10 +150,13 @@ def enough_gpus(plan: Plan, gpus: int, gpu: int) -> tuple[int, Fit] | None:
 
 def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
     """Yields lists of settings for layouts; the first of a list that fits is taken."""
-    over: Settings = ("driver.kind=ray", f"ray.ranks={gpus}")
-    if plan.rollout.placement == "colocated" and plan.learns_from == "samples":
+    r = plan.rollout
+    # Engines with GPUs of their own keep them.
+    ranks = gpus - (r.engines * r.tensor_parallel_size if r.placement == "apart" else 0)
+    over: Settings = ("driver.kind=ray", f"ray.ranks={ranks}")
+    if r.placement == "colocated" and plan.learns_from == "samples":
         over += (f"rollout.engines={gpus}",)
-    powers = [2**i for i in range(gpus.bit_length())]
+    powers = [2**i for i in range(max(0, ranks).bit_length())]
     if plan.roles["actor"].strategy == "megatron":
         for power in powers:
             kind = (*over, f"actor.megatron.tensor_model_parallel_size={power}")
