@@ -749,16 +749,22 @@ def test_a_frozen_model_with_another_chat_template_is_told_once(tmp_path):
 
 
 def test_another_number_of_steps_is_another_decay_of_each_rate_that_falls(tiny, tmp_path):
-    falling = "optim.lr_scheduler_type=linear"
+    before = tiny_run(tiny, tmp_path, "trainer.total_training_steps=2")
     for settings, named in (
-        ([], ""),
-        ([f"actor.{falling}"], "actor.optim are"),
-        ([f"actor.{falling}", f"critic.{falling}"], "actor.optim and critic.optim are"),
-        ([f"actor.{falling}", f"critic.{falling}", "actor.optim.lr_decay_steps=5"], "critic.optim are"),
+        ([], []),
+        (["actor"], ["actor"]),
+        (["actor", "critic"], ["actor", "critic"]),
+        (["actor", "critic", "actor.optim.lr_decay_steps=5"], ["critic"]),
     ):
-        said = _other_rates(tiny_run(tiny, tmp_path, *settings))
-        assert len(said) == bool(named)
-        assert not named or said[0].startswith(f"the learning rates of {named} from now on those of a run of 3 steps")
+        falling = [f"{one}.optim.lr_scheduler_type=linear" if "." not in one else one for one in settings]
+        plan = tiny_run(tiny, tmp_path, *falling)
+        assert _other_rates(plan, plan) == []
+        totals = {name: plan.roles[name].total_updates for name in named}
+        assert _other_rates(before, plan) == [
+            f"the learning rate of {name}.optim falls from now on over all {total} updates of a run of 3 steps; "
+            f"{name}.optim.lr_decay_steps would fix its end"
+            for name, total in totals.items()
+        ]
 
 
 @pytest.mark.parametrize(

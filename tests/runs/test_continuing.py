@@ -79,8 +79,38 @@ def test_a_finished_run_says_so_before_it_loads_anything(tiny, copy, monkeypatch
 def test_more_steps_change_rates_that_fall(more, noted, tiny, copy):
     longer = plan(tiny, copy, "trainer.total_training_steps=5", *(f"actor.optim.{one}" for one in more))
     said = changes(Run(longer, SILENT), longer)
-    sentence = "the learning rates of actor.optim are from now on those of a run of 5 steps"
+    sentence = "the learning rate of actor.optim falls from now on over all 5 updates of a run of 5 steps"
     assert any(line.startswith(sentence) for line in said) == noted
+
+
+def test_rates_fall_to_the_end_of_a_run_whose_steps_get_other_numbers_of_updates(tiny, tmp_path):
+    """Steps 1 and 2 have two updates each, later ones one, and the steps of the last fork four."""
+    linear = [f"{role}.optim.lr_scheduler_type=linear" for role in ("actor", "critic")]
+
+    def rates(folder):
+        rows = [row for row in read_metrics(folder) if row["step"] > 2]
+        assert all(row["actor/lr"] == row["critic/lr"] for row in rows)
+        return [row["actor/lr"] * 1e3 for row in rows]
+
+    def one(steps, lines=None):
+        size, last = "algorithm.ppo_mini_batch_size=8", f"trainer.total_training_steps={steps}"
+        train(tiny_run(tiny, tmp_path / "a", *linear, size, last), SILENT if lines is None else lines.append)
+
+    train(tiny_run(tiny, tmp_path / "a", *linear, "trainer.total_training_steps=2"), SILENT)
+    one(4, lines := [])
+    told = "falls from now on over all 6 updates of a run of 4 steps"
+    assert [line for line in lines if "updates" in line] == [
+        f"the learning rate of {role}.optim {told}; {role}.optim.lr_decay_steps would fix its end"
+        for role in ("actor", "critic")
+    ]
+    assert rates(tmp_path / "a") == pytest.approx([2 / 6, 1 / 6])
+    assert replay(tmp_path / "a", 4, say=SILENT).difference is None
+    whole = numbers(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a/checkpoints/step_4")
+    one(4)
+    assert numbers(tmp_path / "a") == whole
+    train(fork_plan(tmp_path / "a", 3, [f"trainer.dir={tmp_path}/b", "algorithm.ppo_mini_batch_size=2"]), SILENT)
+    assert rates(tmp_path / "b") == pytest.approx([2 / 6, (4 + 3 + 2 + 1) / 4 / 9])
 
 
 def test_another_algorithm_or_model_in_the_folder_of_a_run(tiny, copy, tmp_path):

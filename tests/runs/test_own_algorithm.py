@@ -208,6 +208,17 @@ def test_updates_that_the_outline_does_not_count_are_named_if_the_rate_falls(sch
         assert (last["actor/lr"] == 0.0) is not counted
 
 
+def test_an_outline_that_counts_from_a_step_on_gives_the_run_its_whole_decay(tiny, tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+    own = [f"algorithm.name={tmp_path}/twice.py:make", "actor.optim.lr_scheduler_type=linear", "actor.optim.lr=1e-3"]
+    words, said = [*overrides(tiny, tmp_path / "run"), *own], []
+    for more in (["trainer.total_training_steps=2"], ["trainer.total_training_steps=5", "algorithm.counted=true"]):
+        said.clear()
+        train(make_plan(load(overrides=[*words, *more])), said.append)
+    assert not [line for line in said if "updates up to step" in line]
+    assert read_metrics(tmp_path / "run")[-1]["actor/lr"] == pytest.approx(1e-3 / 10)
+
+
 def test_the_refreshed_reference_on_the_page_is_saved_and_replayed(tiny, tmp_path):
     page = (ROOT / "docs/your_own.md").read_text()
     code = page[page.index("from typing import Any\n\nimport attrs\n\nfrom verl_fn import Algorithm") :]

@@ -313,15 +313,18 @@ def test_a_save_by_threads_is_waited_for_and_one_elsewhere_is_refused(tiny, plan
         return SimpleNamespace(
             save=lambda state, folder, **more: (asked.append((name, more)), folder.mkdir())[1],
             saved=lambda: asked.append((name, (tmp_path / "a/checkpoint.json").exists())),
+            map=lambda function, state: function(state),
         )
 
     both = tiny_run(tiny, tmp_path / "run", "algorithm.name=ppo")
-    w = SimpleNamespace(trainers={name: trainer(name) for name in both.roles})
-    state = SimpleNamespace(role=lambda name: None, waiting=(), without_roles=lambda plan: {"step": 3})
+    w = SimpleNamespace(trainers={name: trainer(name) for name in both.roles}, get=lambda value: value)
+    had = SimpleNamespace(scheduler=5)
+    state = SimpleNamespace(role=lambda name: had, step=3, waiting=(), without_roles=lambda plan: {"step": 3})
     for later in (False, True):
         (aside := tmp_path / "a").mkdir()
         manifest = files.begin(state, aside, both, w, "name", later=later)
         assert manifest["algorithm"] == "ppo" and manifest["run"] == "name" and "waiting" not in manifest
+        assert manifest["updates"] == {name: [5, 6, 0] for name in ("actor", "critic")}
         seal(aside, manifest, both, w, later=later)
         more = {"later": True} if later else {}
         assert asked == [*((name, more) for name in both.roles), *((name, False) for name in both.roles if later)]

@@ -59,7 +59,7 @@ from .checks import (
     check_writable,
     row_lengths,
 )
-from .continuing import changes, find_origin, finished, run_date, unused_settings
+from .continuing import changes, find_origin, finished, going_on, unused_settings
 from .fitting import (
     FILLED,
     Fit,
@@ -123,7 +123,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         check_gpus(plan, gpus)
         plan = _on_gpus(plan)
     check_has_training(plan)
-    plan = with_engine(plan.dated(run_date(plan)))
+    plan = with_engine(going_on(plan))
     run = Run(plan, say)
     # On another machine, the folder is empty.
     origin, changed = (find_origin(plan, run), changes(run, plan)) if gpus is None else (None, [])

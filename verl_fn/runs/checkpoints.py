@@ -30,7 +30,7 @@ from verl_fn.state import tree
 from . import RunError
 from .memory import FLOAT32, GIB, moment_bytes, sizes_of, width_of
 from .recorder import read_waiting, save_waiting
-from .state import RunState, run_of
+from .state import RunState, counted_updates, made_updates, other_updates, run_of
 
 MANIFEST = "checkpoint.json"
 # The tensors of an algorithm's own state.
@@ -87,7 +87,8 @@ def begin(
         later: let threads write the training states, from copies.
 
     Returns:
-        The manifest without the files: the rest of the state.
+        The manifest without the files: the rest of the state, and of each role the updates that it had, the ones
+        that its outline counts up to the step, and how many more the run has.
 
     Raises:
         RunError: a worker wrote its role to a folder that this process does not see.
@@ -103,7 +104,9 @@ def begin(
         # Clones, since tensors of one file must not share memory.
         copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
         save_file(copies, aside / STATE)
-    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars}
+    counted, others = counted_updates(plan, state.step), other_updates(plan)
+    updates = {name: [made_updates(state, name, w), count, others[name]] for name, count in counted.items()}
+    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "updates": updates}
     manifest |= {"waiting": waiting} if waiting else {}
     return manifest | ({"run": identity} if identity else {})
 

@@ -18,7 +18,7 @@ from .evaluate import has_held_out, held_out_value
 from .folder import Run
 from .history import INPUTS, changed_inputs, changed_keys, recorded_inputs, run_config
 from .logs import METRICS, altered, last_evaluation, read_metrics
-from .state import differing_fields, run_of
+from .state import counted_updates, differing_fields, run_of
 
 SEED = "trainer.seed"
 
@@ -68,6 +68,37 @@ def _fork_of(origin: Path) -> Path:
     return origin
 
 
+def going_on(plan: Plan) -> Plan:
+    """Returns the plan with what the checkpoint that it begins at decides: the day, and when learning rates end."""
+    return with_updates(plan.dated(run_date(plan)), _begins_at(plan))
+
+
+def with_updates(plan: Plan, origin: Path | None) -> Plan:
+    """Returns the plan with all updates of a run that goes on from a checkpoint.
+
+    Learning rates fall over these. The outline counts with the plan's settings, and steps before the checkpoint may
+    have had more updates, or fewer.
+    """
+    before, step, roles = {}, 0, dict(plan.roles)
+    # A checkpoint that cannot be read is reported where its state is read. One of an older version has no counts.
+    with contextlib.suppress(CheckpointError):
+        if origin is not None:
+            before, step = read_manifest(origin).get("updates", {}), saved_step(origin)
+    now, end = (counted_updates(plan, at) for at in (step, plan.trainer.total_training_steps))
+    for name in now.keys() & before.keys():
+        made, counted, others = before[name]
+        # A run with unchanged settings keeps its rates, although an update may have been skipped.
+        total = end[name] + (others if counted == now[name] else made - now[name])
+        roles[name] = attrs.evolve(roles[name], total_updates=total)
+    return attrs.evolve(plan, roles=roles)
+
+
+def _begins_at(plan: Plan) -> Path | None:
+    """Returns the folder's newest checkpoint, or the one to fork; None for a new run."""
+    saved, fork = checkpoints(plan.trainer.dir), plan.trainer.resume_from_path
+    return saved[0] if saved and plan.trainer.resume_mode == "auto" else Path(fork) if fork else None
+
+
 def run_date(plan: Plan) -> str:
     """Returns the day that chat templates print: ``data.date``, or the continued run's, or else today.
 
@@ -75,8 +106,7 @@ def run_date(plan: Plan) -> str:
     """
     if plan.data.date is not None:
         return plan.data.date
-    saved, fork = checkpoints(plan.trainer.dir), plan.trainer.resume_from_path
-    origin = saved[0] if saved and plan.trainer.resume_mode == "auto" else Path(fork) if fork else None
+    origin = _begins_at(plan)
     if origin is not None and (source := run_of(origin)) is not None:
         # What is wrong with that run's config is reported where it is continued.
         with contextlib.suppress(RunError):
@@ -137,17 +167,18 @@ def changes(run: Run, plan: Plan) -> list[str]:
     newest = run.latest()
     if newest is None or plan.trainer.resume_mode != "auto":
         return []
+    rates: list[str] = []
     if changed := changed_keys(run.folder, plan.table):
-        _refuse_parts_of_state(run, newest, plan, changed)
-    sentences = [_of_setting(key, values) for key, values in changed.items()]
-    if "trainer.total_training_steps" in changed:
-        sentences += _other_rates(plan)
-    if not (before := recorded_inputs(run.folder, step_of(newest))):
+        before = with_updates(make_plan(run_config(run.folder, step_of(newest))[0]), newest)
+        _refuse_parts_of_state(run, newest, before, plan, changed)
+        rates = _other_rates(before, plan)
+    sentences = [*(_of_setting(key, values) for key, values in changed.items()), *rates]
+    if not (inputs := recorded_inputs(run.folder, step_of(newest))):
         sentences.append(
             f"{run.folder / INPUTS} has nothing to compare data, code and versions with: whether they are the same "
             "as before is not known"
         )
-    sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
+    sentences += [f"continuing with {change}" for change in changed_inputs(inputs, run.inputs)]
     return sentences + altered(run.folder) + _lost_lines(run, newest)
 
 
@@ -170,14 +201,18 @@ def _of_setting(key: str, values: str) -> str:
     return f"continuing with another setting: {key}: {values}"
 
 
-def _other_rates(plan: Plan) -> list[str]:
-    """Returns a sentence about learning rates that depend on the number of steps."""
-    falling = dict.fromkeys(f"{role.table}.optim" for role in plan.roles.values() if role.falls)
-    if not falling:
-        return []
+def _other_rates(before: Plan, plan: Plan) -> list[str]:
+    """Returns a sentence for each table whose learning rate falls over another number of updates than before."""
+    totals = {name: role.total_updates for name, role in before.roles.items()}
+    falling = {
+        f"{role.table}.optim": role.total_updates
+        for name, role in plan.roles.items()
+        if role.falls and role.total_updates != totals.get(name)
+    }
     return [
-        f"the learning rates of {' and '.join(falling)} are from now on those of a run of "
-        f"{plan.trainer.total_training_steps} steps; lr_decay_steps would fix their end"
+        f"the learning rate of {table} falls from now on over all {total} updates of a run of "
+        f"{plan.trainer.total_training_steps} steps; {table}.lr_decay_steps would fix its end"
+        for table, total in falling.items()
     ]
 
 
@@ -193,8 +228,7 @@ def _lost_lines(run: Run, newest: Path) -> list[str]:
     return [f"{run.folder / METRICS} has lost lines: {lost} in the checkpoint {newest.name}, but not in the log"]
 
 
-def _refuse_parts_of_state(run: Run, newest: Path, plan: Plan, changed: dict[str, str]) -> None:
-    before = make_plan(run_config(run.folder, step_of(newest))[0])
+def _refuse_parts_of_state(run: Run, newest: Path, before: Plan, plan: Plan, changed: dict[str, str]) -> None:
     if before.algorithm != plan.algorithm:
         raise RunError(
             f"the run in {run.folder} was trained with {before.algorithm}, and the config asks for {plan.algorithm}: "

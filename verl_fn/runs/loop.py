@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from . import RunError
 from .check_run import unplanned
 from .checkpoints import can_be_held, check_disk, restore, step_of
 from .checks import check_all_weights, check_conversations, check_has_training, check_run_folder, check_writable
-from .continuing import changes, find_origin, finished, goal_reached, run_date, unused_settings
+from .continuing import changes, find_origin, finished, goal_reached, going_on, unused_settings
 from .evaluate import check_goal, evaluation_line, validate
 from .fitting import sized, with_engine
 from .folder import Run
@@ -51,10 +50,13 @@ from .state import (
     algorithm_of,
     at_rest,
     blank_state,
+    counted_updates,
     differing_fields,
     initial_state,
+    made_updates,
     offloaded_roles,
     on_one_gpu,
+    other_updates,
     run_of,
 )
 from .steps import advance
@@ -83,7 +85,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
     check_run_folder(plan)
     with contextlib.ExitStack() as stack:
         stack.enter_context(leading(plan))
-        plan = with_engine(plan.dated(run_date(plan)))
+        plan = with_engine(going_on(plan))
         run = Run(plan, say)
         if not os.access(run.folder, os.W_OK) and (ended := _ended(plan, run, say)) is not None:
             return ended
@@ -255,10 +257,8 @@ class _Loop:
                     self._say_once(notice.__name__, notice(state.step, report))
                 if state.step == begun + 1:
                     for name, role in ((name, role) for name, role in plan.roles.items() if role.falls):
-                        made = self.w.get(
-                            self.w.trainers[name].map(operator.attrgetter("scheduler"), state.role(name))
-                        )
-                        planned = self.algorithm.outline.updates(name, plan.data.train_batch_size, state.step)
+                        made = made_updates(state, name, self.w)
+                        planned = counted_updates(plan, state.step)[name] + other_updates(plan)[name]
                         self._say_once(f"{name}'s updates", unplanned(role, plan, made, planned, state.step))
                 if stop_signals:
                     self._save(state)

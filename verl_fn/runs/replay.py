@@ -16,6 +16,7 @@ from verl_fn.errors import say as print_line
 
 from . import RunError
 from .checkpoints import checkpoints, step_of
+from .continuing import with_updates
 from .evaluate import validate
 from .fitting import sized
 from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
@@ -104,6 +105,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     if recorded and plan.learns_from != "samples":
         raise RunError(f"{plan.algorithm} draws no samples, so there are none to take from the journal")
     origin = _origin(folder, plan.trainer.resume_from_path, step, since)
+    plan = with_updates(plan, origin)
     done = (step_of(origin) or 0) if origin is not None else 0
     _check_ranks(folder, [row for at, row in rows.items() if done < at <= step])
     # Before anything is read: a changed file may be the reason why it cannot be.

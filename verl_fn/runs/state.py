@@ -7,6 +7,7 @@ the CPU come to the GPU and go back. An engine that shares no GPU never sleeps.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,26 @@ class RunState(Node):
 def algorithm_of(plan: Plan) -> Algorithm[Any]:
     """Makes the plan's algorithm."""
     return algorithms.make(plan.algorithm, plan.options)
+
+
+def counted_updates(plan: Plan, step: int) -> dict[str, int]:
+    """Returns the updates of each trained role that the algorithm's outline counts up to a step."""
+    updates = algorithm_of(plan).outline.updates
+    return {
+        name: updates(name, plan.data.train_batch_size, step) for name, role in plan.roles.items() if role.trained
+    }
+
+
+def other_updates(plan: Plan) -> dict[str, int]:
+    """Returns how many more updates of each trained role a run has than its outline counts with these settings."""
+    counted = counted_updates(plan, plan.trainer.total_training_steps)
+    return {name: plan.roles[name].total_updates - count for name, count in counted.items()}
+
+
+def made_updates(state: RunState, name: str, w: Workers) -> int:
+    """Returns the updates that a role had."""
+    made: int = w.get(w.trainers[name].map(operator.attrgetter("scheduler"), state.role(name)))
+    return made
 
 
 def blank_state(plan: Plan) -> RunState:
