@@ -19,6 +19,7 @@ from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs import check_run
 from verl_fn.runs.checkpoints import checkpoint_bytes
+from verl_fn.runs.loop import train
 from verl_fn.runs.memory import (
     CONTEXT,
     GIB,
@@ -282,6 +283,54 @@ def test_the_cache_of_the_embedded_engine(folder):
     # A step of 3 prompts with 2 responses fills 6 of the slots.
     few = parts(plan_of(model, *more, "data.max_response_length=28", "data.train_batch_size=3", "rollout.n=2"))
     assert few["gen"]["engine cache and logits"] == 6 * 128 * 2 * 2 * 24 * 128 + 6 * 151936 * 2
+
+
+def test_an_engine_that_is_never_filled_takes_no_memory(folder):
+    """The embedded one, in runs that sample nothing; vLLM makes room for its weights in any case."""
+    files = ["data.train_files=a.jsonl", "data.val_files=b.jsonl", "rollout.name=sampler"]
+    for settings, used in (
+        (["algorithm.name=grpo", "rollout.n=2", "data.val_files=[]"], True),
+        (["algorithm.name=sft"], True),
+        (["algorithm.name=sft", "data.val_files=[]"], False),
+        (["algorithm.name=dpo", "data.val_files=[]"], False),
+        (["algorithm.name=sft", "data.val_files=[]", "rollout.name=vllm"], True),
+        (["algorithm.name=reward_model"], False),
+    ):
+        counted = parts(plan_of(folder("0.5b"), *files, *settings), gpu=80 * GIB)
+        assert any("engine weights" in of for of in counted.values()) is used, settings
+
+
+def test_held_out_answers_without_a_judge_take_no_memory(tmp_path, capsys, monkeypatch):
+    new_model(tmp_path / "model", chars="ab", chat_template=True)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    data = [f"data.{name}_files={tmp_path}/data.jsonl" for name in ("train", "val")]
+    (tmp_path / "sft.toml").write_text("")
+    run = [*TINY, *data, "algorithm.name=sft", "data.train_batch_size=1", "driver.device=cuda"]
+    run += [f"model.path={tmp_path}/model", f"trainer.dir={tmp_path}/run", "--check", "--gpu-memory", "16"]
+    (tmp_path / "judge.py").write_text("def judge(**answer):\n    return 1.0\n")
+    for judged in ([], [f"reward.functions={tmp_path}/judge.py:judge"]):
+        assert main(["train", str(tmp_path / "sft.toml"), *run, *judged, "--gpus", "1"]) == 0
+        counted = [line for line in capsys.readouterr().out.splitlines() if "CUDA itself" in line]
+        assert len(counted) == 4 and all(("engine weights" in line) is bool(judged) for line in counted)
+    used = []
+    monkeypatch.setattr("verl_fn.runs.loop.check_memory", lambda plan, gpu: used.append(plan.rollout.used) or "")
+    train(make_plan(load(overrides=[*run[:-3], "driver.device=cpu"])), lambda line: None)
+    assert used == [False]
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "model/config.json", tmp_path / "bare")
+    for more, noted in (([], True), (["data.val_files=[]"], False), (["algorithm.name=reward_model"], False)):
+        words = [*run, f"model.path={tmp_path}/bare", *more, "--gpus", "1"]
+        assert main(["train", str(tmp_path / "sft.toml"), *words]) == 0
+        assert ("The run takes it only if held-out answers are judged" in capsys.readouterr().out) is noted
+
+
+def test_a_smaller_dtype_is_advised_to_an_engine_that_has_not_got_it(folder):
+    for dtype, lower in (("float32", "rollout.dtype=bfloat16"), ("bfloat16", "rollout.placement=apart over Ray")):
+        (part,) = (
+            p for p in phases(plan_of(folder("0.5b"), f"rollout.dtype={dtype}"))[2].parts if "weights" in p.name
+        )
+        assert part.lower == lower
 
 
 def test_states_move_to_the_cpu_where_they_do_not_fit(folder):

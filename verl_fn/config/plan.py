@@ -125,6 +125,7 @@ class RolloutPlan(RolloutConfig):
         gpu_memory_utilization: of vLLM, by default ``SHARE``; a run may choose another one.
         lora: rank, alpha and target layers of adapters that are published without the model, or None.
         routed_experts: whether samples have the experts of their tokens.
+        used: whether anything may be sampled: experience, or answers to held-out prompts.
         data: the table with the limits in tokens, the arguments of the chat template and the date.
     """
 
@@ -133,6 +134,7 @@ class RolloutPlan(RolloutConfig):
     folder: str
     lora: Adapters | None
     routed_experts: bool
+    used: bool
     data: DataConfig
 
     @property
@@ -334,11 +336,13 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
 
 def _rollout_plan(cfg: Config, model: str) -> RolloutPlan:
     slots, share = cfg.rollout.slots or SLOTS, cfg.rollout.gpu_memory_utilization or SHARE
+    outline, evaluates = cfg.algorithm.outline, bool(cfg.data.val_files) or not cfg.data.train_files
     return RolloutPlan(
         **_values(cfg.rollout, RolloutConfig) | {"slots": slots, "gpu_memory_utilization": share},
         folder=model,
         lora=_adapters(cfg.actor) if _publishes_adapters(cfg) else None,
         routed_experts=cfg.actor.router_replay.mode == "R3",
+        used=outline.learns_from == "samples" or (outline.roles["actor"].head == "lm" and evaluates),
         data=cfg.data,
     )
 

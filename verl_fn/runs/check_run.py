@@ -77,7 +77,7 @@ from .fitting import (
 )
 from .folder import Run
 from .memory import GIB, advice, engine_weights, host_memory, largest, phases, role_memory, share, sizes_of
-from .prepare import prepare
+from .prepare import prepare, with_use_of_engine
 from .state import algorithm_of
 
 # Tokens of the tables, of a response at most, and problems of the step.
@@ -136,7 +136,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
-        longest, rehearsed = _check_with_tokenizer(plan, gpus)
+        longest, rehearsed, plan = _check_with_tokenizer(plan, gpus)
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
@@ -161,8 +161,12 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     return Report("\n".join(lines), fits(plan, gpu, 1.0))
 
 
-def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
-    """Checks data, rewards and environment; returns the tokens of the longest row, and how the step on mocks went."""
+def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, Plan]:
+    """Checks data, rewards and environment.
+
+    Returns:
+        The tokens of the longest row, how the step on mocks went, and the plan with the data's use of the engine.
+    """
     source = prepare(plan, say, gpus)
     check_rewards(plan, source if gpus is None else None)
     rehearsed, unplanned_updates = rehearse(plan, source, here=gpus is None)
@@ -178,7 +182,7 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str]:
         else:
             encode_examples(some, tokenizer, tokenizer.eos_token_id)
     lengths = row_lengths(plan, source, tokenizer)
-    return max(lengths.sampled, lengths.trained), rehearsed
+    return max(lengths.sampled, lengths.trained), rehearsed, with_use_of_engine(plan, source)
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
@@ -195,6 +199,11 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
                 rule_for(source)
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
+    elif plan.rollout.used and plan.data.val_files:
+        say(
+            "note: the memory of a rollout engine is counted. The run takes it only if held-out answers are judged; "
+            "data.val_files=[] leaves it out of this check"
+        )
 
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:

@@ -87,7 +87,8 @@ class Fit:
 
 def with_settings(plan: Plan, settings: Sequence[str], gpu: int) -> Plan:
     """Returns the plan of the same config with other settings, as ``key=value``, and an engine of their size."""
-    return sized(make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None))), gpu)
+    made = make_plan(structure(put(copy.deepcopy(plan.table), settings, lambda key: None)))
+    return sized(attrs.evolve(made, rollout=attrs.evolve(made.rollout, used=plan.rollout.used)), gpu)
 
 
 def largest_budget(plan: Plan, gpu: int) -> Settings | None:

@@ -34,7 +34,7 @@ from .history import run_config
 from .journal import entry, keep_responses, keep_samples
 from .logs import GENERATIONS, JOURNAL, METRICS, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
-from .prepare import prepare, started, workers
+from .prepare import prepare, started, with_use_of_engine, workers
 from .progress import (
     NOTICES,
     Lines,
@@ -104,7 +104,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False, began: float
                     check_all_weights(plan)
                 check_disk(plan)
                 held = can_be_held(plan)
-            plan = sized(plan, build.smallest_gpu(plan.driver))
+            plan = sized(with_use_of_engine(plan, source), build.smallest_gpu(plan.driver))
             say(f"{_headline(plan)}; folder {run.folder}")
             with start.part("processes"):
                 w = running.enter_context(workers(plan, begun))

@@ -591,9 +591,11 @@ def _engines(plan: Plan) -> int:
 def _engine(plan: Plan, gpu: int | None) -> tuple[Allocation, ...]:
     """Returns the parts of the engines that share the GPU of a training rank, the weights first."""
     r, count = plan.rollout, _engines(plan)
-    if not count:
+    # The embedded engine makes room when it gets weights, vLLM before.
+    if not count or not (r.used or r.name == "vllm"):
         return ()
-    weights = Allocation("engine weights", count * engine_weights(plan), "rollout.dtype=bfloat16")
+    smaller = "rollout.dtype=bfloat16" if element_width(plan) == FLOAT32 else "rollout.placement=apart over Ray"
+    weights = Allocation("engine weights", count * engine_weights(plan), smaller)
     if r.name == "vllm":
         utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
         rest = count * max(0, share(plan, gpu) - engine_weights(plan))

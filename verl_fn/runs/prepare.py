@@ -254,6 +254,12 @@ def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
             )
 
 
+def with_use_of_engine(plan: Plan, source: Source) -> Plan:
+    """Returns the plan with whether a step samples, or an evaluation of this data."""
+    used = plan.learns_from == "samples" or bool(sampled(plan, source.held_out(plan.data.val_size)))
+    return attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, used=used))
+
+
 def started(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """Starts the processes of a run, if it has others than this one, and yields what ``workers`` takes.
 
