@@ -304,6 +304,18 @@ def test_responses_of_each_call_have_the_messages_of_its_own_conversations(parts
     assert kept == [[call, i] for call in ("first", "second") for i in range(len(samples))]
 
 
+def test_what_an_algorithm_asks_beside_the_problems_is_not_among_the_responses(parts, new, tmp_path):
+    plan, w, _ = parts
+    drawn = new().take(1, 1).state.waiting[0].drawn
+    samples = w.get(drawn.samples[0])
+    other = [attrs.evolve(sample, request=99) for sample in samples]
+    calls, judged = (other, other + samples), drawn.judged * 2
+    unscored = attrs.evolve(drawn, samples=calls, scored=(), judged=judged)
+    keep_responses(Run(plan, SILENT), tmp_path / "1.jsonl", 1, unscored, w)
+    kept = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
+    assert [row["problem"] for row in kept] == [sample.request for sample in samples]
+
+
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
     plan, w, _ = parts
     state = new().take(1, 1).state

@@ -12,6 +12,7 @@ from verl_fn.algorithms.imitation import best_of_groups
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
+from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.data.examples import pack_pairs
 from verl_fn.data.judged import TaskPairs
@@ -55,6 +56,19 @@ def test_a_reward_model_is_the_only_reward(name, judge, tiny, tmp_path):
         assert row["critic/score/mean"] == pytest.approx(row["critic/rewards/mean"], rel=1e-5)
         assert "training/acc" not in row and row["critic/score/max"] not in (0.0, 1.0)
         assert row["rollout/rows_learned"] == row["rollout/rows_asked"] == 16
+
+
+@pytest.mark.parametrize("name", ["grpo", "distill"])
+def test_responses_that_no_reward_function_scores_are_kept_as_text(name, judge, tiny, tmp_path):
+    other = {"grpo": f"algorithm.reward_model={judge}", "distill": f"algorithm.teacher={tiny}"}[name]
+    more = ["trainer.total_training_steps=1", f"trainer.rollout_data_dir={tmp_path}/texts", "rollout.n=2"]
+    train(plan(tiny, tmp_path / "run", name, other, *more), silent)
+    kept = [json.loads(line) for line in (tmp_path / "texts/1.jsonl").read_text().splitlines()]
+    assert len(kept) == rows(tmp_path / "run")[0]["rollout/rows_asked"] and not any(row["score"] for row in kept)
+    for row in kept:
+        assert row["prompt"].removesuffix(">") == row["gts"][::-1] and row["prompt"] in row["input"]
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "report.html")]) == 0
+    assert "Training responses" in (tmp_path / "report.html").read_text()
 
 
 def test_the_score_is_the_reward_models_of_the_whole_row(judge):

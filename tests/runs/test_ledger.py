@@ -60,7 +60,7 @@ def test_who_left_out_rows(sample, keeps, count, dropped):
         trainers={}, rollout=mock(), reward=lambda batch, problems: batch.take(torch.tensor(keeps)), tokenizer=None,
         sampling=SAMPLING,
     )  # fmt: skip
-    report = rows_of(ask(lambda w: Experience(sample(w), count, {}), count, w, ahead=False).drawn, [], 0, w)
+    report = rows_of(ask(lambda w: Experience(sample(w), count, {}), range(count), w, ahead=False).drawn, [], 0, w)
     rows = {name.rpartition("/")[2]: n for name, n in report.items() if name.startswith("rollout/rows_dropped/")}
     tokens = {name.rpartition("/")[2]: n for name, n in report.items() if name.startswith("rollout/tokens_dropped/")}
     assert rows == dropped and report["rollout/rows_asked"] == count

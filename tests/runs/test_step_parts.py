@@ -64,7 +64,7 @@ def test_conversations_are_counted_by_how_they_ended():
 
 def test_a_step_that_samples_nothing_has_no_ledger():
     w = workers()
-    drawn = ask(lambda w: Experience(Batch.from_rows([[1]]), 1, {}), 1, w, ahead=False).drawn
+    drawn = ask(lambda w: Experience(Batch.from_rows([[1]]), 1, {}), [0], w, ahead=False).drawn
     assert rows_of(drawn, [], 0, w) == {} and (drawn.samples, drawn.asked) == ((), 0)
 
 
@@ -82,9 +82,9 @@ def test_problems_may_be_taken_until_samples_are_waited_for():
     w = workers(
         more=lambda count: list(range(count)), processes=SimpleNamespace(submit=lambda call: submitted.append(call()))
     )
-    waiting = ask(sample, 3, w, ahead=True)
+    waiting = ask(sample, range(3), w, ahead=True)
     assert (waiting.problems, waiting.asked) == (5, 2) == (submitted[0].problems, submitted[0].asked)
-    assert ask(sample, 3, w, ahead=False).problems == 5
+    assert ask(sample, range(3), w, ahead=False).problems == 5
 
 
 # Recorded samples

@@ -239,8 +239,8 @@ def answers_of(
         ended = ["stop" if finished else "length" for finished in batch["finished"].tolist()]
     asked, numbers = problems_of(batch, problems), Counter[int]()
     values = {name: _decimals(field) for name, field in batch.per_row.items() if name.startswith("reward/")}
-    score, finished = _decimals(batch["score"]), batch["finished"].tolist()
-    acc = _decimals(batch["acc"]) if "acc" in batch else [None] * len(batch)
+    score, acc = (_decimals(batch[name]) if name in batch else [None] * len(batch) for name in ("score", "acc"))
+    finished = batch["finished"].tolist()
     rows = []
     for i, (problem, response) in enumerate(zip(asked, texts, strict=True)):
         row = {

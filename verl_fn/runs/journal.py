@@ -130,14 +130,22 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
     """Writes the responses that a step was trained with as text, one a line, under verl's names.
 
-    Responses that waited in a checkpoint are left out, since it does not hold their ground truths.
+    They have no score where no reward is called. Responses that waited in a checkpoint are left out, since it does not
+    hold their ground truths.
     """
-    # Without a reward, as for demonstrations, there are no responses. An engine may be called without a reward.
-    matching = len(drawn.samples) == len(drawn.scored)
+    # A reward may be called for other rows than an engine has given.
+    matching = len(drawn.samples) == len(drawn.judged)
     lines = []
-    for i, (scored, problems) in enumerate(zip(drawn.scored, drawn.judged, strict=False)):
+    for i, problems in enumerate(drawn.judged):
         samples = w.get(drawn.samples[i]) if matching else ()
-        for row in answers_of(scored, problems, w.tokenizer, w.end_tokens, samples):
+        if not drawn.scored:
+            # An algorithm of the user may ask for other things than answers to the step's problems.
+            ids = {problem.id for problem in problems}
+            samples = [sample for sample in samples if sample.request in ids]
+            if not samples:
+                continue
+        batch = drawn.scored[i] if drawn.scored else pack(samples)
+        for row in answers_of(batch, problems, w.tokenizer, w.end_tokens, samples):
             verl = {"step": step, "input": row.pop("input")}
             verl |= {name: row.pop(ours) for name, ours in (("output", "response"), ("gts", "answer"))}
             lines.append(json.dumps(verl | row) + "\n")

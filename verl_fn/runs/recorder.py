@@ -39,7 +39,8 @@ class Drawn:
         asked: how many responses the engine was asked for.
         samples: what the engine gave, for each call in order; ``Workers.get`` fetches it.
         scored: what the reward gave, for each call in order.
-        judged: the problems of each call of the reward; empty for experience that waited in a checkpoint.
+        judged: the problems of each call of the reward, or of each call of the engine where no reward was called;
+            empty for experience that waited in a checkpoint.
     """
 
     experience: Experience
@@ -65,12 +66,12 @@ class Waiting:
     drawn: Ref[Drawn]
 
 
-def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers, *, ahead: bool) -> Waiting:
+def ask(sample: Callable[[Workers], Experience], problems: Sequence[Problem], w: Workers, *, ahead: bool) -> Waiting:
     """Returns the experience that ``sample`` draws on these workers, with a record of it.
 
     Args:
         sample: the algorithm's ``sample``, with its state and its problems bound.
-        problems: how many problems these are; problems that ``sample`` asks for with ``w.more`` are added.
+        problems: these problems; the ones that ``sample`` asks for with ``w.more`` are added.
         ahead: return as soon as ``sample`` waits for samples, instead of when it has ended.
 
     Raises:
@@ -79,16 +80,16 @@ def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers, *, a
     """
     recorder = _Recorder(w, problems, ahead=ahead)
     drawn = w.processes.submit(lambda: recorder.draw(sample)) if ahead else recorder.draw(sample)
-    return Waiting(*(recorder.first or (recorder.problems, recorder.asked)), drawn)
+    return Waiting(*(recorder.first or (len(recorder.problems), recorder.asked)), drawn)
 
 
 class _Recorder(Through):
     """The engine as ``sample`` sees it. It remembers what it gave; so do the reward and the source of problems."""
 
-    def __init__(self, w: Workers, problems: int, *, ahead: bool) -> None:
+    def __init__(self, w: Workers, problems: Sequence[Problem], *, ahead: bool) -> None:
         super().__init__(w.rollout)
         self._w, self._ahead = w, ahead
-        self.problems = problems
+        self.problems = [*problems]
         self.asked = 0
         # The problems and responses that were asked for until the first wait for samples; None unless ``ahead``.
         self.first: tuple[int, int] | None = None
@@ -99,8 +100,9 @@ class _Recorder(Through):
     def draw(self, sample: Callable[[Workers], Experience]) -> Drawn:
         w = attrs.evolve(self._w, rollout=self, reward=self._reward, more=self._more, get=self._get)
         experience = sample(w)
-        samples, scored, judged = map(tuple, (self._samples, self._scored, self._judged))
-        return Drawn(experience, self.problems, self.asked, samples, scored, judged)
+        judged = self._judged if self._scored else [self.problems] * len(self._samples)
+        samples, scored = tuple(self._samples), tuple(self._scored)
+        return Drawn(experience, len(self.problems), self.asked, samples, scored, tuple(judged))
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         self.asked += sum(request.sampling.n for request in requests)
@@ -117,7 +119,7 @@ class _Recorder(Through):
 
     def _get(self, value: Any) -> Any:
         if self._ahead and self.asked and self.first is None:
-            self.first = self.problems, self.asked
+            self.first = len(self.problems), self.asked
         return self._w.get(value)
 
     def _reward(self, batch: Batch, problems: Sequence[Any]) -> Batch:
@@ -132,7 +134,7 @@ class _Recorder(Through):
                 "the next steps have theirs by then; set driver.max_lag=0"
             )
         problems = self._w.more(count)
-        self.problems += len(problems)
+        self.problems += problems
         return problems
 
 

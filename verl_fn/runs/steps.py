@@ -87,7 +87,7 @@ def _asked(
         problems = more(plan.data.train_batch_size)
         of_step = attrs.evolve(state.algorithm, step=number) if number != step else state.algorithm
         sample = partial(algorithm.sample, of_step, problems)
-        one = ask(sample, len(problems), attrs.evolve(w, more=more), ahead=max_lag > 0)
+        one = ask(sample, problems, attrs.evolve(w, more=more), ahead=max_lag > 0)
         start += one.problems
         waiting += (one,)
     return waiting
