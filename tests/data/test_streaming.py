@@ -16,7 +16,7 @@ from verl_fn.data.files import permuted
 from verl_fn.data.hub import Table
 from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
-from verl_fn.runs.checks import check
+from verl_fn.runs.prepare import check_has_goal
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import Key
@@ -205,7 +205,7 @@ def test_a_goal_needs_held_out_problems(opened, tiny, tmp_path):
     opened["one"] = Stored(rows("one", [1] * 5))
     plan = tiny_run(tiny, tmp_path / "run", "trainer.stop_at=0.5")
     with pytest.raises(ConfigError, match=r"trainer\.stop_at needs held-out problems"):
-        check(plan, source(opened), char_tokenizer("a"))
+        check_has_goal(plan, source(opened))
 
 
 def test_files_are_not_streamed(tmp_path):

@@ -96,13 +96,16 @@ def chatty(tmp_path_factory):
     return new_model(folder, chars="abcd\n", hidden_size=16, num_hidden_layers=1, chat_template=True)
 
 
+def write(file, *rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def run(model, folder, name, training, held_out, *more):
     """The rows of metrics of a run of one step."""
     folder.mkdir()
-    files = []
-    for key, rows in (("train", training), ("val", held_out)):
-        (folder / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files.append(f"data.{key}_files={folder / f'{key}.jsonl'}")
+    given = (("train", training), ("val", held_out))
+    files = [f"data.{key}_files={write(folder / f'{key}.jsonl', *rows)}" for key, rows in given]
     steps = ["trainer.total_training_steps=1", "trainer.val_before_train=true", "data.train_batch_size=2"]
     train(tiny_run(model, folder / "run", f"algorithm.name={name}", *steps, *files, *more), lambda line: None)
     return read_metrics(folder / "run")
@@ -167,6 +170,35 @@ def test_preferences_report_their_loss_on_held_out_rows(chatty, tmp_path):
     assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(torch.tensor(margin))), rel=1e-4)
 
 
+PAIR_ROW = {"prompt": talk("a"), "chosen": "b", "rejected": "cd"}
+
+
+@pytest.mark.parametrize("metric", ["acc", "reward"])
+@pytest.mark.parametrize(("name", "row"), [("sft", {"messages": talk("a", "bc")}), ("dpo", PAIR_ROW)])
+def test_a_goal_is_refused_at_the_start_where_nothing_judges_answers(chatty, tmp_path, name, row, metric):
+    goal = ["trainer.stop_at=0.5", "trainer.test_freq=1", f"trainer.stop_metric={metric}"]
+    refused = (
+        f"the {metric} of held-out answers, and nothing judges answers in this run; set reward.functions, or leave"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        run(chatty, tmp_path / "a", name, [row] * 2, [row], *goal)
+    assert not read_metrics(tmp_path / "a/run")
+    # An evaluation has no next step that it could be the last one before.
+    settings = [f"model.path={chatty}", "algorithm.name=sft", "driver.device=cpu", f"trainer.dir={tmp_path}/x", *goal]
+    answers = write(tmp_path / "answers.jsonl", {"prompt": "a", "completion": "bc"})
+    plan = evaluation_plan(load(overrides=[*settings, f"data.val_files={answers}"]))
+    assert "val/loss" in evaluate_model(plan, lambda line: None)[0]
+
+
+def test_the_goal_of_a_reward_model_is_the_accuracy_of_its_pairs(chatty, tmp_path):
+    goal = ["trainer.stop_at=0.0", "trainer.test_freq=1"]
+    (row,) = run(chatty, tmp_path / "a", "reward_model", [PAIR_ROW] * 2, [PAIR_ROW], *goal)
+    assert row["val-core/preferences/acc/mean@1"] in (0.0, 1.0)
+    refused = "compared with reward, which held-out rows of this run have none of; set trainer.stop_metric=acc"
+    with pytest.raises(ConfigError, match=refused):
+        run(chatty, tmp_path / "b", "reward_model", [PAIR_ROW] * 2, [PAIR_ROW], *goal, "trainer.stop_metric=reward")
+
+
 def test_a_model_is_evaluated_by_what_can_be_known_without_a_run(chatty, tmp_path):
     """Its own loss on given answers; not a comparison with a model that is not there."""
     rows = [{"prompt": "a", "completion": "bc"}, {"prompt": talk("a"), "chosen": "b", "rejected": "cd"}]
@@ -185,7 +217,8 @@ def test_a_model_is_evaluated_by_what_can_be_known_without_a_run(chatty, tmp_pat
     report, answers = evaluate("sft", f"data.val_files={tmp_path}/answers.jsonl")
     ((logprobs, _),) = scores(chatty, ([BOS, A], [B, C, END]))
     assert report["val/loss"] == pytest.approx(float(-logprobs.mean()), rel=1e-5) and answers == []
-    with pytest.raises(ConfigError, match="held-out responses have no ground truth to judge answers by"):
+    unknown = "no ground truth to judge answers by, and dpo compares them with its reference, which only a run has"
+    with pytest.raises(ConfigError, match=unknown):
         evaluate("dpo", f"data.val_files={tmp_path}/pairs.jsonl")
     plan = tiny_run(chatty, tmp_path / "x", "algorithm.name=sft", f"data.train_files={tmp_path}/answers.jsonl")
     with pytest.raises(ConfigError, match=r"there are no held-out problems: set data\.val_files"):

@@ -274,7 +274,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False, exact="off")
-    training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
+    # No step follows that an evaluation could be the last one of.
+    trainer = attrs.evolve(cfg.trainer, stop_at=None)
+    training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine, trainer=trainer), folder)
     # A model that is not trained lies in its dtype: the engine's, so that the engine gets the weights of the folder.
     layout: dict[str, Any] = {
         "strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig(), "dtype": cfg.rollout.dtype,

@@ -68,17 +68,12 @@ def check(plan: Plan, source: Source, tokenizer: Any, *, installed: bool = True)
 
     Raises:
         ModelError: the tokenizer's vocabulary is larger than a model's.
-        ConfigError: the longest row does not fit the token budget or the model's positions, prompts are longer
-            than allowed, or ``trainer.stop_at`` can never be reached.
+        ConfigError: the longest row does not fit the token budget or the model's positions, or prompts are longer
+            than allowed.
         RewardError: problems have no reward.
     """
     check_ranks(plan, installed=installed)
     if isinstance(source, FileData):
-        if plan.trainer.stop_at is not None and not source.validation:
-            raise ConfigError(
-                "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task "
-                "an eval_dataset"
-            )
         _check_rules(plan, source, tokenizer)
         _check_pairs(plan, source)
         _check_tools(plan, source, tokenizer)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl_fn import build
-from verl_fn.algorithms import Clock, Report, Workers
+from verl_fn.algorithms import Algorithm, Clock, Report, Workers
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
@@ -25,7 +25,7 @@ from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import sampled
 from .fitting import with_engine
-from .prepare import prepare, workers
+from .prepare import prepare, unjudged, workers
 from .progress import Say
 from .state import RunState, algorithm_of, give_to_engine
 
@@ -82,10 +82,18 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
             own = algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w)
         report, answers = _answers(actor, 0, key, held_out, w, plan)
         if not report and not own:
-            raise ConfigError(
-                "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
-            )
+            raise ConfigError(_nothing_known(algorithm, plan))
         return report | own, answers
+
+
+def _nothing_known(algorithm: Algorithm[Any], plan: Plan) -> str:
+    """Says why an evaluation of a model without its run gives no metrics, and what to do."""
+    unknown = "held-out responses have no ground truth to judge answers by"
+    others = [name for name in algorithm.outline.roles if name != "actor"]
+    if algorithm.evaluate is not None and others:
+        unknown += f", and {plan.algorithm} compares them with its {' and '.join(others)}, which only a run has "
+        unknown += "(their metrics are in its metrics.jsonl)"
+    return f"{unknown}; set reward.functions or reward.url"
 
 
 def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:
@@ -140,11 +148,19 @@ def has_held_out(plan: Plan) -> bool:
 
 def check_goal(plan: Plan, report: Report) -> None:
     """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with."""
-    if plan.trainer.stop_at is not None and held_out_value(report, plan.trainer.stop_metric) is None:
+    if plan.trainer.stop_at is None or held_out_value(report, plan.trainer.stop_metric) is not None:
+        return
+    if held_out_value(report, "acc") is not None:
         raise ConfigError(
-            "trainer.stop_at is compared with acc, which the reward functions do not return; return it "
-            '({"score": ..., "acc": ...}), or set trainer.stop_metric=reward'
+            "trainer.stop_at is compared with reward, which held-out rows of this run have none of; set "
+            "trainer.stop_metric=acc"
         )
+    if held_out_value(report, "reward") is None:
+        raise ConfigError(unjudged(plan))
+    raise ConfigError(
+        "trainer.stop_at is compared with acc, which the reward functions do not return; return it "
+        '({"score": ..., "acc": ...}), or set trainer.stop_metric=reward'
+    )
 
 
 def evaluation_of(

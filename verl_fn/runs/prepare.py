@@ -19,6 +19,7 @@ from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
+from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
@@ -104,10 +105,33 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
         source = environment_data(plan.data, plan.env, tokenizer, say)
     else:
         source = generated(plan.data, tokenizer, learns_from)
+    check_has_goal(plan, source)
     check(plan, source, tokenizer, installed=gpus is None)
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
+
+
+def check_has_goal(plan: Plan, source: Source) -> None:
+    """Checks that a run with ``trainer.stop_at`` has held-out answers and judges them."""
+    if plan.trainer.stop_at is None:
+        return
+    if not (held_out := source.held_out(plan.data.val_size)):
+        raise ConfigError(
+            "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
+            "eval_dataset"
+        )
+    # A reward model has an accuracy of its own, and so may an algorithm of the user.
+    if plan.algorithm in BUILT_IN and plan.roles["actor"].head == "lm" and not sampled(plan, held_out):
+        raise ConfigError(unjudged(plan))
+
+
+def unjudged(plan: Plan) -> str:
+    """Says that a run without judged held-out answers cannot reach ``trainer.stop_at``, and what to do."""
+    return (
+        f"trainer.stop_at is compared with the {plan.trainer.stop_metric} of held-out answers, and nothing judges "
+        "answers in this run; set reward.functions, or leave trainer.stop_at out"
+    )
 
 
 def _check_random_model(plan: Plan) -> None:
