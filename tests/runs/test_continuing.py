@@ -125,6 +125,20 @@ def test_another_algorithm_or_model_in_the_folder_of_a_run(tiny, copy, tmp_path)
         train(plan(tiny, copy, f"model.path={deeper}", "trainer.total_training_steps=4"), SILENT)
 
 
+def test_settings_that_ask_for_other_models_are_named_with_a_way(tiny, copy, tmp_path):
+    grpo = lambda folder, *more: tiny_run(tiny, folder, "algorithm.name=grpo", "rollout.n=2", *more)  # noqa: E731
+    train(grpo(tmp_path / "g", "trainer.total_training_steps=1"), SILENT)
+    longer = grpo(tmp_path / "g", "trainer.total_training_steps=2", "algorithm.use_kl_loss=true")
+    refused = r"the config asks for actor, reference \(algorithm.use_kl_loss: False -> True\)\. .* with model.path="
+    with pytest.raises(RunError, match=rf"{refused}\S+/step_1/actor, which is then the reference, too, in another"):
+        train(longer, SILENT)
+    origin = copy / "a/checkpoints/step_2"
+    with pytest.raises(
+        RunError, match=rf"is of sft with .* asks for grpo .* with model.path={origin}/actor, in anoth"
+    ):
+        train(grpo(tmp_path / "fork", f"trainer.resume_from_path={origin}"), SILENT)
+
+
 def test_an_evaluation_that_fails_costs_nothing(tiny, copy, run, monkeypatch):
     """The checkpoint of its step is written before; the same command repeats the evaluation and ends alike."""
     shutil.rmtree(copy / "a")

@@ -13,11 +13,12 @@ from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_mod
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.cli import main
-from verl_fn.config import ConfigError
+from verl_fn.config import ConfigError, evaluation_plan, load
 from verl_fn.data.examples import pack_pairs
 from verl_fn.data.judged import TaskPairs
 from verl_fn.data.tasks import TASKS
 from verl_fn.errors import UserError
+from verl_fn.runs.evaluate import evaluate_model
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare
@@ -56,6 +57,18 @@ def test_a_reward_model_is_the_only_reward(name, judge, tiny, tmp_path):
         assert row["critic/score/mean"] == pytest.approx(row["critic/rewards/mean"], rel=1e-5)
         assert "training/acc" not in row and row["critic/score/max"] not in (0.0, 1.0)
         assert row["rollout/rows_learned"] == row["rollout/rows_asked"] == 16
+
+
+def test_a_model_with_a_value_head_is_no_policy_and_no_teacher(judge, tiny, tmp_path):
+    """A critic of a model with tied embeddings has all the weights of a language model."""
+    refused = "has a value head, as critics and reward models have, and grpo needs a language model"
+    with pytest.raises(ConfigError, match=f"model.path: {judge} {refused}"):
+        train(plan(judge, tmp_path / "a", "grpo", "rollout.n=2"), silent)
+    given = [f"model.path={judge}", "algorithm.name=grpo", "rollout.n=2", "driver.device=cpu"]
+    with pytest.raises(ConfigError, match=f"model.path: {judge} {refused}"):
+        evaluate_model(evaluation_plan(load(overrides=given)), silent)
+    with pytest.raises(ConfigError, match=f"algorithm.teacher: {judge} has a value head"):
+        train(plan(tiny, tmp_path / "b", "distill", f"algorithm.teacher={judge}"), silent)
 
 
 @pytest.mark.parametrize("name", ["grpo", "distill"])

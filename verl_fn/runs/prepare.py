@@ -82,6 +82,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
         check_model_folder(folder)
     read_config(plan.model)
+    _check_policies(plan)
     tokenizer = build.policy_tokenizer(plan.rollout)
     check_template(tokenizer)
     if not (ends := end_tokens(plan.model, tokenizer)):
@@ -110,6 +111,22 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
+
+
+def _check_policies(plan: Plan) -> None:
+    """Checks that no folder of a critic or a reward model stands for a language model.
+
+    Where embeddings are tied, its weights would do for one.
+    """
+    for name, role in plan.roles.items():
+        if role.head == "lm" and any(
+            "TokenClassification" in a for a in read_config(role.folder).architectures or ()
+        ):
+            key = f"algorithm.{name}" if name in OTHER_MODELS else "model.path"
+            raise ConfigError(
+                f"{key}: {role.folder} has a value head, as critics and reward models have, and {plan.algorithm} "
+                "needs a language model there; set the folder of one, such as a checkpoint's actor"
+            )
 
 
 def check_has_goal(plan: Plan, source: Source) -> None:
