@@ -297,6 +297,8 @@ def test_an_evaluation_shows_an_answer_to_each_of_three_problems(capsys):
     number, *shown = capsys.readouterr().out.splitlines()
     assert number.split() == ["x", "0.2500"]
     assert shown == [f"'p{i}' -> 'r{i}0' (reward 0.5; expected 'a')" for i in range(3)]
+    commands._show({"m": {}}, [answers[0] | {"answer": "a" * 1_000_000}], 1)
+    assert len(capsys.readouterr().out) < 300, "tests of code may have millions of characters"
 
 
 def test_an_evaluation_of_a_folder_asks_for_its_problems(tiny, tmp_path, capsys):

@@ -16,6 +16,7 @@ import tomli_w
 from verl_fn.cli import main
 from verl_fn.config import load, to_table
 from verl_fn.errors import UserError
+from verl_fn.pool.worker import short
 from verl_fn.report.page import MISSING, OF_EACH, SHOWN, ReportError, about, colors, headline, names, report
 from verl_fn.report.plots import (
     CHARTS,
@@ -628,6 +629,20 @@ def test_training_responses_of_the_newest_step_are_shown(tmp_path):
     assert f"a: {SHOWN} of {SHOWN * (OF_EACH + 1)} responses of step 10, up to {OF_EACH} of a prompt" in text
     shown = [cell.partition(" ")[0] for cell in found.cells if re.match(r"o\d", cell)]
     assert shown == [f"o10.{i}.{j}" for i in range(SHOWN // OF_EACH) for j in range(OF_EACH)]
+
+
+def test_long_ground_truths_are_shown_by_their_ends(tmp_path):
+    """Tests of code may have millions of characters. Runs that logged more or less of them share a table."""
+    truth, texts = "<" + "x" * 100_000 + ">", tmp_path / "texts"
+    texts.mkdir()
+    (texts / "2.jsonl").write_text(json.dumps(answer(2, output="a", gts=truth, sample=0)) + "\n")
+    asked = [f"trainer.rollout_data_dir={texts}"]
+    runs = [
+        write(tmp_path / name, brief(2), [answer(step, answer=logged) for step in (0, 2)], asked)
+        for name, logged in (("a", short(truth, 4000)), ("b", truth))
+    ]
+    text, found = page(report(runs, tmp_path / "page.html"))
+    assert found.cells.count(short(truth, 1000)) == 5 and "At step 2." in text and "x" * 501 not in text
 
 
 def test_a_metric_that_is_0_in_some_steps_is_drawn():

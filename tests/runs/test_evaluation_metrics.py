@@ -217,14 +217,16 @@ def test_an_evaluation_in_a_log_has_all_of_its_metrics(tmp_path):
 
 
 def test_a_log_has_the_first_answer_to_each_of_some_problems(monkeypatch):
-    answers, logged, kept = [{"problem": i, "sample": j} for i in range(4) for j in range(2)], [], []
+    truths = ["a", "b" * 3000 + "c" * 3000, "d", "e"]
+    answers = [{"problem": i, "sample": j, "answer": truth} for i, truth in enumerate(truths) for j in range(2)]
+    logged, kept, cut = [], [], ["a", f"{'b' * 2000} ... {'c' * 2000}", "d"]
     monkeypatch.setattr(loop, "validate", lambda *_: ({}, answers))
     run = SimpleNamespace(
         keep_answers=lambda step, given: kept.extend(given), append=lambda name, *rows: logged.extend(rows)
     )
     plan = make_plan(load(overrides=["model.path=m", "trainer.log_val_generations=3"]))
     loop._Loop._evaluate(SimpleNamespace(plan=plan, run=run, w=None, held_out=()), SimpleNamespace(step=5))
-    assert logged == [{"step": 5, "problem": i, "sample": 0} for i in range(3)] and kept == answers
+    assert logged == [{"step": 5, "problem": i, "sample": 0, "answer": cut[i]} for i in range(3)] and kept == answers
 
 
 def test_a_model_gives_the_answers_that_it_gave_in_its_run(tiny, tmp_path):

@@ -510,6 +510,7 @@ def _summary(plan: Plan) -> str:
 def _show(reports: Mapping[str, Mapping[str, float]], answers: Sequence[Mapping[str, Any]], n: int) -> None:
     """Prints the metrics: of one model with some answers, of several as a table."""
     from verl_fn.data.tasks import content_of
+    from verl_fn.pool.worker import short
     from verl_fn.report.plots import evaluation_table
 
     if len(reports) > 1:
@@ -518,7 +519,7 @@ def _show(reports: Mapping[str, Mapping[str, float]], answers: Sequence[Mapping[
     for name, value in next(iter(reports.values())).items():
         say(f"{name:<48} {value:.4f}")
     for answer in answers[::n][:3]:
-        verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
+        verdict = f"reward {answer['score']:.3g}; expected {short(repr(answer['answer']))}"
         if "messages" not in answer:
             say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
             continue

@@ -32,6 +32,7 @@ from verl_fn.config.names import OWN_PARTS, is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError, did_you_mean, printable, raised_as
+from verl_fn.pool.worker import short
 from verl_fn.report import plots
 from verl_fn.report.plots import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
@@ -41,6 +42,7 @@ from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 from verl_fn.runs.progress import cut_off, duration, few_groups, settled, without_advantages, without_gradient
 
 SHOWN = 32  # prompts in the table of held-out answers
+LONGEST = 1000  # characters of an expected answer: tests of code may have millions
 # Keys in which runs with several seeds differ.
 OF_ONE_RUN = ("trainer.seed", "trainer.dir", "trainer.rollout_data_dir", "trainer.experiment_name", "data.date")
 OF_EACH = 2  # responses of a problem in the table of training responses
@@ -200,8 +202,9 @@ def _read(folder: Path, label: str) -> RunRecord:
     answers: dict[int, dict[Asked, Mapping[str, Any]]] = {}
     seen = Counter[tuple[int, str, str, str]]()
     for line in read_answers(folder):
+        line["answer"] = short(str(line["answer"]), LONGEST)
         # Problems may share a prompt: another answer, or the state of an environment, tells them apart.
-        step, *problem = asked = line["step"], line["data_source"], line["prompt"], str(line["answer"])
+        step, *problem = asked = line["step"], line["data_source"], line["prompt"], line["answer"]
         answers.setdefault(step, {})[*problem, seen[asked]] = line
         seen[asked] += 1
     return RunRecord(label, folder, toml, config, ignored, rows, answers, recorded_inputs(folder), failure)
@@ -449,7 +452,8 @@ def _training(runs: Sequence[RunRecord]) -> str:
             answers = read_lines(steps[max(steps)])
             shown = [one for one in answers if one["sample"] < OF_EACH][:SHOWN]
             rows = [
-                f"<td>{_prompt(one)}</td><td>{_block(one['gts'])}</td>{_answer(one | {'response': one['output']})}"
+                f"<td>{_prompt(one)}</td><td>{_block(short(one['gts'], LONGEST))}</td>"
+                f"{_answer(one | {'response': one['output']})}"
                 for one in shown
             ]
             many = f"{len(rows)} of {len(answers)} responses of step {max(steps):,}"

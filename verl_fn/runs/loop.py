@@ -19,6 +19,7 @@ from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.errors import say as print_line
+from verl_fn.pool.worker import short
 from verl_fn.state import Params
 from verl_fn.torchrun import leading
 
@@ -60,6 +61,8 @@ from .state import (
     run_of,
 )
 from .steps import advance
+
+LONGEST = 4000  # characters of a ground truth in the log: the report shows less, and tests of code may have millions
 
 
 class Interrupted(RuntimeError):
@@ -309,7 +312,9 @@ class _Loop:
             self.run.keep_answers(state.step, answers)
             first = [answer for answer in answers if answer["sample"] == 0]
             logged = first[: self.plan.trainer.log_val_generations]
-            self.run.append(GENERATIONS, *({"step": state.step} | answer for answer in logged))
+            # The file of all answers has whole ground truths.
+            cut = ({"step": state.step} | one | {"answer": short(one["answer"], LONGEST)} for one in logged)
+            self.run.append(GENERATIONS, *cut)
         self.evaluation = report
         return report | {"timing_s/testing": time.perf_counter() - started}
 
