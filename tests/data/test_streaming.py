@@ -16,9 +16,9 @@ from verl_fn.data.files import permuted
 from verl_fn.data.hub import Table
 from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
-from verl_fn.runs.prepare import check_has_goal
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import check_has_goal
 from verl_fn.state import Key
 
 KEY = Key.from_seed(3)

@@ -130,7 +130,7 @@ def test_settings_that_ask_for_other_models_are_named_with_a_way(tiny, copy, tmp
     train(grpo(tmp_path / "g", "trainer.total_training_steps=1"), SILENT)
     longer = grpo(tmp_path / "g", "trainer.total_training_steps=2", "algorithm.use_kl_loss=true")
     refused = r"the config asks for actor, reference \(algorithm.use_kl_loss: False -> True\)\. .* with model.path="
-    with pytest.raises(RunError, match=rf"{refused}\S+/step_1/actor, which is then the reference, too, in another"):
+    with pytest.raises(RunError, match=rf"{refused}\S+/step_1/actor \(it is then the reference, too\), in another"):
         train(longer, SILENT)
     origin = copy / "a/checkpoints/step_2"
     with pytest.raises(

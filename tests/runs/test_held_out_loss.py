@@ -194,7 +194,7 @@ def test_the_goal_of_a_reward_model_is_the_accuracy_of_its_pairs(chatty, tmp_pat
     goal = ["trainer.stop_at=0.0", "trainer.test_freq=1"]
     (row,) = run(chatty, tmp_path / "a", "reward_model", [PAIR_ROW] * 2, [PAIR_ROW], *goal)
     assert row["val-core/preferences/acc/mean@1"] in (0.0, 1.0)
-    refused = "compared with reward, which held-out rows of this run have none of; set trainer.stop_metric=acc"
+    refused = "compared with reward, and this run's held-out rows have only acc; set trainer.stop_metric=acc"
     with pytest.raises(ConfigError, match=refused):
         run(chatty, tmp_path / "b", "reward_model", [PAIR_ROW] * 2, [PAIR_ROW], *goal, "trainer.stop_metric=reward")
 
@@ -217,7 +217,7 @@ def test_a_model_is_evaluated_by_what_can_be_known_without_a_run(chatty, tmp_pat
     report, answers = evaluate("sft", f"data.val_files={tmp_path}/answers.jsonl")
     ((logprobs, _),) = scores(chatty, ([BOS, A], [B, C, END]))
     assert report["val/loss"] == pytest.approx(float(-logprobs.mean()), rel=1e-5) and answers == []
-    unknown = "no ground truth to judge answers by, and dpo compares them with its reference, which only a run has"
+    unknown = "no ground truth to judge answers by, and only a run has the reference that dpo compares them with"
     with pytest.raises(ConfigError, match=unknown):
         evaluate("dpo", f"data.val_files={tmp_path}/pairs.jsonl")
     plan = tiny_run(chatty, tmp_path / "x", "algorithm.name=sft", f"data.train_files={tmp_path}/answers.jsonl")

@@ -159,7 +159,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
 def begin_anew(checkpoint: Path, plan: Plan) -> str:
     """Says how a plan with other roles than a checkpoint's can have its weights."""
     model = checkpoint / next(iter(plan.roles))
-    reference = ", which is then the reference, too" if "reference" in plan.roles else ""
+    reference = " (it is then the reference, too)" if "reference" in plan.roles else ""
     return (
         "The table algorithm decides on the roles: set it as it was, or begin a new run from the weights, with "
         f"model.path={model}{reference}, in another trainer.dir and without trainer.resume_from_path"

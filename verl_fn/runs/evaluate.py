@@ -91,8 +91,8 @@ def _nothing_known(algorithm: Algorithm[Any], plan: Plan) -> str:
     unknown = "held-out responses have no ground truth to judge answers by"
     others = [name for name in algorithm.outline.roles if name != "actor"]
     if algorithm.evaluate is not None and others:
-        unknown += f", and {plan.algorithm} compares them with its {' and '.join(others)}, which only a run has "
-        unknown += "(their metrics are in its metrics.jsonl)"
+        unknown += f", and only a run has the {' and '.join(others)} that {plan.algorithm} compares them with (its "
+        unknown += "metrics.jsonl has that)"
     return f"{unknown}; set reward.functions or reward.url"
 
 
@@ -152,7 +152,7 @@ def check_goal(plan: Plan, report: Report) -> None:
         return
     if held_out_value(report, "acc") is not None:
         raise ConfigError(
-            "trainer.stop_at is compared with reward, which held-out rows of this run have none of; set "
+            "trainer.stop_at is compared with reward, and this run's held-out rows have only acc; set "
             "trainer.stop_metric=acc"
         )
     if held_out_value(report, "reward") is None:

@@ -130,8 +130,8 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
     """Writes the responses that a step was trained with as text, one a line, under verl's names.
 
-    They have no score where no reward is called. Responses that waited in a checkpoint are left out, since it does not
-    hold their ground truths.
+    They have no score where no reward is called. Responses that waited in a checkpoint are left out, since it does
+    not hold their ground truths.
     """
     # A reward may be called for other rows than an engine has given.
     matching = len(drawn.samples) == len(drawn.judged)
