@@ -205,7 +205,9 @@ def test_a_role_that_is_added_is_no_setting_that_the_state_holds(tiny, tmp_path)
     record(tmp_path / "a", None, tiny_run(*ppo).table, {})
     saved(tmp_path / "a", 1, None)
     other = tiny_run(*ppo, "algorithm.use_kl_in_reward=true", "trainer.seed=3")
-    with pytest.raises(RunError, match=r"asks for .*reference \(algorithm.use_kl_in_reward: False -> True\)\. The table"):
+    with pytest.raises(
+        RunError, match=r"asks for .*reference \(algorithm.use_kl_in_reward: False -> True\)\. The table"
+    ):
         changes(Run(other, SILENT), other)
     only_seed = tiny_run(*ppo, "trainer.seed=3")
     with pytest.raises(RunError, match=r"trainer.seed cannot change in a run that is continued"):
