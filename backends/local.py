@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.base import SkeletonBackend, one_at_a_time
 from verl_fn.backends.hf import exact
@@ -19,6 +20,7 @@ from verl_fn.backends.hf.folder import Checkpointing, build, check_same_model, h
 from verl_fn.backends.hf.lora import Lora, itself
 from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.hf.weights import FolderWeights
 from verl_fn.backends.memory import fits
@@ -110,7 +112,12 @@ class Local(SkeletonBackend):
         self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def weights(self, params: Params) -> Weights:
-        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in.
+
+        Raises:
+            LayoutError: the parameters are of another layout.
+        """
+        self._check(params)
         skeleton, adapters = self._built(), self._built().adapters
         buffers = in_parts(params.buffers)
         unmerged = apart(adapters.without(params) | buffers, adapters.own(params))
@@ -215,6 +222,15 @@ class Local(SkeletonBackend):
 
     # What stays inside
 
+    def _check(self, *values: Params | Grads) -> None:
+        for name, t in itertools.chain.from_iterable(value.items() for value in values):
+            # Megatron's values are flat tensors, as if whole.
+            if isinstance(t, DTensor) or (name in self._blank and t.shape != self._blank[name].shape):
+                raise LayoutError(
+                    f"a value of another layout or model ({name}) was given to a local backend, which holds whole "
+                    "tensors; save the state there and restore it here"
+                )
+
     def _free_copies(self) -> None:
         self._cast.clear()
         self._cast_from.clear()
@@ -252,7 +268,9 @@ class Local(SkeletonBackend):
 
         Raises:
             ValueError: the parameters are another model's.
+            LayoutError: they are of another layout.
         """
+        self._check(params)
         leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
         if leaves.keys() != self._blank.keys():
             wrong = sorted(leaves.keys() ^ self._blank.keys())

@@ -118,9 +118,11 @@ def test_states_of_another_layout(two, folder, tmp_path):
     ] == []
     assert [
         t
-        for t in told[5:]
+        for t in told[5:10]
         if not re.search(r"held as whole tensors \(.*\) was given to a backend of the layout shard=2", t)
     ] == []
+    says = r"LayoutError: a value of another layout or model \(model\..*\) was given to a local backend"
+    assert [t for t in told[10:] if not re.search(says, t)] == [] and len(told) == 16
 
 
 def test_a_model_without_layers_to_shard_by(two, folder):

@@ -123,7 +123,17 @@ def other_layouts(folder, into):
             error_of(lambda s=state: here.apply_update(mine, Grads(dict(s.params)))),
             error_of(lambda s=state: here.save(s, into)),
         ]
+    whole = plain.init(KEY)
+    found += [
+        error_of(lambda: plain.forward(mine.params, batch)),
+        error_of(lambda: plain.forward_backward(mine, batch, ppo_clip())),
+        error_of(lambda: plain.apply_update(mine, grads)),
+        error_of(lambda: plain.apply_update(whole, grads)),
+        error_of(lambda: plain.save(mine, into)),
+        error_of(lambda: plain.weights(mine.params)),
+    ]
     here.apply_update(mine, grads)
+    plain.apply_update(whole, Grads(dict(whole.params)))
     return found
 
 

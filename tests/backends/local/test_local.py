@@ -375,6 +375,9 @@ def test_parameters_of_another_model_are_named(tiny):
     some = attrs.evolve(params, leaves={n: t for n, t in params.items() if n != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"are not this model's: \['model.norm.weight'\]"):
         backend.forward(some, tiny_batch())
+    flat = attrs.evolve(params, leaves={name: t.reshape(-1) for name, t in params.items()})
+    with pytest.raises(ValueError, match=r"of another layout or model \(model.* was given to a local backend"):
+        backend.forward(flat, tiny_batch())
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"head": "value"}], ids=str)
