@@ -440,8 +440,8 @@ class SkeletonBackend(Base):
         self._check(state.params)
         self._agree({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
-        checkpoint.check_dtypes(state, self.optimizer.init(self._blank))
         skeleton.check_trained(params)
+        checkpoint.check_restorable(state, self.optimizer.init(self._blank))
         skeleton.check_buffers(params.buffers)
         if (base := self._base_of(params, folder)) is None:
             file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)

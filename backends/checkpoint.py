@@ -69,14 +69,15 @@ class CheckpointError(UserError, ValueError):
     """A folder does not hold a complete training state."""
 
 
-def check_dtypes(state: TrainState, made: Any = ()) -> None:
+def check_restorable(state: TrainState, made: Any = ()) -> None:
     """Raises an error for a state that could be written and not restored.
 
     Args:
-        made: a tree as the optimizer makes it, whose dtypes ``restore`` expects; float32 for what it lacks.
+        made: a tree as the optimizer makes it, with the tensors that ``restore`` expects; float32 for what it lacks.
 
     Raises:
-        ValueError: a trained parameter is not in float32, or a moment in another dtype than it was made in.
+        ValueError: a trained parameter is not in float32, or a moment is missing or in another dtype than it was made
+            in.
     """
 
     def named(dtype: torch.dtype) -> str:
@@ -86,6 +87,12 @@ def check_dtypes(state: TrainState, made: Any = ()) -> None:
         return {f"optimizer{path}": t for path, t in tree.paths(optimizer).items() if isinstance(t, Tensor)}
 
     dtypes = {place: t.dtype for place, t in moments(made).items()}
+    if lacking := sorted(dtypes.keys() - moments(state.optimizer)):
+        raise ValueError(
+            f"the state lacks {len(lacking)} of the {len(dtypes)} tensors of its backend's optimizer, such as "
+            f"state.{lacking[0]}: a checkpoint of this state could not be restored; make moments anew with "
+            "attrs.evolve(state, optimizer=backend.optimizer.init(state.params))"
+        )
     trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}
     for place, t in (trained | moments(state.optimizer)).items():
         wanted = dtypes.get(place, torch.float32)

@@ -363,7 +363,9 @@ class Skeleton(nn.Module):
                 f"{', '.join(differing[:3])}), and a checkpoint does not keep the set. If its params are of another "
                 "state, such as a reference with the parameters of the actor, keep its own set: "
                 "attrs.evolve(reference, params=attrs.evolve(actor.params, trainable=reference.params.trainable)). "
-                "If you chose the set, save the state with the backend's own, and choose again after restore"
+                "If you chose the set, save params = attrs.evolve(state.params, trainable=made.params.trainable), as "
+                "in a state that the backend made, and optimizer=backend.optimizer.init(params), whose moments begin "
+                "anew; choose again after restore"
             )
 
     def check_batch(self, batch: Batch) -> None:

@@ -32,7 +32,7 @@ from verl_fn.backends.agreement import (
     share_out,
 )
 from verl_fn.backends.base import Base, one_at_a_time
-from verl_fn.backends.checkpoint import Writing, check_dtypes
+from verl_fn.backends.checkpoint import Writing, check_restorable
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
@@ -144,7 +144,7 @@ class Megatron(Base):
     def _saving(self, state: TrainState, folder: Path, later: bool) -> Writing:
         """Each whole tensor is written by one of the ranks."""
         model = self._built()
-        check_dtypes(state)
+        check_restorable(state)
         model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, model.trained_names(state.params)))
         require_same({"folder to save in": str(folder)})

@@ -301,6 +301,22 @@ def test_a_chosen_set_of_trained_parameters_is_not_lost_in_a_checkpoint(tiny, tm
     assert tree.equal(backend.restore(tmp_path / "all"), state)
 
 
+def test_moments_of_a_chosen_set_are_not_saved_for_another_set(tiny, tmp_path):
+    backend = Local(tiny, adamw(0.01))
+    state = backend.load_pretrained()
+    params = attrs.evolve(state.params, trainable=frozenset({"model.norm.weight"}))
+    chosen = attrs.evolve(state, params=params, optimizer=backend.optimizer.init(params))
+    with pytest.raises(ValueError, match="whose moments begin anew"):
+        backend.save(chosen, tmp_path / "chosen")
+    whole = attrs.evolve(chosen, params=attrs.evolve(params, trainable=state.params.trainable))
+    with pytest.raises(ValueError, match=r"lacks \d+ of the \d+ tensors .* make moments anew with attrs\.evolve"):
+        backend.save(whole, tmp_path / "chosen")
+    assert not (tmp_path / "chosen").exists()
+    anew = attrs.evolve(whole, optimizer=backend.optimizer.init(whole.params))
+    backend.save(anew, tmp_path / "anew")
+    assert tree.equal(backend.restore(tmp_path / "anew"), anew)
+
+
 def test_a_reference_with_the_parameters_of_an_actor_is_saved_with_its_own_set(tiny, tmp_path):
     backend = Local(tiny, frozen())
     reference, actor = backend.load_pretrained(), Local(tiny, OPTIMIZER).init(Key.from_seed(1))
