@@ -80,7 +80,7 @@ class Base(abc.ABC):
             instead of waiting, since ranks must make their calls in one order.
 
     Raises:
-        ArgumentError: ``optimizer`` is no ``Optimizer``.
+        ArgumentError: ``optimizer`` is no ``Optimizer``, or ``lora`` no ``Lora``.
         ValueError: there is no such head.
     """
 
@@ -95,6 +95,8 @@ class Base(abc.ABC):
         several_ranks: bool = False,
     ) -> None:
         expect(type(self).__name__, Optimizer, optimizer)
+        if lora is not None:
+            expect(type(self).__name__, Lora, lora)
         self.optimizer = optimizer
         self.folder = Path(folder)
         self.head = check_head(head)

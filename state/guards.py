@@ -29,6 +29,9 @@ _INSTEAD = {
     ("TrainState", "Params"): "pass the whole state; its parameters are taken",
     ("Grads", "tuple"): "it also returned metrics; pass the first of the two",
     ("Optimizer", "NoneType"): "frozen() is one that trains nothing",
+    ("Lora", "int"): "write lora=Lora(rank)",
+    ("Lora", "dict"): "write lora=Lora(rank=8, alpha=16.0)",
+    ("Lora", "LoraConfig"): "write lora=Lora(config.r, config.lora_alpha)",
 }
 
 

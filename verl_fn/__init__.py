@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .algorithms import Algorithm, Experience, Workers
     from .algorithms.experience import sample_and_score, update, update_report, with_reference
     from .backends.fsdp import Fsdp
+    from .backends.hf.lora import Lora
     from .backends.hf.new_model import new_model
     from .backends.local import Local
     from .backends.megatron import Megatron
@@ -68,6 +69,7 @@ __all__ = [
     "Grads",
     "Key",
     "Local",
+    "Lora",
     "Max",
     "Megatron",
     "Min",
@@ -128,6 +130,7 @@ _HOMES = {
     "algorithms": "Algorithm Experience Workers",
     "algorithms.experience": "sample_and_score update update_report with_reference",
     "backends.fsdp": "Fsdp",
+    "backends.hf.lora": "Lora",
     "backends.hf.new_model": "new_model",
     "backends.local": "Local",
     "backends.megatron": "Megatron",

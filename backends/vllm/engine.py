@@ -32,6 +32,7 @@ from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_fi
 from verl_fn.backends.weight_sync import apart_of, kept_of
 from verl_fn.backends.weight_sync.inlet import Arriving
 from verl_fn.backends.weight_sync.outlet import Outlet, send
+from verl_fn.state.guards import expect
 
 from .adapters import adapter_arguments, adapter_request
 from .arguments import (
@@ -83,6 +84,7 @@ class Vllm(Growing):
             into published weights.
 
     Raises:
+        ArgumentError: ``lora`` is no ``Lora``.
         UntestedVersion: no vLLM is installed that this adapter was tested with.
         EngineArgumentError: one of ``engine_kwargs`` is unknown or would break a promise, or a layer does not report
             its experts.
@@ -107,6 +109,8 @@ class Vllm(Growing):
         routed_experts: bool = False,
     ) -> None:
         check_version()
+        if lora is not None:
+            expect("Vllm", Lora, lora)
         with core_process(device) as process:
             skeleton, self.shapes = model_of(folder, lora)
             self._lora = lora

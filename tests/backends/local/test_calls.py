@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import pytest
 import torch
+from peft import LoraConfig
 
 from verl_fn.backends import base
 from verl_fn.backends.hf.ulysses import LayoutError
@@ -219,6 +220,9 @@ def test_arguments_of_other_kinds_are_named(tiny, name):
             state.params, batch, LOSS
         ),
         "Local takes an Optimizer, not a type": lambda: Local(tiny, torch.optim.AdamW),
+        r"Local takes a Lora, not a int: write lora=Lora\(rank\)": lambda: local(tiny, lora=8),
+        r"Local takes a Lora, not a dict: write lora=Lora\(rank=8": lambda: local(tiny, lora={"rank": 8}),
+        r"Local takes a Lora, not a LoraConfig: write lora=": lambda: local(tiny, lora=LoraConfig(r=8)),
         "key is a Key, such as .*, not a int": lambda: requests_for([[1]], Sampling(1), 0),
         "a loss is a Loss, not a function": lambda: backend.forward_backward(state, batch, ppo_clip),
         "apply_update takes .*Grads.*, not a dict": lambda: backend.apply_update(state, {}),
