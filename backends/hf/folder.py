@@ -191,12 +191,13 @@ def kernels_of(model: type) -> dict[str, str]:
 
 
 @_one_at_a_time
-def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Skeleton:
+def check_weights(folder: str | Path, head: str, row_layout: str = "auto", *, scores: bool = False) -> Skeleton:
     """Checks that a folder holds the weights of its model, from the names and shapes in its files.
 
     Args:
         head: ``lm``, or ``value`` for a scalar head; the folder may lack it.
         row_layout: of a micro-batch; see ``build``.
+        scores: the folder is a reward model's, which must not lack the head.
 
     Returns:
         The model without its weights.
@@ -209,6 +210,11 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Sk
         # On the meta device, transformers reads only the headers of the files.
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
+    if scores and f"{skeleton.output_name}.weight" in loaded["missing_keys"]:
+        raise ModelError(
+            f"algorithm.reward_model: {folder} has no value head, so it gives no scores; train one with "
+            "algorithm.name=reward_model"
+        )
     _check_loaded(skeleton, loaded, new_head, folder)
     return skeleton
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from run_configs import tiny_run
+from transformers import AutoModelForSequenceClassification
 
 from verl_fn.algorithms.experience import with_model_score
 from verl_fn.algorithms.imitation import best_of_groups
@@ -112,9 +113,19 @@ def test_a_reward_model_in_a_resumed_run(judge, tiny, tmp_path):
     assert parts["actor/grad_norm"] == whole["actor/grad_norm"]
 
 
+def test_a_classifier_of_sequences_is_a_reward_model(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "judge")
+    model = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    torch.nn.init.ones_(model.score.weight)
+    model.save_pretrained(folder)
+    train(plan(tiny, tmp_path / "run", "grpo", f"algorithm.reward_model={folder}", "rollout.n=2"), silent)
+    assert all(row["critic/score/max"] not in (0.0, 1.0) for row in rows(tmp_path / "run"))
+
+
 def test_models_that_cannot_be_the_reward_or_the_teacher(judge, tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.reward_model: .* has no value head, so it gives no scores"):
-        train(plan(tiny, tmp_path / "a", "ppo", f"algorithm.reward_model={tiny}"), silent)
+    for critic in ([], [f"critic.path={tiny}"]):
+        with pytest.raises(UserError, match=r"algorithm.reward_model: .* has no value head, so it gives no scores"):
+            train(plan(tiny, tmp_path / "a", "ppo", f"algorithm.reward_model={tiny}", *critic), silent)
     with pytest.raises(ConfigError, match=r"algorithm.reward_model: there is no folder .*nowhere"):
         train(plan(tiny, tmp_path / "b", "ppo", f"algorithm.reward_model={tmp_path}/nowhere"), silent)
     with pytest.raises(ConfigError, match=r"algorithm.teacher is empty; set it to the model folder of the teacher"):

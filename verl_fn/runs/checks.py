@@ -394,11 +394,10 @@ def check_device(plan: Plan) -> None:
 
 
 def check_other_models(plan: Plan, tokenizer: Any) -> None:
-    """Checks that a plan's reward model has a value head, and that it and a teacher have the actor's tokens.
+    """Checks that a plan's reward model and teacher have the actor's tokens.
 
     Raises:
-        ConfigError: a teacher is not named, ``algorithm.top_k`` cannot be used, or a reward model has another head,
-            whose scores would all be 0.
+        ConfigError: a teacher is not named, or ``algorithm.top_k`` cannot be used.
         ModelError: a model was trained with another tokenizer.
     """
     for name in OTHER_MODELS:
@@ -407,12 +406,6 @@ def check_other_models(plan: Plan, tokenizer: Any) -> None:
             continue
         if not getattr(plan.options, name, role.folder):
             raise ConfigError(f"algorithm.{name} is empty; set it to the model folder of the {name}")
-        architectures = read_config(role.folder).architectures or ()
-        if role.head == "value" and not any("TokenClassification" in one for one in architectures):
-            raise ConfigError(
-                f"algorithm.{name}: {role.folder} has no value head, so it gives no scores; train one with "
-                "algorithm.name=reward_model"
-            )
         if read_tokenizer(role.folder).get_vocab() != tokenizer.get_vocab():
             raise ModelError(
                 f"algorithm.{name}: the tokenizer in {role.folder} is not the actor's, so it would read other texts "
@@ -539,7 +532,7 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         The folders without weights.
 
     Raises:
-        ModelError: one has not, or Megatron cannot compute the logits of its model.
+        ModelError: one has not, a reward model lacks its head, or Megatron cannot compute the logits of its model.
         ExactError: log-probs of its model cannot be the engine's in every bit.
         ConfigError: ranks would share padded rows.
     """
@@ -550,10 +543,12 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
             f"{lacking[0]} has no weights (model.safetensors or its shards). To plan for a machine that has them, "
             "add --check --gpus N --gpu-memory GIB"
         )
+    # Without a head, all scores would be 0. A critic of the same folder may lack it.
+    reward_model = plan.roles["reward_model"].folder if "reward_model" in plan.roles else None
     skeletons = {
         (folder, head, layout): hollow(folder, head, key=Key.from_seed(0), row_layout=layout).skeleton
         if folder in lacking
-        else check_weights(folder, head, layout)
+        else check_weights(folder, head, layout, scores=head == "value" and folder == reward_model)
         for folder, head, layout in models
     }
     for role in plan.roles.values():
