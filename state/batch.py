@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from verl_fn.errors import did_you_mean
+from verl_fn.errors import ArgumentError, did_you_mean
 
 from . import tree
 from .node import FrozenDict, Node, mapping, node
@@ -91,9 +91,11 @@ class Batch(Node):
             per_row: for each per-row field, one value per row.
 
         Raises:
-            ValueError: there are no rows, a row is empty or holds other numbers than integers, or the lengths of a
-                field differ from the groups of the rows.
+            ArgumentError: a string or a tokenizer's output is given in place of token ids.
+            ValueError: there are no rows, a row is empty or holds anything but integers, or a field holds anything
+                but numbers or differs in its lengths from the rows.
         """
+        refuse_text("rows is a sequence of rows of token ids", rows)
         packed = [_token_ids(row, number) for number, row in enumerate(rows)]
         lengths = torch.tensor([len(row) for row in packed], dtype=torch.int64)
         if not len(packed) or bool((lengths == 0).any()):
@@ -104,7 +106,9 @@ class Batch(Node):
         batch = cls(tokens, torch.arange(len(tokens)) - starts, cu_seqlens)
         fields = {}
         for name, values in (per_token or {}).items():
-            parts = [torch.as_tensor(row_values) for row_values in values]
+            parts = [_numbers(f"per-token field {name!r}", row_values) for row_values in values]
+            if any(part.ndim == 0 for part in parts):
+                raise ValueError(f"per-token field {name!r} is flat; give it one sequence of values per row")
             sizes = [len(part) for part in parts]
             if sizes != lengths.tolist():
                 raise ValueError(
@@ -201,7 +205,7 @@ class Batch(Node):
         held = {id(t) for name, t in present if name not in fields}
         for name, value in fields.items():
             # Copied, since the caller may write to a numpy array; tensors are values and are kept as they are.
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            tensor = value if isinstance(value, Tensor) else _numbers(f"{kind} field {name!r}", value, torch.tensor)
             if tensor.ndim == 0 or len(tensor) != size:
                 raise ValueError(
                     f"{kind} field {name!r} has shape {tuple(tensor.shape)}; its first size must be {size}"
@@ -293,10 +297,42 @@ class Batch(Node):
 
 
 def _token_ids(row: Sequence[int] | Tensor, number: int) -> Tensor:
-    tokens = torch.as_tensor(row)
+    refuse_text(f"row {number} is a sequence of token ids", row)
+    tokens = _numbers(f"row {number}", row)
+    if tokens.ndim != 1:
+        raise ValueError(f"row {number} has the shape {tuple(tokens.shape)}; rows is a sequence of rows of token ids")
     if len(tokens) and (tokens.is_floating_point() or tokens.is_complex()):
         raise ValueError(f"row {number} holds numbers of {tokens.dtype}; token ids are integers")
     return tokens.long()
+
+
+def _numbers(what: str, values: Any, make: Callable[[Any], Tensor] = torch.as_tensor) -> Tensor:
+    """Returns values as a tensor.
+
+    Raises:
+        ValueError: they are no numbers, or rows of them differ in length.
+    """
+    try:
+        return make(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{what} cannot be made a tensor of {values!r:.60} ({error}); give it numbers, also in place of strings "
+            "such as uids"
+        ) from error
+
+
+def refuse_text(what: str, value: Any) -> None:
+    """Raises ArgumentError for a string, or a tokenizer's output, in place of token ids.
+
+    Example:
+        >>> refuse_text("a prompt is a sequence of token ids", {"input_ids": [1, 2]})
+        Traceback (most recent call last):
+        verl_fn.errors.ArgumentError: a prompt is a sequence of token ids, not a dict with ['input_ids']; pass its ...
+    """
+    if isinstance(value, (str, bytes)):
+        raise ArgumentError(f"{what}, not the string {value[:40]!r}; tokenize it first")
+    if isinstance(value, Mapping):
+        raise ArgumentError(f"{what}, not a {type(value).__name__} with {sorted(value)}; pass its input_ids")
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
@@ -389,7 +425,7 @@ def _entries(row: Any) -> Tensor:
     if isinstance(row, Tensor):
         return row
     of_tensors = isinstance(row, (list, tuple)) and len(row) > 0 and all(isinstance(x, Tensor) for x in row)
-    return torch.stack(list(row)) if of_tensors else torch.tensor(row)
+    return torch.stack(list(row)) if of_tensors else _numbers("a ragged field", row, torch.tensor)
 
 
 def joined_fields(parts: Sequence[Ragged]) -> Ragged:

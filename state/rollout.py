@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_fn.errors import ArgumentError
 
-from .batch import Batch
+from .batch import Batch, refuse_text
 from .node import Key
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -109,13 +109,7 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
     Raises:
         ArgumentError: it is a string, a tokenizer's output or no sequence of integers.
     """
-    if isinstance(prompt, (str, bytes)):
-        raise ArgumentError(f"a prompt is a sequence of token ids, not the string {prompt[:40]!r}; tokenize it first")
-    if isinstance(prompt, Mapping):
-        raise ArgumentError(
-            f"a prompt is a sequence of token ids, not a {type(prompt).__name__} with {sorted(prompt)}; pass its "
-            "input_ids"
-        )
+    refuse_text("a prompt is a sequence of token ids", prompt)
     return _integers("a prompt", prompt)
 
 
@@ -214,8 +208,7 @@ def requests_for(
         >>> [r.id for r in requests_for([[1], [1, 2]], Sampling(8), Key.from_seed(0))]
         [0, 1]
     """
-    if isinstance(prompts, (str, bytes)):
-        raise ArgumentError("prompts is a sequence of prompts, each a sequence of token ids; it is a string")
+    refuse_text("prompts is a sequence of prompts, each a sequence of token ids", prompts)
     if not isinstance(key, Key):
         raise ArgumentError(f"key is a Key, such as Key.from_seed(0), not a {type(key).__name__}")
     ids = range(len(prompts)) if ids is None else [operator.index(i) for i in ids]

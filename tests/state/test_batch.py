@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from state_builders import MODEST, batch_of
 
+from verl_fn.errors import ArgumentError
 from verl_fn.state import Batch, concatenate, tree
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -110,6 +111,31 @@ def test_a_field_of_the_wrong_length_is_named():
         batch_of([2, 1]).with_tokens(mask=torch.ones(2))
     with pytest.raises(ValueError, match=r"per_row field 'uid' has shape \(\); its first size must be 2"):
         batch_of([2, 1]).with_rows(uid=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"input_ids": [[1, 2]]},), r"rows is .*, not a dict with \['input_ids'\]; pass its input_ids"),
+        ((["ab"],), "row 0 is a sequence of token ids, not the string 'ab'; tokenize it first"),
+        (([[1], [None]],), r"row 1 cannot be made a tensor of \[None\]"),
+        (([1, 2],), r"row 0 has the shape \(\); rows is a sequence of rows"),
+        (([[[1, 2]]],), r"row 0 has the shape \(1, 2\)"),
+        (([[1, 2]], {"mask": [0, 1]}), "per-token field 'mask' is flat; give it"),
+        (([[1, 2]], {"mask": [[0, None]]}), r"per-token field 'mask' cannot be made a tensor of \[0, None\]"),
+        (([[1], [2]], None, {"uid": ["a", "b"]}), r"per_row field 'uid' .* of \['a', 'b'\] .*; give it numbers"),
+        (([[1], [2]], None, {"score": [0.5, None]}), "per_row field 'score' cannot be made a tensor"),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_is_named(arguments, message):
+    with pytest.raises((ValueError, ArgumentError), match=message):
+        Batch.from_rows(*arguments)
+
+
+def test_entries_of_a_ragged_field_are_numbers():
+    with pytest.raises(ValueError, match=r"a ragged field cannot be made a tensor of \['a'\]"):
+        batch_of([1]).with_ragged(images=[["a"]])
 
 
 def test_a_name_belongs_to_one_kind_of_field():

@@ -155,8 +155,12 @@ def test_sequences_of_integers_are_prompts(prompt):
 
 
 def test_one_string_is_not_a_list_of_prompts():
-    with pytest.raises(ArgumentError, match="it is a string"):
+    with pytest.raises(ArgumentError, match=r"prompts is .*, not the string '12'; tokenize it first"):
         requests_for("12", Sampling(8), Key.from_seed(0))
+    with pytest.raises(
+        ArgumentError, match=r"prompts is .*, not a Encoding with \['input_ids'\]; pass its input_ids"
+    ):
+        requests_for(Encoding(input_ids=[[1, 2]]), Sampling(8), Key.from_seed(0))
 
 
 def test_two_prompts_of_one_id_are_refused():
