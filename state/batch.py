@@ -239,11 +239,16 @@ class Batch(Node):
         Args:
             rows: indices, whose order the result has and which may repeat, or a mask.
 
+        Raises:
+            ValueError: a mask has another length than the batch.
+
         Example:
             >>> Batch.from_rows([[1, 2], [3]]).take([1, 0]).tokens.tolist()
             [3, 1, 2]
         """
         chosen = torch.as_tensor(rows, device=self.cu_seqlens.device)
+        if chosen.dtype == torch.bool and chosen.shape != (len(self),):
+            raise ValueError(f"a mask of shape {tuple(chosen.shape)} does not fit the batch's {len(self)} rows")
         index = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long()
         cu_seqlens, token = entries_of(self.cu_seqlens, index)
         return Batch(
@@ -282,7 +287,16 @@ class Batch(Node):
         return values.new_zeros(len(self)).scatter_reduce(0, self.row_ids, values, reduction, include_self=False)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Returns, for each token, the value of its row, ``[B] -> [T]``."""
+        """Returns, for each token, the value of its row, ``[B] -> [T]``.
+
+        Raises:
+            ValueError: there are more or fewer values than rows.
+        """
+        if values.shape[:1] != (len(self),):
+            raise ValueError(
+                f"spread takes one value for each of the batch's {len(self)} rows, not the shape "
+                f"{tuple(values.shape)}; a per-token tensor needs no spreading"
+            )
         return values[self.row_ids]
 
     def detached(self) -> Batch:

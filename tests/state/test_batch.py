@@ -138,6 +138,17 @@ def test_entries_of_a_ragged_field_are_numbers():
         batch_of([1]).with_ragged(images=[["a"]])
 
 
+def test_a_mask_and_values_of_rows_have_the_length_of_the_batch():
+    batch = batch_of([2, 1, 1])
+    assert batch.take([True, False, True]).lengths.tolist() == [2, 1]
+    for mask in ([True, True], torch.ones(4, dtype=torch.bool), torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"a mask of shape .* does not fit the batch's 3 rows"):
+            batch.take(mask)
+    for values in (batch["weight"], torch.ones(2), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"one value for each of the batch's 3 rows, not the shape .*"):
+            batch.spread(values)
+
+
 def test_a_name_belongs_to_one_kind_of_field():
     batch = batch_of([2])
     for clash in (lambda: batch.with_rows(weight=[1.0]), lambda: batch.with_tokens(score=[1.0, 2.0])):
