@@ -125,6 +125,13 @@ def _integers(what: str, tokens: Iterable[int]) -> tuple[int, ...]:
         raise ArgumentError(f"{what} is a sequence of integers, token ids, not {tokens!r:.80}") from error
 
 
+def _check_whole(_: Sampling, field: attrs.Attribute[int], value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError as error:
+        raise ArgumentError(f"{field.name} of Sampling is {value!r}; give it a whole number") from error
+
+
 @attrs.frozen
 class Sampling:
     """How responses are drawn.
@@ -137,16 +144,20 @@ class Sampling:
         n: the number of responses for each prompt.
         stop_token_ids: tokens that end a response, in addition to the model's own; they are part of the response.
 
+    Raises:
+        ArgumentError: ``max_tokens``, ``top_k``, ``n`` or an id in ``stop_token_ids`` is no whole number.
+        ValueError: a setting is out of its range.
+
     Example:
         >>> Sampling(max_tokens=64, temperature=0.7, n=8)
         Sampling(max_tokens=64, temperature=0.7, top_k=-1, top_p=1.0, n=8, stop_token_ids=())
     """
 
-    max_tokens: int = attrs.field(validator=attrs.validators.ge(1))
+    max_tokens: int = attrs.field(validator=[_check_whole, attrs.validators.ge(1)])
     temperature: float = attrs.field(default=1.0, validator=attrs.validators.ge(0.0))
-    top_k: int = -1
+    top_k: int = attrs.field(default=-1, validator=_check_whole)
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(1.0)])
-    n: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    n: int = attrs.field(default=1, validator=[_check_whole, attrs.validators.ge(1)])
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_stops)
 
     @property

@@ -168,6 +168,13 @@ def test_two_prompts_of_one_id_are_refused():
         requests_for([[1], [2]], Sampling(8), Key.from_seed(0), ids=[3, 3])
 
 
+def test_counts_of_a_sampling_are_whole_numbers():
+    assert Sampling(np.int64(4), top_k=np.int64(2), n=np.int32(3)) == Sampling(4, top_k=2, n=3)
+    for name, wrong in (("max_tokens", 4.0), ("n", 2.0), ("top_k", 2.5), ("n", "2"), ("max_tokens", None)):
+        with pytest.raises(ArgumentError, match=f"{name} of Sampling is {wrong!r}; give it a whole number"):
+            Sampling(**{"max_tokens": 8, name: wrong})
+
+
 def test_stop_tokens_can_be_a_list():
     given = [2, 3], (2, 3), np.array([2, 3]), torch.tensor([2, 3])
     assert len({Sampling(8, stop_token_ids=ids) for ids in given}) == 1
