@@ -109,7 +109,7 @@ class Local(SkeletonBackend):
         # Calls share the skeleton and the cached copies.
         self._skeleton: Skeleton | None = None
         self._cast: dict[str, Tensor] = {}
-        self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._cast_from: dict[str, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in.
@@ -295,14 +295,19 @@ class Local(SkeletonBackend):
                 self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
         if stale:
             torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
-        copied.update({name: (weakref.ref(t), version_of(t)) for name, t in stale.items()})
+        copied.update({name: (weakref.ref(t), _stamp(t)) for name, t in stale.items()})
         return ready | {name: self._cast[name] for name in leaves}
 
 
-def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
+def _unchanged(seen: tuple[weakref.ref[Tensor], tuple[int, int]], t: Tensor) -> bool:
     """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
-    tensor, version = seen
-    return tensor() is t and version == version_of(t)
+    tensor, stamp = seen
+    return tensor() is t and stamp == _stamp(t)
+
+
+def _stamp(t: Tensor) -> tuple[int, int]:
+    """Returns what changes if a tensor is written or ``t.data`` is set; torch counts only the writes."""
+    return version_of(t), t.data_ptr()
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -385,6 +385,17 @@ def test_a_frozen_leaf_that_is_written_through_another_value_is_cast_anew(tiny):
     assert tree.equal(backend.forward(nothing, batch), backend.forward(attrs.evolve(nothing), batch))
 
 
+def test_data_of_a_leaf_that_is_set_is_cast_anew(tiny):
+    """As ``torch.nn.utils.vector_to_parameters`` does."""
+    backend, batch = Local(tiny, adamw(0.05), dtype="bfloat16", max_tokens=24), tiny_batch()
+    params = backend.init(Key.from_seed(0)).params
+    before, w = backend.forward(params, batch), params["model.norm.weight"]
+    w.data = 2 * w
+    fresh = Local(tiny, adamw(0.05), dtype="bfloat16", max_tokens=24)
+    after = backend.forward(params, batch)
+    assert tree.equal(after, fresh.forward(params, batch)) and not tree.equal(after, before)
+
+
 def test_parameters_of_another_model_are_named(tiny):
     backend = Local(tiny, adamw(constant(0.05)), max_tokens=24)
     params = backend.init(Key.from_seed(0)).params
