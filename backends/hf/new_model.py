@@ -190,7 +190,7 @@ def new_model(
     """Writes a random model of a transformers architecture and its tokenizer into ``folder``.
 
     Args:
-        folder: is made if it does not exist.
+        folder: is made if it does not exist; it must not hold a model.
         chars: the alphabet.
         arch: a transformers model type, such as ``qwen3``; one with images, such as ``qwen3_vl``, has a processor.
         seed: of the weights.
@@ -203,7 +203,9 @@ def new_model(
 
     Raises:
         ModelError: there is no such architecture or field, sizes do not fit together, or the folder is not writable.
+        UsageError: a model lies in the folder.
     """
+    folder = _free(folder)
     tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
     sees = arch in FAMILIES
     if chat_template:
@@ -219,7 +221,6 @@ def new_model(
     }
     seen = (add_image_tokens(tokenizer, arch), image_size) if sees else None
     model = _random_model(arch, fields, tokenizer, seed, seen, list(overrides))
-    folder = Path(folder)
     with refused(f"{folder} cannot be written"), quiet(), replaced_folder(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
@@ -243,7 +244,7 @@ def new_tower(
     size of what goes through them. The tokenizer is the language model's, with tokens for images.
 
     Args:
-        folder: is made if it does not exist.
+        folder: is made if it does not exist; it must not hold a model.
         text_model: the folder of the language model.
         arch: ``smolvlm`` or ``idefics3``.
         seed: of the random weights.
@@ -255,17 +256,17 @@ def new_tower(
 
     Raises:
         ModelError: the language model or the fields do not fit, or the folder is not writable.
+        UsageError: a model lies in the folder.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    folder = _free(folder)
     if arch not in FAMILIES or PIXEL_MASKS not in FAMILIES[arch].fields:
         raise ModelError(f"{arch} has a language model of its own; set --arch smolvlm or idefics3 for another one")
     text, tokenizer = read_config(text_model), read_tokenizer(text_model)
     if text.model_type != "llama":
-        raise ModelError(
-            f"{text_model} is of the type {text.model_type}; {arch} goes before models of the type llama"
-        )
+        raise ModelError(f"{text_model} is of the type {text.model_type}; {arch} goes before models of type llama")
     ids = add_image_tokens(tokenizer, arch)
     if tokenizer.chat_template:
         tokenizer.chat_template = image_template(arch, tokenizer.chat_template)
@@ -273,7 +274,6 @@ def new_tower(
     fields = {name: value for name, value in text.to_dict().items() if not name.startswith("_")}
     whole = vision_fields(arch, {**fields, "vocab_size": size}, ids, image_size)
     whole["vision_config"] |= _tower_fields(arch, whole["vision_config"], overrides)
-    folder = Path(folder)
     with refused(f"{folder} cannot be made of {text_model}"), quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(arch, **whole)
@@ -288,6 +288,17 @@ def new_tower(
             tokenizer.save_pretrained(aside)
             write_image_processor(aside, arch, image_size)
     return folder
+
+
+def _free(folder: str | Path) -> Path:
+    """Returns the path of a folder without a model; other files, such as a run's, stay beside the new one.
+
+    Raises:
+        UsageError: a model lies in the folder.
+    """
+    if (Path(folder) / "config.json").exists():
+        check_empty(Path(folder))
+    return Path(folder)
 
 
 def _tower_fields(arch: str, vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

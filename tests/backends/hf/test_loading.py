@@ -17,12 +17,13 @@ from transformers import (
 from verl_fn.backends.hf.checks import fit_of, smaller
 from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.new_model import new_model, new_tower
 from verl_fn.backends.hf.outputs import check_head
 from verl_fn.backends.hf.weights import FolderWeights, check_numbers
 from verl_fn.backends.local import Local
 from verl_fn.backends.serving import longest_of
 from verl_fn.benchmarks import loading
+from verl_fn.errors import UsageError
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import cross_entropy, value_clip
 
@@ -201,6 +202,19 @@ def test_a_classifier_of_sequences_keeps_its_head(tmp_path, arch, pickled):
             assert torch.equal(params["score.weight"], model.score.weight) and not params["score.bias"].any()
     with pytest.raises(ModelError, match=r"score\.weight has the shape \[2, 32\], and a value head gives one number"):
         load(tmp_path / "2", "value")
+
+
+def test_a_model_is_not_overwritten_by_a_new_one(tmp_path):
+    (tmp_path / "notes.txt").write_text("stays")
+    folder = new_model(tmp_path, chars="abc", arch="llama", hidden_size=32)
+    before = (folder / "model.safetensors").read_bytes()
+    for make in (
+        lambda: new_model(folder, chars="abcd", hidden_size=16),
+        lambda: new_tower(folder, folder, hidden_size=16),
+    ):
+        with pytest.raises(UsageError, match="is not empty; choose another folder"):
+            make()
+    assert (folder / "model.safetensors").read_bytes() == before and (folder / "notes.txt").exists()
 
 
 def test_a_critics_own_head_must_be_there_and_of_one_number(tmp_path):

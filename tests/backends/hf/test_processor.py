@@ -164,7 +164,7 @@ def test_towers_that_cannot_be_made(text_model, tmp_path, folder, capsys):
     ):
         with pytest.raises(ModelError, match=says):
             new_tower(tmp_path / "made", text_model, **arguments)
-    with pytest.raises(ModelError, match="is of the type qwen3_vl; smolvlm goes before models of the type llama"):
+    with pytest.raises(ModelError, match="is of the type qwen3_vl; smolvlm goes before models of type llama"):
         new_tower(tmp_path / "made", folder("qwen3_vl"))
     command = ["new-model", str(tmp_path / "made"), "--arch", "smolvlm", "--text-model", str(text_model)]
     assert main([*command, "--chars", "ab"]) == 2
