@@ -227,8 +227,8 @@ class Local(SkeletonBackend):
             # Megatron's values are flat tensors, as if whole.
             if isinstance(t, DTensor) or (name in self._blank and t.shape != self._blank[name].shape):
                 raise LayoutError(
-                    f"a value of another layout or model ({name}) was given to a local backend, which holds whole "
-                    "tensors; save the state there and restore it here"
+                    f"a value of another layout or model ({name}) was given to a local backend; its tensors are "
+                    "whole; save the state there and restore it here"
                 )
 
     def _free_copies(self) -> None:

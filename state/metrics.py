@@ -196,7 +196,7 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
         for name, metric in part.items():
             if name in total and type(total[name]) is not type(metric):
                 kinds = f"{type(total[name]).__name__} and {type(metric).__name__}"
-                raise ValueError(f"the metrics named {name!r} are a {kinds}, which do not add; name them differently")
+                raise ValueError(f"the metrics named {name!r} are a {kinds} and do not add; name them differently")
             total[name] = total[name] + metric if name in total else metric
     return total
 

@@ -197,7 +197,7 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto", *, sc
     Args:
         head: ``lm``, or ``value`` for a scalar head; the folder may lack it.
         row_layout: of a micro-batch; see ``build``.
-        scores: the folder is a reward model's, which must not lack the head.
+        scores: the folder is a reward model's and must not lack the head.
 
     Returns:
         The model without its weights.

@@ -146,5 +146,7 @@ def test_merge_adds_by_name_and_leaves_its_parts_alone():
 
 
 def test_metrics_of_two_classes_do_not_add():
-    with pytest.raises(ValueError, match=r"metrics named 'a' are a Sum and Max, .* name them differently"):
+    with pytest.raises(
+        ValueError, match=r"metrics named 'a' are a Sum and Max and do not add; name them differently"
+    ):
         metrics.merge({"a": Sum(1)}, {"a": Max(1.0)})

@@ -355,7 +355,7 @@ def tenfold(grads, update):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_parts_of_a_chain_act_in_order(parts, expected, nested):
-    """Also clipping, which only sets a divisor: what comes after it sees clipped gradients, and their norm."""
+    """Also clipping, though it only sets a divisor: what comes after it sees clipped gradients, and their norm."""
     tx = chain(parts[0], chain(*parts[1:], sgd(1.0))) if nested else chain(*parts, sgd(1.0))
     params = Params({"w": torch.zeros(2)})
     state = TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
