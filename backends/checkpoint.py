@@ -76,8 +76,8 @@ def check_restorable(state: TrainState, made: Any = ()) -> None:
         made: a tree as the optimizer makes it, with the tensors that ``restore`` expects; float32 for what it lacks.
 
     Raises:
-        ValueError: a trained parameter is not in float32, or a moment is missing or in another dtype than it was made
-            in.
+        ValueError: a trained parameter is not in float32, or moments are missing, too many or in another dtype than
+            they were made in.
     """
 
     def named(dtype: torch.dtype) -> str:
@@ -87,14 +87,16 @@ def check_restorable(state: TrainState, made: Any = ()) -> None:
         return {f"optimizer{path}": t for path, t in tree.paths(optimizer).items() if isinstance(t, Tensor)}
 
     dtypes = {place: t.dtype for place, t in moments(made).items()}
-    if lacking := sorted(dtypes.keys() - moments(state.optimizer)):
+    held = moments(state.optimizer)
+    if made and (differing := sorted(dtypes.keys() ^ held.keys())):
+        what = "lacks tensors that" if differing[0] in dtypes else "has other tensors than"
         raise ValueError(
-            f"the state lacks {len(lacking)} of the {len(dtypes)} tensors of its backend's optimizer, such as "
-            f"state.{lacking[0]}: a checkpoint of this state could not be restored; make moments anew with "
+            f"the state {what} its backend's optimizer makes, such as state.{differing[0]}: a checkpoint of this "
+            "state could not be restored; make moments anew with "
             "attrs.evolve(state, optimizer=backend.optimizer.init(state.params))"
         )
     trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}
-    for place, t in (trained | moments(state.optimizer)).items():
+    for place, t in (trained | held).items():
         wanted = dtypes.get(place, torch.float32)
         if t.is_floating_point() and t.dtype != wanted:
             narrow = wanted != torch.float32

@@ -109,7 +109,7 @@ class Local(SkeletonBackend):
         # Calls share the skeleton and the cached copies.
         self._skeleton: Skeleton | None = None
         self._cast: dict[str, Tensor] = {}
-        self._cast_from: dict[str, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
+        self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in.
@@ -223,13 +223,17 @@ class Local(SkeletonBackend):
     # What stays inside
 
     def _check(self, *values: Params | Grads) -> None:
-        for name, t in itertools.chain.from_iterable(value.items() for value in values):
-            # Megatron's values are flat tensors, as if whole.
-            if isinstance(t, DTensor) or (name in self._blank and t.shape != self._blank[name].shape):
-                raise LayoutError(
-                    f"a value of another layout or model ({name}) was given to a local backend; its tensors are "
-                    "whole; save the state there and restore it here"
-                )
+        self._built()
+        shapes = {name: t.shape for name, t in self._blank.items()}
+        for value in values:
+            for name, t in value.leaves.items():
+                # Megatron's values are flat tensors. The shapes of gradients are compared with the parameters' later.
+                flat = isinstance(value, Params) and t.shape != shapes.get(name, t.shape)
+                if flat or isinstance(t, DTensor):
+                    raise LayoutError(
+                        f"a value of another layout or model ({name}) was given to a local backend; its tensors are "
+                        "whole; save the state there and restore it here"
+                    )
 
     def _free_copies(self) -> None:
         self._cast.clear()
@@ -295,19 +299,14 @@ class Local(SkeletonBackend):
                 self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
         if stale:
             torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
-        copied.update({name: (weakref.ref(t), _stamp(t)) for name, t in stale.items()})
+        copied.update({name: (weakref.ref(t), version_of(t)) for name, t in stale.items()})
         return ready | {name: self._cast[name] for name in leaves}
 
 
-def _unchanged(seen: tuple[weakref.ref[Tensor], tuple[int, int]], t: Tensor) -> bool:
+def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
     """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
-    tensor, stamp = seen
-    return tensor() is t and stamp == _stamp(t)
-
-
-def _stamp(t: Tensor) -> tuple[int, int]:
-    """Returns what changes if a tensor is written or ``t.data`` is set; torch counts only the writes."""
-    return version_of(t), t.data_ptr()
+    tensor, version = seen
+    return tensor() is t and version == version_of(t)
 
 
 def _leaf(t: Tensor) -> Tensor:

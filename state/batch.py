@@ -280,10 +280,18 @@ class Batch(Node):
     def reduce_rows(self, values: Tensor, reduction: str) -> Tensor:
         """Returns the smallest (``amin``) or largest (``amax``) value of each row of a per-token tensor.
 
+        Raises:
+            ValueError: there are more or fewer values than tokens.
+
         Example:
             >>> Batch.from_rows([[1, 2], [3]]).reduce_rows(torch.tensor([4, 6, 5]), "amax").tolist()
             [6, 5]
         """
+        if values.shape != (self.num_tokens,):
+            raise ValueError(
+                f"reduce_rows takes one value for each of the batch's {self.num_tokens} tokens, not the shape "
+                f"{tuple(values.shape)}"
+            )
         return values.new_zeros(len(self)).scatter_reduce(0, self.row_ids, values, reduction, include_self=False)
 
     def spread(self, values: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def verified(data_source: str, solution_str: str, ground_truth: str, extra_info:
     truth = boxed(ground_truth) or ground_truth
     tags = TAGGED.findall(solution_str) if boxed(solution_str) is None else []
     # Both forms are tried: a bare number is no LaTeX, and LaTeX outside of dollars is not found.
-    answers = parse(tags[-1]) or parse(f"${tags[-1].strip()}$") if tags else parse(solution_str)
+    answers = parse(f"${tags[-1].strip()}$") or parse(tags[-1]) if tags else parse(solution_str)
     truths = parse(f"${truth}$") or parse(truth)
     pred = str(answers[-1]) if answers else ""
     return verdict(bool(answers and truths and verify(truths, answers)), pred)

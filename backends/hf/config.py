@@ -90,6 +90,18 @@ def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
     return {k: _meaningful(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
+def is_classifier(config: Any) -> bool:
+    """Returns whether a config names a model with a head for scores, as critics and reward models have.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> is_classifier(SimpleNamespace(architectures=["Qwen2ForSequenceClassification"]))
+        True
+    """
+    names = config.architectures or ()
+    return any(kind in name for name in names for kind in ("TokenClassification", "SequenceClassification"))
+
+
 def read_config(folder: str | Path) -> Any:
     """Reads the transformers config of a folder.
 

@@ -40,7 +40,7 @@ from verl_fn.backends.hf.config import (
     refused,
 )
 from verl_fn.backends.hf.lora import ABOUT, Lora, canonical, load_base
-from verl_fn.backends.hf.skeleton import PADDED, Fit, Hollow, Skeleton
+from verl_fn.backends.hf.skeleton import PADDED, Fit, Hollow, Skeleton, unfilled
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.hf.vision import attentions, class_of
 from verl_fn.backends.hf.weights import HEADS, check_numbers
@@ -211,12 +211,17 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto", *, sc
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
     if scores and f"{skeleton.output_name}.weight" in loaded["missing_keys"]:
-        raise ModelError(
-            f"algorithm.reward_model: {folder} has no value head, so it gives no scores; train one with "
-            "algorithm.name=reward_model"
-        )
+        raise without_head(folder)
     _check_loaded(skeleton, loaded, new_head, folder)
     return skeleton
+
+
+def without_head(folder: str | Path) -> ModelError:
+    """Returns the error about a folder that is no reward model's."""
+    return ModelError(
+        f"algorithm.reward_model: {folder} has no value head, so it gives no scores; train one with "
+        "algorithm.name=reward_model"
+    )
 
 
 def pads_rows(folder: str | Path, head: str, row_layout: str = "auto") -> bool:
@@ -409,10 +414,10 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
     if skeleton.head == "value" and (
         sizes := {name: size for name, size, _ in loaded["mismatched_keys"] if name.startswith(f"{own}.")}
     ):
-        name, size = sizes.popitem()
+        name = min(sizes)
         raise ModelError(
-            f"{folder}: {name} has the shape {list(size)}, and a value head gives one number; take a folder whose "
-            "head has one label, or one without a head to begin with zeros"
+            f"{folder}: {name} has the shape {list(sizes[name])}, and a value head gives one number; take a folder "
+            "whose head has one label, or one without a head to begin with zeros"
         )
     differing = {
         "missing": (n for n in loaded["missing_keys"] if not (new_head and n.startswith(f"{own}."))),
@@ -457,10 +462,7 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Makes modules register every parameter on the meta device; buffers keep their device."""
-    # The module replaces itself by an object with this property; a type checker cannot see that.
-    deterministic: Any = torch.utils.deterministic
-
-    register, fills = nn.Module.register_parameter, deterministic.fill_uninitialized_memory
+    register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -469,13 +471,12 @@ def _parameters_on_meta() -> Iterator[None]:
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    # Memory that is allocated and never written costs nothing. Deterministic algorithms would write it.
-    deterministic.fill_uninitialized_memory = False
     try:
-        yield
+        # Memory that is allocated and never written costs nothing.
+        with unfilled():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        deterministic.fill_uninitialized_memory = fills
 
 
 def _to_meta(model: nn.Module) -> None:

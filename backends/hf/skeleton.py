@@ -55,25 +55,33 @@ def dtype_of(given: str | torch.dtype, option: str) -> torch.dtype:
 _of_torch: Any = torch.utils.deterministic
 
 
-def _read() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), _of_torch.fill_uninitialized_memory
+def _use_deterministic(setting: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
 
 
-def _write(setting: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(setting[0])
-    _of_torch.fill_uninitialized_memory = setting[1]
+_deterministic = SharedSetting(
+    lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    _use_deterministic,
+)
+_filling = SharedSetting(
+    lambda: bool(_of_torch.fill_uninitialized_memory),
+    lambda fills: setattr(_of_torch, "fill_uninitialized_memory", fills),
+)
 
 
-_deterministic = SharedSetting(_read, _write)
+def unfilled() -> AbstractContextManager[None]:
+    """Leaves memory that is allocated inside as it is; deterministic algorithms would write it, a kernel a tensor."""
+    return _filling.set_to(False)
 
 
-def repeatable(asked: bool) -> AbstractContextManager[None]:
-    """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already.
-
-    torch then also fills each tensor that it allocates. This takes a kernel a tensor and protects only code that
-    reads what nobody wrote, so it is off inside.
-    """
-    return _deterministic.set_to((True, False)) if asked else contextlib.nullcontext()
+@contextlib.contextmanager
+def repeatable(asked: bool) -> Iterator[None]:
+    """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already."""
+    with contextlib.ExitStack() as stack:
+        if asked:
+            stack.enter_context(_deterministic.set_to((True, False)))
+            stack.enter_context(unfilled())
+        yield
 
 
 @attrs.frozen
@@ -363,9 +371,9 @@ class Skeleton(nn.Module):
                 f"{', '.join(differing[:3])}), and a checkpoint does not keep the set. If its params are of another "
                 "state, such as a reference with the parameters of the actor, keep its own set: "
                 "attrs.evolve(reference, params=attrs.evolve(actor.params, trainable=reference.params.trainable)). "
-                "If you chose the set, save params = attrs.evolve(state.params, trainable=made.params.trainable), as "
-                "in a state that the backend made, and optimizer=backend.optimizer.init(params), whose moments begin "
-                "anew; choose again after restore"
+                "If you chose the set, save params = attrs.evolve(state.params, "
+                "trainable=backend.init(key).params.trainable) and optimizer=backend.optimizer.init(params), whose "
+                "moments begin anew; choose again after restore"
             )
 
     def check_batch(self, batch: Batch) -> None:

@@ -292,7 +292,8 @@ class AdamW(Optimizer):
         names = params.trained()
         check_slots(state.exp_avg, names, params, self.moments)
         check_slots(state.exp_avg_sq, names, params, self.moments)
-        self._groups(names, params)
+        if isinstance(self.weight_decay_mask, ByName):
+            self._groups(names, params)
         _rate(self.schedule, position)
 
     def update(

@@ -91,14 +91,20 @@ class Update:
         """Returns the gradients as clipping has made them, and the update for these."""
         if self.divisor is None:
             return grads, self
-        small = Grads({name: g / self.divisor for name, g in grads.items()})
-        return small, attrs.evolve(self, norm=self.norm / self.divisor, divisor=None)
+        small = torch._foreach_div(list(grads.values()), self.divisor)
+        return Grads(dict(zip(grads, small, strict=True))), attrs.evolve(
+            self, norm=self.norm / self.divisor, divisor=None
+        )
 
-    def of_others(self, grads: Grads) -> Update:
-        """Returns the update for other gradients: with their norm, and skipped if that is not finite."""
+    def of_others(self, grads: Grads, skip: Tensor) -> Update:
+        """Returns the update for other gradients: with their norm, and skipped if that is not finite.
+
+        Args:
+            skip: the flag that whoever runs the update reads.
+        """
         norm = sum_of_squares(grads.leaves.values(), self.total).sqrt()
-        self.skip.masked_fill_(~torch.isfinite(norm), 1.0)
-        return attrs.evolve(self, norm=norm)
+        skip.copy_(torch.maximum(self.skip, (~torch.isfinite(norm)).float()).maximum(skip))
+        return attrs.evolve(self, norm=norm, skip=skip)
 
 
 class GradTransform:
@@ -245,7 +251,7 @@ class Chain(Optimizer):
     def by_leaf(self) -> bool:
         # After any other transformation, the norm of all leaves is computed again.
         *transforms, optimizer = self.parts
-        return cast(Optimizer, optimizer).by_leaf and all(isinstance(t, ClipByGlobalNorm) for t in transforms)
+        return cast(Optimizer, optimizer).by_leaf and all(type(t) is ClipByGlobalNorm for t in transforms)
 
     @property
     def moments(self) -> torch.dtype | None:
@@ -270,12 +276,13 @@ class Chain(Optimizer):
         transforms, optimizer = cast(tuple[GradTransform, ...], self.parts[:-1]), cast(Optimizer, self.parts[-1])
         states: list[Any] = []
         for transform, part_state in zip(transforms, state, strict=False):
-            if isinstance(transform, ClipByGlobalNorm):
+            if type(transform) is ClipByGlobalNorm:
                 grads, new_state, update = transform.update(grads, part_state, params, update)
             else:
+                skip = update.skip
                 grads, update = update.divided(grads)
                 grads, new_state, update = transform.update(grads, part_state, params, update)
-                update = update.of_others(grads)
+                update = update.of_others(grads, skip)
             states.append(new_state)
         params, last_state, metrics = optimizer.update(_unshared(grads, states), state[-1], params, update)
         return params, (*states, last_state), metrics
@@ -367,9 +374,13 @@ def check_slots(slots: Slots, names: list[str], params: Params, dtype: torch.dty
         ValueError: they have other names or another dtype, or lie on another device.
     """
     if list(slots) != names:
-        different = sorted(set(slots) ^ set(names))
+        if not (different := sorted(set(slots) ^ set(names))):
+            raise ValueError(
+                "the tensors of the optimizer's state are in another order than the parameters, as from a file; make "
+                "them Slots({name: slots[name] for name in state.params.trained()})"
+            )
         raise ValueError(
-            f"the optimizer's state and the trainable parameters differ in their names or order: {different[:5]}; "
+            f"the optimizer's state and the trainable parameters differ in their names: {different[:5]}; "
             "after you choose other parameters to train, make it anew with optimizer.init(params)"
         )
     held, weights = tensors_of(slots, names[:1]), tensors_of(params, names[:1])

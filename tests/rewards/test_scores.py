@@ -102,7 +102,9 @@ def test_verified_answers_need_math_verify():
              ("<think>9</think><answer>18</answer>", "18", 1.0), (r"<answer>\frac12</answer>", r"\frac{1}{2}", 1.0),
              ("<answer> $18$ </answer> 7", "18", 1.0), ("<think>18</think><answer>9</answer>", "18", 0.0),
              (r"<think>\boxed{18}</think><answer>9</answer>", "18", 1.0),
-             ("<answer></answer>", "18", 0.0))  # fmt: skip
+             ("<answer></answer>", "18", 0.0), (r"<answer>2\pi</answer>", "2", 0.0),
+             (r"<answer>2\pi</answer>", r"2\pi", 1.0), ("<answer>10^{6}</answer>", "10", 0.0),
+             ("<answer>3+4i</answer>", "3", 0.0))  # fmt: skip
     assert [verified("s", text, truth)["score"] for text, truth, _ in cases] == [score for *_, score in cases]
 
 

@@ -322,6 +322,15 @@ def test_megatron_splits_what_a_gpu_lacks_memory_for(folder):
     assert f"{sizes}.expert_model_parallel_size=8" in layouts(experts, 16, 80 * GIB)[0].settings
 
 
+def test_what_helps_beside_engines_apart_takes_no_gpu_of_theirs(folder):
+    apart = ["rollout.placement=apart", "driver.kind=ray", "rollout.engines=2", *RECOMPUTED]
+    alone = sized(plan_of(folder("qwen3-8b"), *apart, "ray.ranks=1", "actor.strategy=local"), 200 * GIB)
+    assert layouts(alone, 8, 200 * GIB)[0].layout == "one process and engines on 2 GPUs"
+    two = sized(plan_of(folder("qwen3-8b"), *apart, "ray.ranks=2", "actor.strategy=fsdp"), 60 * GIB)
+    said = " ".join(setting for fit in remedies(two, 8, 60 * GIB, begun=False) for setting in fit.settings)
+    assert "ray.ranks=6" in said and "ray.ranks=8" not in said
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 @pytest.mark.parametrize("engines", [["rollout.engines=8"], ["rollout.engines=2", "rollout.tensor_parallel_size=4"]])
 def test_layouts_leave_engines_the_gpus_that_they_have_for_themselves(folder, strategy, engines):

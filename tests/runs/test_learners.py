@@ -78,7 +78,7 @@ def test_responses_that_no_reward_function_scores_are_kept_as_text(name, judge, 
     more = ["trainer.total_training_steps=1", f"trainer.rollout_data_dir={tmp_path}/texts", "rollout.n=2"]
     train(plan(tiny, tmp_path / "run", name, other, *more), silent)
     kept = [json.loads(line) for line in (tmp_path / "texts/1.jsonl").read_text().splitlines()]
-    assert len(kept) == rows(tmp_path / "run")[0]["rollout/rows_asked"] and not any(row["score"] for row in kept)
+    assert len(kept) == rows(tmp_path / "run")[0]["rollout/rows_asked"] and all(row["score"] is None for row in kept)
     for row in kept:
         assert row["prompt"].removesuffix(">") == row["gts"][::-1] and row["prompt"] in row["input"]
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "report.html")]) == 0

@@ -206,7 +206,7 @@ def test_a_role_that_is_added_is_no_setting_that_the_state_holds(tiny, tmp_path)
     saved(tmp_path / "a", 1, None)
     other = tiny_run(*ppo, "algorithm.use_kl_in_reward=true", "trainer.seed=3")
     with pytest.raises(
-        RunError, match=r"asks for .*reference \(algorithm.use_kl_in_reward: False -> True\)\. The table"
+        RunError, match=r"asks for .*reference \(algorithm.use_kl_in_reward: False -> True\)\. Set what decides"
     ):
         changes(Run(other, SILENT), other)
     only_seed = tiny_run(*ppo, "trainer.seed=3")

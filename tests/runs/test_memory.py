@@ -326,7 +326,10 @@ def test_held_out_answers_without_a_judge_take_no_memory(tmp_path, capsys, monke
 
 
 def test_a_smaller_dtype_is_advised_to_an_engine_that_has_not_got_it(folder):
-    for dtype, lower in (("float32", "rollout.dtype=bfloat16"), ("bfloat16", "rollout.placement=apart over Ray")):
+    for dtype, lower in (
+        ("float32", "rollout.dtype=bfloat16"),
+        ("bfloat16", "driver.kind=ray rollout.placement=apart"),
+    ):
         (part,) = (
             p for p in phases(plan_of(folder("0.5b"), f"rollout.dtype={dtype}"))[2].parts if "weights" in p.name
         )

@@ -153,9 +153,7 @@ def test_gradients_of_other_shapes_are_refused_before_anything_is_donated(change
 def test_gradients_of_other_names_are_refused_before_anything_is_donated(names):
     state = warm(OPTIMIZERS["sgd"])
     grads = Grads({name: torch.zeros_like(state.params[name]) for name in names})
-    with pytest.raises(
-        ValueError, match=r"gradients (and trainable parameters differ in their names|are in another order)"
-    ):
+    with pytest.raises(ValueError, match="another order" if names == TRAINED[::-1] else "differ in their names"):
         apply_update(OPTIMIZERS["sgd"], state, grads)
     assert not is_donated(state) and not is_donated(grads)
 

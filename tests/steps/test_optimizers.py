@@ -29,6 +29,7 @@ from verl_fn.steps import (
 )
 from verl_fn.steps.optim import optimizers
 from verl_fn.steps.optim.optimizers import rounded
+from verl_fn.steps.optim.transforms import Update
 
 STEPS = 6
 SCALES = [0.1, 3.0, 0.01, 10.0, 1.0, 0.5]
@@ -364,9 +365,21 @@ def test_the_parts_of_a_chain_act_in_order(parts, expected, nested):
     assert metrics["grad_norm"].value == 5.0
 
 
-def test_an_update_is_skipped_if_a_transformation_makes_gradients_that_are_not_finite():
+@pytest.mark.parametrize(
+    "flagged",
+    [
+        lambda update: update,
+        lambda update: attrs.evolve(update, skip=update.skip.clone()),
+        lambda update: attrs.evolve(update, skip=torch.ones_like(update.skip)),
+    ],
+)
+def test_an_update_is_skipped_if_a_transformation_makes_gradients_that_are_not_finite(flagged):
+    """Or asks for it, in a flag of its own."""
+    asks = bool(flagged(Update.of(torch.tensor(1.0), 0)).skip)
+
     def normalized(grads, update):
-        return Grads({name: g / g.norm() for name, g in grads.items()}), update
+        least = 1.0 if asks else 0.0
+        return Grads({name: g / g.norm().clamp(min=least) for name, g in grads.items()}), flagged(update)
 
     tx = chain(stateless(normalized), adamw(lr))
     params = Params({"w": torch.ones(2), "adapter": torch.ones(2)})

@@ -274,7 +274,7 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False, exact="off")
-    # No step follows that an evaluation could be the last one of.
+    # An evaluation has no goal to stop at.
     trainer = attrs.evolve(cfg.trainer, stop_at=None)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine, trainer=trainer), folder)
     # A model that is not trained lies in its dtype: the engine's, so that the engine gets the weights of the folder.
@@ -327,7 +327,7 @@ def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan
         head=role.head,
         folder=role.path or (cfg.critic.path if table == "critic" else "") or model,
         trained=role.trained,
-        total_updates=outline.updates(name, prompts, steps) if role.trained else 0,
+        total_updates=int(outline.updates(name, prompts, steps)) if role.trained else 0,
         lora=_adapters(settings) if settings.lora_rank and role.trained else None,
         row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
@@ -344,7 +344,11 @@ def _rollout_plan(cfg: Config, model: str) -> RolloutPlan:
         folder=model,
         lora=_adapters(cfg.actor) if _publishes_adapters(cfg) else None,
         routed_experts=cfg.actor.router_replay.mode == "R3",
-        used=outline.learns_from == "samples" or (outline.roles["actor"].head == "lm" and evaluates),
+        used=(
+            outline.learns_from == "samples"
+            or (outline.roles["actor"].head == "lm" and evaluates)
+            or cfg.algorithm.name not in BUILT_IN
+        ),
         data=cfg.data,
     )
 

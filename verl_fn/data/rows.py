@@ -336,8 +336,9 @@ def _of_line(place: str, line: str, columns: Columns, unread: Counter[str]) -> R
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
-        what = {"{": "objects over several lines, jq -c .", "[": "a list over several lines, jq -c '.[]'"}
-        spread = f"; of {what[line.strip()[:1]]} FILE makes such lines" if line.strip() in ("{", "[", "[{") else ""
+        objects, of_list = "; of objects over several lines, jq -c .", "; of a list over several lines, jq -c '.[]'"
+        spread = {"{": objects, "[": of_list, "[{": of_list}.get(line.strip(), "")
+        spread += " FILE makes such lines" * bool(spread)
         raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}{spread}") from error
     if not isinstance(row, dict):
         raise DataError(

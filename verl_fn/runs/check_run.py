@@ -199,10 +199,10 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
                 rule_for(source)
         parts = "a row: data.max_prompt_length and data.max_response_length"
         check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
-    elif plan.rollout.used and plan.data.val_files:
+    elif any(part.name == "engine weights" for phase in phases(plan) for part in phase.parts):
         say(
             "note: the memory of a rollout engine is counted. The run takes it only if held-out answers are judged; "
-            "data.val_files=[] leaves it out of this check"
+            "data.val_files=[] leaves an embedded engine out of this check"
         )
 
 

@@ -161,7 +161,8 @@ def begin_anew(checkpoint: Path, plan: Plan) -> str:
     model = checkpoint / next(iter(plan.roles))
     reference = " (it is then the reference, too)" if "reference" in plan.roles else ""
     return (
-        "The table algorithm decides on the roles: set it as it was, or begin a new run from the weights, with "
+        "Set what decides on the roles (the table algorithm, actor.lora_rank) as it was, or begin a new run from the "
+        "weights, with "
         f"model.path={model}{reference}, in another trainer.dir and without trainer.resume_from_path"
     )
 

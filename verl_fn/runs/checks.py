@@ -21,10 +21,10 @@ from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.algorithms.own import check_fields, hints
 from verl_fn.atomic import existing
-from verl_fn.backends.hf.config import compute_dtype
+from verl_fn.backends.hf.config import compute_dtype, is_classifier
 from verl_fn.backends.hf.exact import check as check_exact
 from verl_fn.backends.hf.experts import experts_of
-from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_rows, read_config
+from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_rows, read_config, without_head
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
@@ -545,6 +545,8 @@ def check_all_weights(plan: Plan, *, needed: bool = True) -> list[str]:
         )
     # Without a head, all scores would be 0. A critic of the same folder may lack it.
     reward_model = plan.roles["reward_model"].folder if "reward_model" in plan.roles else None
+    if reward_model in lacking and not is_classifier(read_config(reward_model)):
+        raise without_head(reward_model)
     skeletons = {
         (folder, head, layout): hollow(folder, head, key=Key.from_seed(0), row_layout=layout).skeleton
         if folder in lacking

@@ -151,26 +151,30 @@ def enough_gpus(plan: Plan, gpus: int, gpu: int) -> tuple[int, Fit] | None:
 
 def _ways(plan: Plan, gpus: int) -> Iterator[list[Settings]]:
     """Yields lists of settings for layouts; the first of a list that fits is taken."""
-    r = plan.rollout
-    # Engines with GPUs of their own keep them.
-    ranks = gpus - (r.engines * r.tensor_parallel_size if r.placement == "apart" else 0)
-    over: Settings = ("driver.kind=ray", f"ray.ranks={ranks}")
-    if r.placement == "colocated" and plan.learns_from == "samples":
+    most, colocated = _for_ranks(plan, gpus), plan.rollout.placement == "colocated"
+    over: Settings = ("driver.kind=ray", f"ray.ranks={most}")
+    if colocated and plan.learns_from == "samples":
         over += (f"rollout.engines={gpus}",)
-    powers = [2**i for i in range(max(0, ranks).bit_length())]
+    powers = [2**i for i in range(most.bit_length())]
     if plan.roles["actor"].strategy == "megatron":
         for power in powers:
             kind = (*over, f"actor.megatron.tensor_model_parallel_size={power}")
             more = ((*kind, setting) for size in SPLITS for n in powers[:4] if (setting := _larger(plan, size, n)))
             yield [kind, *more]
         return
-    local: Settings = ("actor.strategy=local", "ray.ranks=1", "rollout.engines=1")
+    local: Settings = ("actor.strategy=local", "ray.ranks=1", *(("rollout.engines=1",) if colocated else ()))
     # fsdp with one rank can offload, and local cannot.
     yield [local] if gpus > 1 else [local, (*over, "actor.strategy=fsdp")]
     if gpus > 1:
         size = "actor.fsdp_config.ulysses_sequence_parallel_size"
         kinds = product([f"{size}={power}" for power in powers], _sharded(plan))
         yield [(*over, "actor.strategy=fsdp", shared, *sharded) for shared, sharded in kinds]
+
+
+def _for_ranks(plan: Plan, gpus: int) -> int:
+    """Returns the GPUs that training ranks may have; engines apart keep their own."""
+    r = plan.rollout
+    return max(0, gpus - (r.engines * r.tensor_parallel_size if r.placement == "apart" else 0))
 
 
 def _apart(plan: Plan, gpus: int) -> list[Settings]:
@@ -285,8 +289,9 @@ def remedies(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> list[Fit]:
     trained = [role for role in plan.roles.values() if role.trained]
     wholly = [role for role in trained if not role.enable_gradient_checkpointing]
     inputs = [role for role in trained if role.recomputes and not role.offload_activations]
-    over = ("driver.kind=ray", f"ray.ranks={gpus}", "actor.strategy=fsdp")
-    more_ranks, shards = ranks.training_ranks(plan) < gpus, actor.strategy == "fsdp"
+    most, shards = _for_ranks(plan, gpus), actor.strategy == "fsdp"
+    over = ("driver.kind=ray", f"ray.ranks={most}", "actor.strategy=fsdp")
+    more_ranks = ranks.training_ranks(plan) < most
     offload: Settings = ("actor.fsdp_config.offload_policy=true",)
     wide = [role for role in trained if role.optim.moments_dtype != "bfloat16" and not begun]
     splits: Settings = ("tensor_model_parallel_size", *SPLITS)

@@ -15,7 +15,7 @@ import torch
 from verl_fn import atomic, build
 from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint import dtype_of_weights
-from verl_fn.backends.hf.config import compute_dtype
+from verl_fn.backends.hf.config import compute_dtype, is_classifier
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
@@ -119,9 +119,7 @@ def _check_policies(plan: Plan) -> None:
     Where embeddings are tied, its weights would do for one.
     """
     for name, role in plan.roles.items():
-        if role.head == "lm" and any(
-            "TokenClassification" in a for a in read_config(role.folder).architectures or ()
-        ):
+        if role.head == "lm" and is_classifier(read_config(role.folder)):
             key = f"algorithm.{name}" if name in OTHER_MODELS else "model.path"
             raise ConfigError(
                 f"{key}: {role.folder} has a value head, as critics and reward models have, and {plan.algorithm} "
@@ -138,8 +136,9 @@ def check_has_goal(plan: Plan, source: Source) -> None:
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
             "eval_dataset"
         )
-    # A reward model has an accuracy of its own, and so may an algorithm of the user.
-    if plan.algorithm in BUILT_IN and plan.roles["actor"].head == "lm" and not sampled(plan, held_out):
+    # A reward model has an accuracy of its own and no reward; an algorithm of the user may have either.
+    own = plan.roles["actor"].head == "value" and plan.trainer.stop_metric == "acc"
+    if plan.algorithm in BUILT_IN and not own and not sampled(plan, held_out):
         raise ConfigError(unjudged(plan))
 
 
@@ -296,8 +295,12 @@ def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
 
 
 def with_use_of_engine(plan: Plan, source: Source) -> Plan:
-    """Returns the plan with whether a step samples, or an evaluation of this data."""
-    used = plan.learns_from == "samples" or bool(sampled(plan, source.held_out(plan.data.val_size)))
+    """Returns the plan with whether a step samples, as one of the user's may, or an evaluation of this data."""
+    used = (
+        plan.learns_from == "samples"
+        or plan.algorithm not in BUILT_IN
+        or bool(sampled(plan, source.held_out(plan.data.val_size)))
+    )
     return attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, used=used))
 
 

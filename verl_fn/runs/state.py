@@ -73,10 +73,9 @@ def algorithm_of(plan: Plan) -> Algorithm[Any]:
 
 def counted_updates(plan: Plan, step: int) -> dict[str, int]:
     """Returns the updates of each trained role that the algorithm's outline counts up to a step."""
-    updates = algorithm_of(plan).outline.updates
-    return {
-        name: updates(name, plan.data.train_batch_size, step) for name, role in plan.roles.items() if role.trained
-    }
+    updates, trained = algorithm_of(plan).outline.updates, [n for n, role in plan.roles.items() if role.trained]
+    # An outline of the user may count with NumPy, and is asked only about steps that there are.
+    return {name: int(updates(name, plan.data.train_batch_size, step)) if step else 0 for name in trained}
 
 
 def other_updates(plan: Plan) -> dict[str, int]:

@@ -309,7 +309,7 @@ def test_moments_of_a_chosen_set_are_not_saved_for_another_set(tiny, tmp_path):
     with pytest.raises(ValueError, match="whose moments begin anew"):
         backend.save(chosen, tmp_path / "chosen")
     whole = attrs.evolve(chosen, params=attrs.evolve(params, trainable=state.params.trainable))
-    with pytest.raises(ValueError, match=r"lacks \d+ of the \d+ tensors .* make moments anew with attrs\.evolve"):
+    with pytest.raises(ValueError, match=r"lacks tensors that .* make moments anew with attrs\.evolve"):
         backend.save(whole, tmp_path / "chosen")
     assert not (tmp_path / "chosen").exists()
     anew = attrs.evolve(whole, optimizer=backend.optimizer.init(whole.params))
@@ -385,17 +385,6 @@ def test_a_frozen_leaf_that_is_written_through_another_value_is_cast_anew(tiny):
     assert tree.equal(backend.forward(nothing, batch), backend.forward(attrs.evolve(nothing), batch))
 
 
-def test_data_of_a_leaf_that_is_set_is_cast_anew(tiny):
-    """As ``torch.nn.utils.vector_to_parameters`` does."""
-    backend, batch = Local(tiny, adamw(0.05), dtype="bfloat16", max_tokens=24), tiny_batch()
-    params = backend.init(Key.from_seed(0)).params
-    before, w = backend.forward(params, batch), params["model.norm.weight"]
-    w.data = 2 * w
-    fresh = Local(tiny, adamw(0.05), dtype="bfloat16", max_tokens=24)
-    after = backend.forward(params, batch)
-    assert tree.equal(after, fresh.forward(params, batch)) and not tree.equal(after, before)
-
-
 def test_parameters_of_another_model_are_named(tiny):
     backend = Local(tiny, adamw(constant(0.05)), max_tokens=24)
     params = backend.init(Key.from_seed(0)).params
@@ -403,8 +392,9 @@ def test_parameters_of_another_model_are_named(tiny):
     with pytest.raises(ValueError, match=r"are not this model's: \['model.norm.weight'\]"):
         backend.forward(some, tiny_batch())
     flat = attrs.evolve(params, leaves={name: t.reshape(-1) for name, t in params.items()})
-    with pytest.raises(ValueError, match=r"of another layout or model \(model.* was given to a local backend"):
-        backend.forward(flat, tiny_batch())
+    for call in (lambda: backend.forward(flat, tiny_batch()), lambda: Local(tiny, OPTIMIZER).weights(flat)):
+        with pytest.raises(ValueError, match=r"of another layout or model \(model.* was given to a local backend"):
+            call()
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"head": "value"}], ids=str)
