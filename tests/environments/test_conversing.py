@@ -587,7 +587,7 @@ def test_a_template_gets_the_arguments_of_the_problem_in_every_turn():
 def test_messages_that_only_some_arguments_or_tools_leave_out_are_errors():
     """What the template shows of one problem says nothing about a problem with other arguments."""
     tokenizer = char_tokenizer("abx" + NEWLINE)
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] +", "('x' if hide else message['content']) +")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] or", "'x' if hide else message['content'] or")
     renderer, asked = Renderer(tokenizer, [END]), user("a")
     hidden, tool = TemplateArguments(kwargs={"hide": True}), TemplateArguments(({"function": {"name": "xx"}},))
     for _ in range(2):

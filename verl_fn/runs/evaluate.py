@@ -150,11 +150,6 @@ def check_goal(plan: Plan, report: Report) -> None:
     """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with."""
     if plan.trainer.stop_at is None or held_out_value(report, plan.trainer.stop_metric) is not None:
         return
-    if held_out_value(report, "acc") is not None:
-        raise ConfigError(
-            "trainer.stop_at is compared with reward, and this run's held-out rows have only acc; set "
-            "trainer.stop_metric=acc"
-        )
     if held_out_value(report, "reward") is None:
         raise ConfigError(unjudged(plan))
     raise ConfigError(

@@ -144,6 +144,11 @@ def check_has_goal(plan: Plan, source: Source) -> None:
 
 def unjudged(plan: Plan) -> str:
     """Says that a run without judged held-out answers cannot reach ``trainer.stop_at``, and what to do."""
+    if plan.roles["actor"].head == "value":
+        return (
+            "trainer.stop_at is compared with reward, and this run's held-out rows have only acc; set "
+            "trainer.stop_metric=acc"
+        )
     return (
         f"trainer.stop_at is compared with the {plan.trainer.stop_metric} of held-out answers, and nothing judges "
         "answers in this run; set reward.functions, or leave trainer.stop_at out"
