@@ -92,7 +92,7 @@ def check_restorable(state: TrainState, made: Any = ()) -> None:
         what = "lacks tensors that" if differing[0] in dtypes else "has other tensors than"
         raise ValueError(
             f"the state {what} its backend's optimizer makes, such as state.{differing[0]}: a checkpoint of this "
-            "state could not be restored; make moments anew with "
+            "state could not be restored; make new moments with "
             "attrs.evolve(state, optimizer=backend.optimizer.init(state.params))"
         )
     trained = {f"params[{name!r}]": state.params[name] for name in state.params.trained()}

@@ -373,7 +373,7 @@ class Skeleton(nn.Module):
                 "attrs.evolve(reference, params=attrs.evolve(actor.params, trainable=reference.params.trainable)). "
                 "If you chose the set, save params = attrs.evolve(state.params, "
                 "trainable=backend.init(key).params.trainable) and optimizer=backend.optimizer.init(params), whose "
-                "moments begin anew; choose again after restore"
+                "moments are zeros; choose the set again after restore"
             )
 
     def check_batch(self, batch: Batch) -> None:

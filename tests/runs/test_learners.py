@@ -70,6 +70,11 @@ def test_a_model_with_a_value_head_is_no_policy_and_no_teacher(judge, tiny, tmp_
         evaluate_model(evaluation_plan(load(overrides=given)), silent)
     with pytest.raises(ConfigError, match=f"algorithm.teacher: {judge} has a value head"):
         train(plan(tiny, tmp_path / "b", "distill", f"algorithm.teacher={judge}"), silent)
+    other = shutil.copytree(judge, tmp_path / "other")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("ForTokenClassification", "ForSequenceClassification"))
+    with pytest.raises(ConfigError, match=f"model.path: {other} {refused}"):
+        train(plan(other, tmp_path / "c", "grpo", "rollout.n=2"), silent)
 
 
 @pytest.mark.parametrize("name", ["grpo", "distill"])

@@ -6,7 +6,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from state_builders import MODEST, batch_of
 
-from verl_fn.state import Batch, deal, split_by_count, split_by_tokens
+from verl_fn.state import Batch, deal, split, split_by_count, split_by_tokens
+from verl_fn.state.split import balance
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 SPLITS = {
@@ -162,11 +163,14 @@ def test_a_budget_below_the_longest_row_is_refused(lengths, budget):
         split_by_tokens(batch_of(lengths), budget)
 
 
-def test_rows_above_half_of_the_budget_each_have_a_part():
-    """Long responses are the rule; looking for the number of parts one by one took most of a minute for 1,024."""
+def test_rows_above_half_of_the_budget_each_have_a_part(monkeypatch):
+    """Long responses are the rule; to try one number of parts after the other took most of a minute for 1,024."""
+    tried = []
+    monkeypatch.setattr(split, "balance", lambda sizes, parts: tried.append(parts) or balance(sizes, parts))
     tokens = torch.zeros(1, dtype=torch.int64).expand(4096 * 8201)
     batch = Batch(tokens, tokens, torch.arange(4097, dtype=torch.int32) * 8201)
     assert torch.cat(split_by_tokens(batch, 16384).rows).sort().values.tolist() == list(range(4096))
+    assert tried == [4096]
     assert [len(parts) for parts in deal(batch, 8, 16384)] == [512] * 8
 
 

@@ -140,7 +140,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
         if manifest["algorithm"] != plan.algorithm or roles != sorted(plan.roles):
             raise RunError(
                 f"{folder} is of {manifest['algorithm']} with {', '.join(roles)}; "
-                f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}. {begin_anew(folder, plan)}"
+                f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}. {way_out(folder, plan)}"
             )
         with raised_as(RunError, f"{folder} is of a run with other settings of its algorithm", ValueError):
             tensors = load_file(folder / STATE) if STATE in manifest["files"] else {}
@@ -156,7 +156,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
         raise RunError(f"{error}; {_intact_alternative(folder, Path(plan.trainer.dir))}") from error
 
 
-def begin_anew(checkpoint: Path, plan: Plan) -> str:
+def way_out(checkpoint: Path, plan: Plan) -> str:
     """Says how a plan with other roles than a checkpoint's can have its weights."""
     model = checkpoint / next(iter(plan.roles))
     reference = " (it is then the reference, too)" if "reference" in plan.roles else ""

@@ -13,7 +13,7 @@ from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.config import ConfigError, Plan, make_plan
 
 from . import RunError
-from .checkpoints import MANIFEST, begin_anew, checkpoints, read_manifest, saved_step, step_of
+from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of, way_out
 from .evaluate import has_held_out, held_out_value
 from .folder import Run
 from .history import INPUTS, changed_inputs, changed_keys, recorded_inputs, run_config
@@ -259,7 +259,7 @@ def _refuse_parts_of_state(run: Run, newest: Path, before: Plan, plan: Plan, cha
         keys = "; ".join(f"{key}: {values}" for key, values in changed.items() if key.startswith("algorithm."))
         raise RunError(
             f"the run in {run.folder} has the roles {', '.join(before.roles)}, and the config asks for "
-            f"{', '.join(plan.roles)} ({keys}). {begin_anew(newest, plan)}"
+            f"{', '.join(plan.roles)} ({keys}). {way_out(newest, plan)}"
         )
 
 

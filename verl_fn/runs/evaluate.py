@@ -25,7 +25,7 @@ from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import sampled
 from .fitting import with_engine
-from .prepare import prepare, unjudged, workers
+from .prepare import ONLY_ACC, prepare, unjudged, workers
 from .progress import Say
 from .state import RunState, algorithm_of, give_to_engine
 
@@ -150,6 +150,8 @@ def check_goal(plan: Plan, report: Report) -> None:
     """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with."""
     if plan.trainer.stop_at is None or held_out_value(report, plan.trainer.stop_metric) is not None:
         return
+    if held_out_value(report, "acc") is not None:
+        raise ConfigError(ONLY_ACC)
     if held_out_value(report, "reward") is None:
         raise ConfigError(unjudged(plan))
     raise ConfigError(

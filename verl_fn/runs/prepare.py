@@ -55,6 +55,9 @@ from .checks import (
 from .progress import Say
 from .state import check_blank
 
+ONLY_ACC = (
+    "trainer.stop_at is compared with reward, and this run's held-out rows have only acc; set trainer.stop_metric=acc"
+)
 NEEDS_MODEL = (
     "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare takes a "
     "model from the hub, and verl-fn new-model makes a tiny one for given --chars"
@@ -145,10 +148,7 @@ def check_has_goal(plan: Plan, source: Source) -> None:
 def unjudged(plan: Plan) -> str:
     """Says that a run without judged held-out answers cannot reach ``trainer.stop_at``, and what to do."""
     if plan.roles["actor"].head == "value":
-        return (
-            "trainer.stop_at is compared with reward, and this run's held-out rows have only acc; set "
-            "trainer.stop_metric=acc"
-        )
+        return ONLY_ACC
     return (
         f"trainer.stop_at is compared with the {plan.trainer.stop_metric} of held-out answers, and nothing judges "
         "answers in this run; set reward.functions, or leave trainer.stop_at out"
