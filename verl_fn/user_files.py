@@ -27,7 +27,11 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = "file:"
 PACKAGE = str(Path(__file__).parent) + os.sep  # this project's own files
-LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+LIBRARIES = tuple(
+    {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    # Such as the folder of pip's --target, and dist-packages.
+    | {folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)}
+)
 _COLOURS = re.compile(r"\x1b\[\d+m")
 _FRAME = re.compile(r' *File "([^"]+)", line \d+')
 _claimed: dict[str, Path] = {}

@@ -284,6 +284,8 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
         def changed(chunks: list[Any]) -> list[Any]:
             if sight is not None:
                 sight.join(chunks[0])
+            if plain:
+                _replace_gates(chunks[0])
             _change(chunks[0], bridge, config, layout, how, skeleton.adapters, repeatable)
             return chunks
 
@@ -564,6 +566,21 @@ def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
     if own_norm:
         block.layer_norm = RMSNorm
     return block
+
+
+def _replace_gates(model: nn.Module) -> None:
+    """Replaces the product of routers: transformer-engine's is not for CPUs, and computes fp32 in TF32."""
+    from megatron.core.transformer.moe.router import Router
+
+    def gate(router: Any, x: Tensor) -> Tensor:
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
+        bias = None if router.bias is None else router.bias.to(dtype)
+        return nn.functional.linear(x.to(dtype), router.weight.to(dtype), bias)
+
+    module: Any
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.gating = functools.partial(gate, module)
 
 
 def _replace_products(model: nn.Module) -> None:

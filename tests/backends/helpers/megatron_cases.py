@@ -4,6 +4,7 @@ import os
 import pickle
 import warnings
 from argparse import Namespace
+from unittest import mock
 
 import attrs
 import megatron_mutants
@@ -108,6 +109,17 @@ def first_step(folder, options, rows, name="Megatron"):
             step = float((p - one.before[name]).norm())
             worst["update"] = max(worst["update"], float((ours[name] - p).norm()) / max(step, 1e-9) if step else 0.0)
     return worst
+
+
+def first_step_beside_transformer_engine(folder, options, rows):
+    """Transformer-engine may be installed where it has no GPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def te_general_gemm(*args, **named):
+        raise RuntimeError("No CUDA GPUs are available")
+
+    with mock.patch.object(moe_utils, "te_general_gemm", te_general_gemm):
+        return first_step(folder, options, rows)
 
 
 def repeats(folder, options, rows):

@@ -57,6 +57,10 @@ def test_the_first_steps_of_four_ranks(four, experts, options):
     check_first_step(call(four, "first_step", experts, options, 9)[0])
 
 
+def test_routers_on_cpus_need_no_kernel_of_transformer_engine(two, experts):
+    check_first_step(call(two, "first_step_beside_transformer_engine", experts, {"tp": 2, "sp": True}, 9)[0])
+
+
 def test_laws_on_two_ranks(two, shallow_experts):
     """Also for the dense layers between the experts; the laws of adapters are in test_megatron.py."""
     call(two, "laws", shallow_experts, {**BOTH, "checkpointing": True}, FP32)
