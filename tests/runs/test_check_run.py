@@ -109,6 +109,61 @@ def test_a_check_prints_the_plan_and_makes_no_run(tiny, tmp_path, capsys):
     assert "moments" in out and not run.exists()
 
 
+TURNS = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "c"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "ef"},
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "lines"),
+    [
+        (
+            "sft",
+            {"messages": TURNS},
+            [
+                "first row   read    '<bos>ab\\n'",
+                "            learned 'c<eos>'",
+                "            read    'd\\n'",
+                "            learned 'ef<eos>'",
+            ],
+        ),
+        (
+            "dpo",
+            {"prompt": "a>", "chosen": "b", "rejected": "c" * 900},
+            [
+                "chosen      read    '<bos>a>'",
+                "            learned 'b<eos>'",
+                "rejected    read    '<bos>a>'",
+                f"            learned '{'c' * 199} ... {'c' * 194}<eos>'",
+            ],
+        ),
+        (
+            "grpo",
+            {"prompt": TURNS[:1], "data_source": "count", "reward_model": {"ground_truth": "c"}},
+            ["first row   read    '<bos>ab\\n'"],
+        ),
+    ],
+    ids=["a conversation", "a pair", "a prompt"],
+)
+def test_the_first_row_is_shown_as_the_model_reads_it(algorithm, row, lines, tmp_path):
+    new_model(tmp_path / "m", chars="abcdef>\n", chat_template=True)
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    more = [
+        f"algorithm.name={algorithm}",
+        f"data.train_files={file}",
+        "data.val_files=[]",
+        "data.train_batch_size=1",
+        "rollout.n=2",
+    ]
+    plan = tiny_run(tmp_path / "m", tmp_path / "run", *more, "data.max_prompt_length=16")
+    text = check_run(plan).text.splitlines()
+    first = next(i for i, line in enumerate(text) if line.startswith(lines[0][:9]))
+    assert text[first : first + len(lines) + 1][:-1] == lines and text[first + len(lines)].startswith("disk")
+
+
 def test_a_check_refuses_what_the_run_would_refuse(tiny, tmp_path, capsys):
     recipe = tmp_path / "empty.toml"
     recipe.write_text("")

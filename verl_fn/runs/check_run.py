@@ -7,6 +7,7 @@ random, so its numbers mean nothing. It shows whether the functions of the algor
 
 from __future__ import annotations
 
+import itertools
 import random
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from verl_fn.algorithms.experience import with_model_score
 from verl_fn.algorithms.own import check_fields
 from verl_fn.algorithms.policy import averages_rows
 from verl_fn.backends.hf.config import compute_dtype
-from verl_fn.backends.hf.tokenizer import has_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens, has_tokenizer
 from verl_fn.backends.mock import Mock, MockRollout, Response, Turn
 from verl_fn.config import ConfigError, Plan, RolePlan, structure
 from verl_fn.config.describe import without_effect
@@ -35,6 +36,7 @@ from verl_fn.data.rows import sources_in
 from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
 from verl_fn.errors import UserError, say
+from verl_fn.pool.worker import short
 from verl_fn.rewards.reward import rule_for
 from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.state.batch import TOP, MissingField
@@ -132,18 +134,18 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest, rehearsed = plan.rollout.longest, ""
+    longest, rehearsed, first = plan.rollout.longest, "", []
     if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
-        longest, rehearsed, plan = _check_with_tokenizer(plan, gpus)
+        longest, rehearsed, first, plan = _check_with_tokenizer(plan, gpus)
     lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
     if on_gpus := build.device(plan.driver) == "cuda":
         gpu = gpu or build.gpu_memory("cuda")
         plan = sized(plan, gpu)
-    lines = [*_run_lines(plan, longest), disk_line(plan)]
+    lines = [*_run_lines(plan, longest), *first, disk_line(plan)]
     if rehearsed:
         lines.append(f"on mocks    one step of {plan.algorithm} {rehearsed}")
     if gpus is None:
@@ -161,11 +163,12 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     return Report("\n".join(lines), fits(plan, gpu, 1.0))
 
 
-def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, Plan]:
+def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, list[str], Plan]:
     """Checks data, rewards and environment.
 
     Returns:
-        The tokens of the longest row, how the step on mocks went, and the plan with the data's use of the engine.
+        The tokens of the longest row, how the step on mocks went, lines about the first row, and the plan with the
+        data's use of the engine.
     """
     source = prepare(plan, say, gpus)
     check_rewards(plan, source if gpus is None else None)
@@ -182,7 +185,26 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, Plan]
         else:
             encode_examples(some, tokenizer, tokenizer.eos_token_id)
     lengths = row_lengths(plan, source, tokenizer)
-    return max(lengths.sampled, lengths.trained), rehearsed, with_use_of_engine(plan, source)
+    first = list(_first_row(plan, source, tokenizer))
+    return max(lengths.sampled, lengths.trained), rehearsed, first, with_use_of_engine(plan, source)
+
+
+def _first_row(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
+    """Yields the run's first prompt, or the rows of its first example, as the model reads them."""
+    problems = source.train(Key.from_seed(plan.trainer.seed).fold_in("data"), 0, 1)
+    if plan.learns_from != "samples":
+        rows = encode_examples(problems, tokenizer, end_tokens(plan.model, tokenizer))
+    elif plan.env.name:
+        return  # an environment writes its own prompts
+    else:
+        prompts = encode_prompts(problems, tokenizer, plan.data.max_prompt_length, plan.data.truncation)
+        rows = [(ids, [0.0] * len(ids)) for ids in prompts]
+    headings = ("chosen", "rejected") if plan.learns_from == "pairs" else ("first row",)
+    for heading, (ids, mask) in zip(itertools.chain(headings, itertools.repeat("a row more")), rows):
+        for learned, part in itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1] != 0):
+            text = tokenizer.decode([i for i, _ in part], skip_special_tokens=False)
+            yield f"{heading:<11} {'learned' if learned else 'read   '} {short(repr(text), 400)}"
+            heading = ""
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
