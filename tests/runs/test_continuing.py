@@ -11,6 +11,7 @@ from run_configs import tiny_run
 from verl_fn.atomic import crc_of
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import RunError, continuing, history
@@ -246,6 +247,33 @@ def test_the_day_of_a_template_is_that_of_the_run(tiny, copy, monkeypatch):
     (model / "chat_template.jinja").write_text("{{ ['a', 'b'] | random }}")
     with pytest.raises(ModelError, match="draws random text with 'random'"):
         of_day(3, "f")
+
+
+def test_the_config_of_a_copied_run_is_not_that_of_the_run_it_was_copied_from(run, copy, capsys):
+    """A run that was moved would start once more in the folder that it left."""
+    config, longer = str(copy / "a/config.toml"), "trainer.total_training_steps=3"
+    assert main(["train", config, longer]) == 2
+    assert f"its trainer.dir is {run / 'a'}. Add trainer.dir={copy / 'a'} to continue" in capsys.readouterr().err
+    assert main(["train", config, longer, f"trainer.dir={copy / 'a'}"]) == 0
+    assert main(["train", config, longer, f"trainer.dir={copy / 'b'}"]) == 0
+    assert [len(read_metrics(folder)) for folder in (run / "a", copy / "a", copy / "b")] == [3, 4, 4]
+
+
+def test_a_new_run_does_not_overwrite_the_responses_of_another(tiny, tmp_path):
+    def one(name, texts, *more):
+        more = ["trainer.total_training_steps=2", f"trainer.rollout_data_dir={tmp_path / texts}", *more]
+        return tiny_run(tiny, tmp_path / name, *more)
+
+    train(one("a", "texts"), SILENT)
+    written = (tmp_path / "texts/2.jsonl").read_bytes()
+    train(one("a", "texts", "trainer.total_training_steps=3"), SILENT)
+    for start in (one("b", "texts"), fork_plan(tmp_path / "a", 2)):
+        with pytest.raises(ConfigError, match=rf"texts has the responses of another run.*{start.trainer.dir}/resp"):
+            train(start, SILENT)
+    assert (tmp_path / "texts/2.jsonl").read_bytes() == written and (tmp_path / "texts/3.jsonl").is_file()
+    more = [f"trainer.rollout_data_dir={tmp_path / 'more'}", "trainer.total_training_steps=3"]
+    train(fork_plan(tmp_path / "a", 2, more), SILENT)
+    assert [file.name for file in (tmp_path / "more").iterdir()] == ["3.jsonl"]
 
 
 def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):

@@ -35,7 +35,15 @@ from verl_fn.runs import RunError
 
 def train(args: argparse.Namespace) -> int:
     """Trains from a config, or only checks it."""
-    plan = make_plan(load(args.config, args.overrides))
+    from verl_fn.runs.history import is_run
+
+    plan, folder = make_plan(load(args.config, args.overrides)), Path(args.config).resolve().parent
+    given = any(setting.startswith("trainer.dir=") for setting in args.overrides)
+    if is_run(folder) and not given and Path(plan.trainer.dir).resolve() != folder:
+        raise UsageError(
+            f"{args.config} is the config of the run in {folder}, which was copied or moved: its trainer.dir is "
+            f"{plan.trainer.dir}. Add trainer.dir={folder} to continue that run, or another folder for a new one"
+        )
     return _train(plan, notes(args.config, args.overrides), args)
 
 

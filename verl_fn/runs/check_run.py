@@ -200,7 +200,7 @@ def _first_row(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
         prompts = encode_prompts(problems, tokenizer, plan.data.max_prompt_length, plan.data.truncation)
         rows = [(ids, [0.0] * len(ids)) for ids in prompts]
     headings = ("chosen", "rejected") if plan.learns_from == "pairs" else ("first row",)
-    for heading, (ids, mask) in zip(itertools.chain(headings, itertools.repeat("a row more")), rows):
+    for heading, (ids, mask) in zip(itertools.chain(headings, itertools.repeat("a row more")), rows, strict=False):
         for learned, part in itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1] != 0):
             text = tokenizer.decode([i for i, _ in part], skip_special_tokens=False)
             yield f"{heading:<11} {'learned' if learned else 'read   '} {short(repr(text), 400)}"

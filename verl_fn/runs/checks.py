@@ -172,7 +172,8 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 def check_run_folder(plan: Plan) -> None:
     """Checks that the folders that a run writes are no files and lie in none, and that its own can be a run's.
 
-    It can be no model's, and a new one cannot lie in another run's, which removes folders of its own.
+    It can be no model's, and a new one cannot lie in another run's, which removes folders of its own. A new run does
+    not overwrite the responses of another one.
     """
     own = Path(plan.trainer.dir)
     if (own / "config.json").is_file():
@@ -185,6 +186,11 @@ def check_run_folder(plan: Plan) -> None:
     for key, folder in _written_folders(plan):
         if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
             raise ConfigError(f"{key}: {taken} is a file; choose a folder")
+        if key != "trainer.dir" and not is_run(own) and any(file.stem.isdecimal() for file in folder.glob("*.jsonl")):
+            raise ConfigError(
+                f"{key}: {folder} has the responses of another run, and this one would overwrite them; choose another "
+                f"folder, such as {key}={own}/responses"
+            )
 
 
 def check_writable(plan: Plan) -> None:

@@ -239,6 +239,17 @@ def test_a_folders_own_code_is_never_run(model, tmp_path, monkeypatch, model_typ
     assert not asked and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("fields", [{"auto_map": OWN}, {"use_cache": False}, {}], ids=["code", "no cache", "plain"])
+def test_a_config_that_a_save_changes_is_that_of_the_same_model(fields, model, tmp_path):
+    table = json.loads((model / "config.json").read_text()) | fields
+    (model / "config.json").write_text(json.dumps(table))
+    backend = Local(model, OPTIMIZER)
+    folder = saved(model, tmp_path / "out")
+    backend.restore(folder)
+    told = json.loads((folder / "config.json").read_text())
+    assert "auto_map" not in told and told["use_cache"] == table.get("use_cache", True)
+
+
 def test_every_call_that_loads_says_that_code_is_not_run():
     """Calls of from_pretrained and from_config name the option, or pass options that do; adapters have no code."""
     import ast
