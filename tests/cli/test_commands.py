@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -114,6 +115,22 @@ def test_an_evaluation_notes_that_answers_were_cut_off(tiny, monkeypatch, capsys
         assert ("note: in the evaluation 100% of the responses were cut off" in capsys.readouterr().out) is noted
     with pytest.raises(ConfigError, match=r"there are no held-out problems: set data\.val_files"):
         commands._plan(None, ["model.path=m", "data.train_files=a.jsonl"])
+
+
+def test_a_model_that_fails_does_not_cost_the_evaluations_before_it(tiny, tmp_path, monkeypatch, capsys):
+    copies = [shutil.copytree(tiny, tmp_path / name) for name in "abc"]
+
+    def stub(plan, say):
+        if plan.model.endswith("c"):
+            raise ConfigError("no chat template")
+        return {"val-core/reverse/acc/mean@1": 0.5}, []
+
+    monkeypatch.setattr("verl_fn.runs.evaluate.evaluate_model", stub)
+    assert main(["eval", *map(str, copies), "data.task=reverse", "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: no chat template\n" and printed.out.count("0.5") == 2
+    written = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert [(one["model"], one["path"]) for one in written] == [(f.name, str(f)) for f in copies[:2]]
 
 
 def test_an_evaluation_shows_conversations_with_their_calls_of_tools(capsys):

@@ -15,7 +15,7 @@ from verl_fn.runs import RunError
 from verl_fn.runs.continuing import changes
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import train
-from verl_fn.runs.prepare import workers
+from verl_fn.runs.prepare import prepare, workers
 
 LORA = ["actor.lora_rank=8", "actor.lora_alpha=32", "algorithm.use_kl_loss=true"]
 QUIET = lambda line: None  # noqa: E731
@@ -86,6 +86,18 @@ def test_adapters_come_up_only_where_some_role_has_them(tmp_path):
     (tmp_path / "config.toml").write_text(tomli_w.dumps(before.table))
     with pytest.raises(RunError, match=r"actor.target_modules cannot change .*the state holds the adapters"):
         changes(*continued("grpo", "actor.lora_rank=4", "actor.target_modules=q_proj"))
+
+
+def test_a_base_that_another_run_may_remove_is_noted(run, model, tmp_path):  # noqa: F811
+    def notes(base, lora):
+        lines = []
+        prepare(config(base, tmp_path / "b", "sft", f"actor.lora_rank={lora}"), lines.append)
+        return [line for line in lines if "goes on" in line]
+
+    base = run / "model"
+    told = f"note: {base.resolve()}, the base of the adapters, lies in the run {run}, which removes it if it goes on"
+    assert notes(base, 2)[0].startswith(told)
+    assert notes(model, 2) == notes(base, 0) == []
 
 
 def test_a_fork_with_other_adapters_is_refused_in_one_line(run, capsys):

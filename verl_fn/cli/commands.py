@@ -456,16 +456,20 @@ def evaluate(args: argparse.Namespace) -> int:
         say(f"note: {note}")
     reports: dict[str, Mapping[str, float]] = {}
     answers: list[dict[str, Any]] = []
-    for (model, _), label, plan in zip(models, labels, plans, strict=True):
-        say(f"evaluating {model} on {_summary(plan)}")
-        with pruning(model):
-            reports[label], own = evaluate_model(plan, say)
-        if said := held_out_cut_off(reports[label]):
-            say(f"note: {said}")
-        answers += [{"model": label} | answer for answer in own]
-    _show(reports, answers, plans[0].rollout.val_kwargs.n)
-    if out is not None:
-        _write(out, dict(zip(labels, (str(model) for model, _ in models), strict=True)), reports, answers)
+    try:
+        for (model, _), label, plan in zip(models, labels, plans, strict=True):
+            say(f"evaluating {model} on {_summary(plan)}")
+            with pruning(model):
+                reports[label], own = evaluate_model(plan, say)
+            if said := held_out_cut_off(reports[label]):
+                say(f"note: {said}")
+            answers += [{"model": label} | answer for answer in own]
+    finally:
+        # Of the models before one that fails, too.
+        if reports:
+            _show(reports, answers, plans[0].rollout.val_kwargs.n)
+            if out is not None:
+                _write(out, dict(zip(reports, (str(model) for model, _ in models), strict=False)), reports, answers)
     return 0
 
 

@@ -52,6 +52,7 @@ from .checks import (
     check_parts,
     sampled,
 )
+from .history import run_around
 from .progress import Say
 from .state import check_blank
 
@@ -223,6 +224,12 @@ def _of_models(plan: Plan) -> Iterator[str]:
             yield (
                 f"{role.folder} was trained in bfloat16 and computes in float32 here, and may answer otherwise; "
                 f"{role.table}.dtype and rollout.dtype=bfloat16 compute as the run that trained it"
+            )
+        other = run_around(Path(role.folder) / "config.json") if role.lora else None
+        if other is not None and other != Path(plan.trainer.dir).resolve():
+            yield (
+                f"{role.folder}, the base of the adapters, lies in the run {other}, which removes it if it goes on: "
+                f"`verl-fn export {role.folder} --out FOLDER` makes a copy to train from"
             )
         if role.strategy != "megatron":
             yield from model_notices(role.folder, role.head, role.row_layout, plan.driver.device)
