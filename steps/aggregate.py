@@ -198,16 +198,17 @@ def minibatches(
             upper limit. Pass ``loss.together``.
 
     Raises:
-        ValueError: a group has more than ``rows`` rows, the batch lacks the field, or an update batch has no row.
+        ValueError: a group has more than ``rows`` rows, the batch lacks the field, or ``rows`` is not positive.
 
     Example:
         >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]
         [2, 1, 2, 1]
     """
+    if rows <= 0:
+        raise ValueError(f"an update batch has at least one row, and rows is {rows}")
     total, count = len(batch), math.ceil(Fraction(len(batch)) / rows)
-    bounds = [min(total, math.ceil(rows * i)) for i in range(count + 1)]
-    if any(start >= end for start, end in itertools.pairwise(bounds)):
-        raise ValueError(f"{total} rows cannot make {count} minibatches; raise algorithm.ppo_mini_batch_size")
+    # With a share below one row, some would be empty.
+    bounds = sorted({min(total, math.ceil(rows * i)) for i in range(count + 1)})
     for epoch in range(epochs):
         order = torch.arange(total)
         if shuffle is not None:

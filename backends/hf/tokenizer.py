@@ -49,6 +49,9 @@ def read_tokenizer(
         )
     with refused(f"{folder} has no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        if tokenizer.chat_template is None and (file := Path(folder) / "chat_template.json").is_file():
+            # Where processors of images had their template before tokenizers did.
+            tokenizer.chat_template = json.loads(file.read_text("utf-8"))["chat_template"]
         _try(tokenizer)
         _name_unknown(tokenizer)
     return with_chat_arguments(tokenizer, chat_template_kwargs or {}, date)

@@ -105,8 +105,12 @@ def class_of(config: Any, head: str, folder: str | Path) -> Any:
     if head == "lm":
         return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     auto: Any = transformers.AutoModelForTokenClassification
-    if sees and type(config) not in auto._model_mapping:
-        raise ModelError(f"{folder}: a model with images has no value head here; take algorithm.name=grpo")
+    if type(config) not in auto._model_mapping:
+        what = "a model with images" if sees else f"a model of the type {config.model_type}"
+        raise ModelError(
+            f"{folder}: {what} has no value head in transformers; take another model, or an algorithm without a "
+            "critic, such as algorithm.name=grpo"
+        )
     return auto
 
 

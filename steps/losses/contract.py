@@ -156,8 +156,15 @@ class Loss:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> Loss:
+        return self * (1 / divisor)
+
     def __sub__(self, other: Loss) -> Loss:
         return self + -1.0 * other
+
+    def __radd__(self, start: int) -> Loss:
+        # sum() begins with 0.
+        return self if start == 0 else NotImplemented
 
 
 def loss(

@@ -213,7 +213,10 @@ def bounds(both: float, low: float | None, high: float | None) -> tuple[float, f
         >>> bounds(0.2, None, 0.28)
         (0.2, 0.28)
     """
-    return both if low is None else low, both if high is None else high
+    low, high = both if low is None else low, both if high is None else high
+    if not (low >= 0 and high >= 0):
+        raise ValueError(f"a clip ratio is a distance from 1, so it is not negative: {low}, {high}")
+    return low, high
 
 
 def gspo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None) -> Loss:

@@ -38,7 +38,7 @@ class Constant:
         True
     """
 
-    lr: float
+    lr: float = attrs.field(validator=attrs.validators.ge(0))
     warmup_steps: int = 0
 
     def __call__(self, count: int) -> float:
@@ -241,6 +241,8 @@ def rounded(values: Tensor, seed: int) -> Tensor:
 
 def _as_betas(betas: Iterable[float]) -> tuple[float, float]:
     beta1, beta2 = betas
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas are at least 0 and below 1, and not {beta1} and {beta2}")
     return beta1, beta2
 
 
@@ -274,8 +276,8 @@ class AdamW(Optimizer):
 
     schedule: Schedule = attrs.field(converter=as_schedule)
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), converter=_as_betas)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    eps: float = attrs.field(default=1e-8, validator=attrs.validators.ge(0))
+    weight_decay: float = attrs.field(default=0.01, validator=attrs.validators.ge(0))
     weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
     moments: torch.dtype | None = attrs.field(default=None, validator=attrs.validators.in_(MOMENTS))
 

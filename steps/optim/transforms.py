@@ -218,7 +218,7 @@ class ClipByGlobalNorm(GradTransform):
     It changes only a divisor that the optimizer's kernel applies. This saves a pass over the gradients.
 
     Attributes:
-        max_norm: the global norm that gradients may have.
+        max_norm: the global norm that gradients may have, above 0. A chain without this part does not clip.
 
     Example:
         >>> from verl_fn.steps import sgd
@@ -232,7 +232,7 @@ class ClipByGlobalNorm(GradTransform):
     Source: Pascanu et al. 2013 (arXiv 1211.5063).
     """
 
-    max_norm: float
+    max_norm: float = attrs.field(validator=attrs.validators.gt(0))
 
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
         norm = update.norm if update.divisor is None else update.norm / update.divisor

@@ -375,6 +375,10 @@ def outside(batch):
     return batch.with_tokens(advantages=bad, returns=bad)
 
 
+def with_signal(batch):
+    return scaled(batch).take(torch.arange(len(batch)) > 0)
+
+
 def unmasked(batch):
     return scaled(batch).with_tokens(response_mask=torch.zeros_like(batch["response_mask"]))
 
@@ -417,7 +421,8 @@ def test_options_of_an_estimator(here):
             r"me:by_row writes advantages for each row; batch.spread\(values\) makes one value",
         ),
         ("nan", "adv_estimator: me:nan writes advantages that are inf or nan, first in row 0 of 12"),
-        ("unmasked", "adv_estimator: me:unmasked leaves no token with response_mask"),
+        ("unmasked", "adv_estimator: me:unmasked changes response_mask, which metrics and minibatches go by"),
+        ("with_signal", "adv_estimator: me:with_signal leaves out rows, which .* get advantages of 0"),
         (
             "of_verl",
             r"me:of_verl takes \(token_level_rewards, response_mask, index, epsilon\), and is called",
@@ -683,7 +688,7 @@ FAILING = ("grouped", "as_rows", "sums_rows", "of_a_rare_field", "without_module
         ("adv_estimator", "of_a_rare_field", None),
         ("adv_estimator", "grouped", None),
         ("adv_estimator", "logarithm", None),
-        ("adv_estimator", "unmasked", None),
+        ("adv_estimator", "unmasked", "me:unmasked changes response_mask"),
         ("adv_estimator", "scaled", None),
         ("adv_estimator", "as_rows", None),
         ("policy_loss", "sums_rows", None),

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import json
 
 import attrs
 import pytest
@@ -10,8 +11,8 @@ from chat_templates import FAMILIES, PHI3_FIRST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
-from verl_fn.backends.hf.tokenizer import chat_texts, with_chat_arguments
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
+from verl_fn.backends.hf.tokenizer import chat_texts, read_tokenizer, with_chat_arguments
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import Conversation, encode_examples, encode_rows
 from verl_fn.data.files import encode_prompts
@@ -341,3 +342,11 @@ def test_a_template_that_shows_only_parts_gets_text_as_parts():
         made.decode(encode_examples([talk(ASKS, SAYS)], made, ends)[0][0])
         == rendered("Qwen2.5", [ASKS, SAYS]).strip()
     )
+
+
+def test_a_template_in_the_older_file_of_processors_is_read(tmp_path):
+    folder = new_model(tmp_path / "m", chars="abcd?\n", chat_template=True)
+    (file := folder / "chat_template.jinja").rename(tmp_path / "template")
+    assert not file.exists() and read_tokenizer(folder).chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": (tmp_path / "template").read_text()}))
+    assert encode_prompts([Problem(({"role": "user", "content": "ab?"},), "")], read_tokenizer(folder), 9)

@@ -71,6 +71,7 @@ LOSSES = {
         for plus in ("", "+")
     },
     "twice ppo_clip": (2.0 * ppo_clip(), True),
+    "a sum of halves": (sum([ppo_clip() / 2, gspo() / 2]), True),
     "policy, KL and entropy": (ppo_clip() + 0.1 * kl_to_reference() - 0.01 * entropy(), False),
     "policy and value": (ppo_clip() + 0.5 * value_clip(), False),
 }

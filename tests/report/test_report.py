@@ -616,7 +616,7 @@ def test_the_best_of_equal_values_is_the_first(tmp_path):
 def test_training_responses_of_the_newest_step_are_shown(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
-    for step in (2, 10):
+    for step in (2, 10, 11):
         rows = [
             {"step": step, "prompt": f"p{i}", "input": f"p{i}", "output": f"o{step}.{i}.{j}", "gts": f"g{i}",
              "score": 0.5, "acc": None, "sample": j, "finished": True}
@@ -624,7 +624,7 @@ def test_training_responses_of_the_newest_step_are_shown(tmp_path):
         ]  # fmt: skip
         (texts / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (texts / "notes.jsonl").write_text("")
-    run = write(tmp_path / "a", brief(2), overrides=[f"trainer.rollout_data_dir={texts}"])
+    run = write(tmp_path / "a", brief(10), overrides=[f"trainer.rollout_data_dir={texts}"])
     text, found = page(report([run], tmp_path / "page.html"))
     assert f"a: {SHOWN} of {SHOWN * (OF_EACH + 1)} responses of step 10, up to {OF_EACH} of a prompt" in text
     shown = [cell.partition(" ")[0] for cell in found.cells if re.match(r"o\d", cell)]

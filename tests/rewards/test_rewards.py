@@ -10,6 +10,7 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import Reward, RewardError, by_rules, prompt_texts, response_texts, texts_of
 from verl_fn.state import Batch
 from verl_fn.steps import reinforce_plus_plus
@@ -33,6 +34,14 @@ def scored(*results, problems=(PROBLEM,)):
     batch, tokenizer = responses(*["cba"] * len(results))
     usual = {"score": 1.0, "acc": 1.0, "pred": ""}
     return Reward(lambda answers: [usual | result for result in results], tokenizer)(batch, problems)
+
+
+def test_a_function_with_verls_signature_is_not_taken_for_a_judge():
+    def score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+
+    with pytest.raises(ArgumentError, match=r"verl's signature; pass RewardFunctions\(\['FILE.py:NAME'\]\)"):
+        Reward(score, char_tokenizer("ab"))
 
 
 def test_scores_sit_on_the_last_response_token():

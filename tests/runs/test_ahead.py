@@ -364,6 +364,16 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(ahead, tmp_path, monke
     assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("level", "noted"), [("", True), ("token", False), ("off", False)])
+def test_waiting_samples_that_nothing_corrects_any_more_are_noted(ahead, tmp_path, level, noted):
+    goal = ["trainer.stop_metric=reward", "trainer.test_freq=1", "trainer.val_before_train=false"]
+    goal.append(f"algorithm.rollout_is={level}")
+    train(ahead(tmp_path, *goal, "trainer.stop_at=-9"), SILENT)
+    train(ahead(tmp_path, *goal, "trainer.stop_at=9", max_lag=0), (lines := []).append)
+    assert any("samples wait" in line for line in lines)
+    assert any("older weights drew them" in line for line in lines) == noted
+
+
 def test_a_run_that_reached_its_goal_keeps_what_waits(ahead, tmp_path):
     """A higher goal continues it as the undisturbed run."""
     goal = ["trainer.stop_metric=reward", "trainer.test_freq=1", "trainer.val_before_train=false"]

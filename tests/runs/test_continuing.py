@@ -14,6 +14,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
+from verl_fn.rewards.reward import RewardError
 from verl_fn.runs import RunError, continuing, history
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checkpoints import checkpoints, saved_step
@@ -270,10 +271,31 @@ def test_a_new_run_does_not_overwrite_the_responses_of_another(tiny, tmp_path):
     for start in (one("b", "texts"), fork_plan(tmp_path / "a", 2)):
         with pytest.raises(ConfigError, match=rf"texts has the responses of another run.*{start.trainer.dir}/resp"):
             train(start, SILENT)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy", symlinks=True)
+    with pytest.raises(ConfigError, match="texts has the responses of another run"):
+        train(one("copy", "texts", "trainer.total_training_steps=4"), SILENT)
     assert (tmp_path / "texts/2.jsonl").read_bytes() == written and (tmp_path / "texts/3.jsonl").is_file()
     more = [f"trainer.rollout_data_dir={tmp_path / 'more'}", "trainer.total_training_steps=3"]
     train(fork_plan(tmp_path / "a", 2, more), SILENT)
+    shutil.rmtree(tmp_path / "a")  # the copy is now a run that was moved
+    train(one("copy", "texts", "trainer.total_training_steps=4"), SILENT)
+    assert (tmp_path / "texts/4.jsonl").is_file()
     assert [file.name for file in (tmp_path / "more").iterdir()] == ["3.jsonl"]
+
+
+def test_a_reward_that_fails_costs_no_step(tiny, tmp_path):
+    flag, lines = tmp_path / "fails", []
+    (tmp_path / "r.py").write_text(
+        "import os\n\ndef score(solution_str, **more):\n"
+        f"    assert not os.path.exists({str(flag)!r})\n    return float(len(solution_str))\n"
+    )
+    more = ["algorithm.name=grpo", "rollout.n=2", f"reward.functions={tmp_path}/r.py:score", "trainer.save_freq=-1"]
+    start = tiny_run(tiny, tmp_path / "a", *more, "trainer.log_freq=1", "trainer.total_training_steps=3")
+    with pytest.raises(RewardError):
+        train(start, lambda line: flag.write_text("") if line.startswith("step 2/") else None)
+    flag.unlink()
+    train(start, lines.append)
+    assert any("after step 2, from" in line for line in lines) and not any("done again" in line for line in lines)
 
 
 def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):

@@ -119,7 +119,10 @@ def test_verls_script_for_geo3k_trains_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["algorithm.name=ppo"], "a model with images has no value head here; take algorithm"),
+        (
+            ["algorithm.name=ppo"],
+            "a model with images has no value head in transformers; take another model, or an algorithm",
+        ),
         (["trainer.journal=samples"], "trainer.journal = samples keeps no images"),
         (["model.layout=padded"], "padded rows have no images; set model.layout to auto"),
         (

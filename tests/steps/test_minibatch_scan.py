@@ -84,17 +84,16 @@ def test_the_batch_passed_in_is_unchanged():
 @MODEST
 def test_a_share_of_prompts_is_that_share_of_the_rows(count, size, prompts):
     rows, updates = Fraction(count * min(size, prompts), prompts), math.ceil(prompts / min(size, prompts))
-    if rows < 1:
-        with pytest.raises(ValueError, match="rows cannot make"):
-            list(minibatches(numbered(count), rows))
-        return
-    try:
-        parts = [part["row"].tolist() for part in minibatches(numbered(count), rows)]
-    except ValueError:
-        assert math.ceil(rows * (updates - 1)) >= count
-        return
-    assert [*itertools.chain(*parts)] == list(range(count)) and len(parts) == updates
+    parts = [part["row"].tolist() for part in minibatches(numbered(count), rows)]
+    assert [*itertools.chain(*parts)] == list(range(count))
+    assert len(parts) == updates or (len(parts) < updates and count < prompts)
     assert all(abs(len(part) - rows) <= 1 for part in parts[:-1]) and 0 < len(parts[-1]) <= rows + 1
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_an_update_batch_has_a_row(rows):
+    with pytest.raises(ValueError, match="at least one row"):
+        next(minibatches(numbered(2), rows))
 
 
 @given(st.lists(st.integers(-9, 9)))

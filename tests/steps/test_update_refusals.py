@@ -7,10 +7,30 @@ from update_builders import gradients, start
 
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Grads, Key, NotDifferentiable, Params, TrainState, is_donated, tree
-from verl_fn.steps import Chain, adamw, apply_update, chain, clip_by_global_norm, constant, frozen, sgd
+from verl_fn.steps import Chain, adamw, apply_update, chain, clip_by_global_norm, constant, frozen, ppo_clip, sgd
 from verl_fn.steps.optim.transforms import GradTransform
 
 CLIP = clip_by_global_norm(1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: clip_by_global_norm(0.0),
+        lambda: clip_by_global_norm(float("nan")),
+        lambda: adamw(-1e-2),
+        lambda: sgd(float("nan")),
+        lambda: adamw(1e-2, eps=-1.0),
+        lambda: adamw(1e-2, weight_decay=-0.1),
+        lambda: adamw(1e-2, betas=(0.9, 1.0)),
+        lambda: adamw(1e-2, betas=(0.9, 95)),
+        lambda: ppo_clip(-0.2),
+        lambda: ppo_clip(0.2, clip_ratio_high=float("nan")),
+    ],
+)
+def test_settings_that_no_training_has_are_refused_when_they_are_given(make):
+    with pytest.raises(ValueError, match=r"must be [>(]|below 1|not negative"):
+        make()
 
 
 def broken_schedule(count):

@@ -7,6 +7,7 @@ Metrics have verl's names.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -486,6 +487,8 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
         >>> updates = [({"kl": Weighted(value, 1.0), "longest": Max(value)}, {}) for value in (2.0, 4.0)]
         >>> update_report("actor", updates)
         {'actor/kl': 3.0, 'actor/longest': 4.0}
+        >>> update_report("actor", [*updates, ({"kl": Weighted(0.0, 0.0)}, {})])["actor/kl"]
+        3.0
     """
     by_name: dict[str, list[Metric]] = {}
     for pair in updates:
@@ -500,7 +503,9 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
 def _over_updates(of_updates: Sequence[Metric]) -> float:
     if isinstance(of_updates[0], Max | Min):
         return functools.reduce(operator.add, of_updates).value
-    return sum(metric.value for metric in of_updates) / len(of_updates)
+    # The mean of an update may be over no token at all.
+    counted = [metric for metric in of_updates if not isinstance(metric, Weighted) or float(metric.weight)]
+    return sum(metric.value for metric in counted) / len(counted) if counted else math.nan
 
 
 def batch_report(batch: Batch, *, compares: bool = False, exact: bool = False) -> Report:

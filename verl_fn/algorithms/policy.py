@@ -239,10 +239,12 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
         raise EstimatorError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
     if missing := [field for field in needs if field not in estimated]:
         raise EstimatorError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
-    if bool(batch["response_mask"].any()) and not bool(estimated["response_mask"].any()):
-        raise ConfigError(
-            f"algorithm.adv_estimator: {name} leaves no token with response_mask, so there is nothing to learn from; "
-            f"{RETURNS}"
+    if not torch.equal(estimated["response_mask"], batch["response_mask"]):
+        what = "changes response_mask" if len(estimated) == len(batch) else "leaves out rows"
+        raise EstimatorError(
+            f"algorithm.adv_estimator: {name} {what}, which metrics and minibatches go by; tokens to learn nothing "
+            "from get advantages of 0, and a function as algorithm.loss_agg_mode also takes them out of the "
+            f"denominator; {RETURNS}"
         )
     written = [field for field in ("advantages", "returns") if field in estimated]
     if by_row := [field for field in written if field not in estimated.per_token]:

@@ -448,7 +448,9 @@ def _training(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         folder = run.config.get("trainer.rollout_data_dir")
         files = Path(folder).glob("*.jsonl") if isinstance(folder, str) else ()
-        if steps := {int(file.stem): file for file in files if file.stem.isdecimal()}:
+        numbered = {int(file.stem): file for file in files if file.stem.isdecimal()}
+        # A run that starts over leaves the files of later steps.
+        if steps := {step: file for step, file in numbered.items() if step <= run.rows[-1]["step"]}:
             answers = read_lines(steps[max(steps)])
             shown = [one for one in answers if one["sample"] < OF_EACH][:SHOWN]
             rows = [

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from verl_fn.data.tasks import ARITHMETIC, GSM8K, SQUARES, TASKS, Problem, Task
-from verl_fn.errors import UserError
+from verl_fn.errors import ArgumentError, UserError, signature_of
 from verl_fn.pool.worker import LARGEST, short
 from verl_fn.scores import boxed, equal, verdict
 from verl_fn.state import Batch, conversations
@@ -79,6 +79,11 @@ class Reward:
     """
 
     def __init__(self, judge: Judge, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
+        if "solution_str" in signature_of(judge):
+            raise ArgumentError(
+                "Reward takes a function of a list of answers, and this one has verl's signature; pass "
+                "RewardFunctions(['FILE.py:NAME']) of verl_fn.rewards, which calls it for each answer"
+            )
         self.judge, self._one_thread = judge, threading.Lock()
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens

@@ -170,6 +170,20 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
 
 
+def wrote_responses(folder: Path, texts: Path) -> bool:
+    """Returns whether the run in a folder has written the responses in ``texts``; a copy has those of its original.
+
+    Example:
+        >>> wrote_responses(Path("/no/such/run"), Path("/no/such/responses"))
+        False
+    """
+    if not is_run(folder):
+        return False
+    table = tomllib.loads((folder / CONFIG).read_text("utf-8")).get("trainer", {})
+    origin = Path(table.get("dir", folder))
+    return table.get("rollout_data_dir") == str(texts) and (origin == folder or not is_run(origin))
+
+
 def config_file(folder: Path, step: int | None = None) -> Path:
     """Returns the file with the config that a step was made with; see ``run_config``."""
     if not (folder / CONFIG).is_file():

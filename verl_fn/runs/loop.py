@@ -15,11 +15,13 @@ import attrs
 
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
+from verl_fn.algorithms.policy_optimization import NoSignal
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.errors import say as print_line
 from verl_fn.pool.worker import short
+from verl_fn.rewards.reward import RewardError
 from verl_fn.state import Params
 from verl_fn.torchrun import leading
 
@@ -196,6 +198,11 @@ class _Loop:
                 say(f"the log goes on to step {again[-1]}, but no checkpoint does: these steps are done again")
             if count := len(state.waiting):
                 say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
+                if getattr(plan.options, "rollout_is", "") is None:
+                    say(
+                        "note: older weights drew them, and without driver.max_lag nothing corrects for the "
+                        "difference; algorithm.rollout_is=token does"
+                    )
             self.evaluation = last_evaluation(run_of(origin), state.step)
         _print_adapters(state, plan, self.w, say)
         self.run.start(state.step, origin=origin)
@@ -241,7 +248,13 @@ class _Loop:
             skipped: dict[str, int] = {}
             begun = state.step
             while state.step < total and not goal_reached(plan, self.evaluation):
-                state, report, drawn = advance(self.algorithm, state, self.source, self.w, plan)
+                try:
+                    state, report, drawn = advance(self.algorithm, state, self.source, self.w, plan)
+                except (NoSignal, RewardError):
+                    # Nothing was learned from these samples, so the state is whole.
+                    with contextlib.suppress(Exception):
+                        self._save(state)
+                    raise
                 # A save had the time of this step. A log without any checkpoint would not be continued.
                 self.run.saved(self.w)
                 report |= self._restarts() | started

@@ -369,6 +369,12 @@ def test_other_quantized_checkpoints_are_refused_by_the_name_of_what_they_need(t
         Local(tmp_path, sgd(0.1)).load_pretrained()
 
 
+def test_a_family_without_value_heads_is_refused_by_name(tmp_path):
+    tiny_folder("olmo2", tmp_path)
+    with pytest.raises(ModelError, match="a model of the type olmo2 has no value head in transformers; take another"):
+        Local(tmp_path, sgd(0.1), head="value").load_pretrained()
+
+
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_a_value_head_on_a_model_in_bf16(tmp_path, pretrained):
     tiny_folder("qwen2", tmp_path)
