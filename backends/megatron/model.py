@@ -268,8 +268,6 @@ def build(folder: str | Path, layout: Layout, how: How, skeleton: Skeleton) -> B
     config = _for_bridge(read_config(folder), folder)
     check_sight(skeleton, layout.sizes, folder, fsdp=how.fsdp)
     settings = _settings(layout, how, config.get_text_config(), folder)
-    if how.head == "value":
-        settings["share_embeddings_and_output_weights"] = False
     bridge, provider, plain = _provider(config, folder, settings, how.provider)
     repeatable = _must_repeat(how, plain)
     _declare(provider, folder)
@@ -483,6 +481,8 @@ def _settings(layout: Layout, how: How, config: Any, folder: str | Path) -> dict
     if how.router_replay:
         # Megatron's fused router does not ask what to replay.
         settings |= {"moe_enable_routing_replay": True, "moe_router_fusion": False}
+    if how.head == "value":
+        settings["share_embeddings_and_output_weights"] = False
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return settings

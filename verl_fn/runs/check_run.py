@@ -134,7 +134,8 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         return Report("\n".join([done, *unused_settings(run, plan)]))
     for sentence in changed:
         say(sentence)
-    longest, rehearsed, first = plan.rollout.longest, "", []
+    longest, rehearsed = plan.rollout.longest, ""
+    first: list[str] = []
     if gpus is not None and plan.new_model is None and not has_tokenizer(plan.model):
         _check_without_tokenizer(plan, longest)
     else:
