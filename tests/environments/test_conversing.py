@@ -397,8 +397,50 @@ def test_texts_are_continued_as_whole_conversations_are_rendered():
     for reply, answer in (("cd", "ef"), ("", "g?"), ("h", "a")):
         said.append({"role": "assistant", "content": reply})
         whole = renderer._by_tokens(said, user(answer))
-        assert renderer.continuation(said, user(answer)) == whole == renderer._by_text(said, user(answer))
+        assert [END, *renderer.continuation(said, user(answer))] == whole == renderer._by_text(said, user(answer))
         said += user(answer)
+
+
+# As the templates of GLM-4.5 and 4.6: no turn ends, and each begins with a token that ends a reply.
+TURNS_BEGIN = (
+    "{% set begins = {'user': '<|user|>', 'tool': '<|observation|>', 'assistant': '<|assistant|>'} %}"
+    "{% for m in messages %}{{ begins[m.role] + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("by_text", [True, False])
+def test_a_reply_may_end_with_the_token_that_begins_the_next_turn(by_text):
+    tokenizer, begins = char_tokenizer("abcd"), ["<|user|>", "<|observation|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*begins, "<|assistant|>"]})
+    tokenizer.chat_template = TURNS_BEGIN
+    drawn, other = tokenizer.convert_tokens_to_ids(begins)
+    renderer, said = Renderer(tokenizer, [drawn, other]), [*user("a"), {"role": "assistant", "content": "b"}]
+    assert renderer._from_end
+    renderer._from_end = by_text
+    assert tokenizer.decode(renderer.continuation(said, user("c"), drawn=drawn)) == "c<|assistant|>"
+    # The model has asked for a tool, and the user answers.
+    assert renderer.continuation(said, user("c"), drawn=other) is None
+    answer = [{"role": "tool", "content": "d"}]
+    assert tokenizer.decode(renderer.continuation(said, answer, drawn=other)) == "d<|assistant|>"
+
+
+def test_reasoning_that_a_template_always_leaves_out_begins_a_new_row():
+    """As R1's template: it shows the model no reasoning of earlier turns, so no row goes on behind one."""
+    tokenizer = char_tokenizer("abcd<think>/\n")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}"
+        "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    )
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+    for reply, goes_on in (
+        ("<think>dd</think>b", False),
+        ("dd</think>b", False),
+        ("<think>\n</think>b", True),
+        ("b", True),
+    ):
+        said = [*user("a"), {"role": "assistant", "content": reply}]
+        assert (renderer.continuation(said, user("c")) is not None) == goes_on
 
 
 def test_each_conversation_has_a_seed_of_its_own_for_all_its_turns():
@@ -469,7 +511,7 @@ def test_all_failed_is_an_error():
     [
         (None, "the tokenizer has no chat template; take a model folder with"),
         (CHAT_TEMPLATE.replace("eos_token", "''"), "does not end a turn of the assistant with '<eos>'"),
-        ("{{ raise_exception('no') }}", "messages of the roles user, assistant cannot be rendered"),
+        ("{{ raise_exception('no') }}", "messages of the roles user cannot be rendered"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_turn_by_turn_is_refused_at_the_start(template, message):

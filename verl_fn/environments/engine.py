@@ -362,9 +362,9 @@ class Conversing(Through):
         if one.request.images is not None:
             check_no_marks(messages, one.label)
             said = with_image_parts(said)
-        tokens = self._renderer.continuation(said, messages, one.template_arguments)
-        one.messages += messages
         row = one.rows[-1]
+        tokens = self._renderer.continuation(said, messages, one.template_arguments, row.ids[-1])
+        one.messages += messages
         new = self._opening(one) if tokens is None else None
         if len([*row.ids, *(tokens or ())] if new is None else new.prompt) >= one.limit:
             one.reason = "length"

@@ -58,7 +58,8 @@ class Renderer:
     """Renders messages by the tokenizer's chat template, turn by turn.
 
     Args:
-        tokenizer: has a chat template that ends a turn of the assistant with an end token.
+        tokenizer: has a chat template that ends a turn of the assistant with an end token, or begins each turn with
+            one, as GLM's.
         end_tokens: of the model.
 
     Raises:
@@ -90,6 +91,10 @@ class Renderer:
                 "chat_template.jinja (`verl-fn new-model ... --chat-template` writes one)"
             )
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
+        # Of a template that ends no turn, the end token of a reply is the first token of the next turn.
+        self._begins = not self._new_ends([user], [user, reply]) and bool(
+            self._new_ends([user, reply], [user, reply, user])
+        )
         whole = self._by_tokens([user, reply], [user])
         # Some tokenizers encode the start of a text differently, for example with a space before it.
         self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
@@ -145,8 +150,19 @@ class Renderer:
             features = sum(each.count(processor.feature) for each in images.texts)
             return list(ids), images_of(ids, Shown(list(images.texts), images.fields, features), processor)
 
+    def _new_ends(self, before: Sequence[Message], after: Sequence[Message]) -> int:
+        """Returns how many more end tokens a template writes for a longer conversation."""
+        shorter, longer = (
+            sum(token in self._end_tokens for token in self._tokens(messages, NONE)) for messages in (before, after)
+        )
+        return longer - shorter
+
     def continuation(
-        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
+        self,
+        said: Sequence[Message],
+        messages: Sequence[Message],
+        arguments: TemplateArguments = NONE,
+        drawn: int | None = None,
     ) -> list[int] | None:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
@@ -157,46 +173,54 @@ class Renderer:
         Args:
             said: the conversation so far; it ends with the reply.
             messages: the environment's answer to it.
+            drawn: the end token that the model drew.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
-            drop earlier reasoning.
+            drop earlier reasoning, or begins ``messages`` with another end token than the one that was drawn.
 
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
+        if _drops_reasoning(said[-1]["content"], lambda: self._tokenizer.decode(self._tokens(said, arguments))):
+            return None
         tokens = self._by_text(said, messages, arguments) if self._from_end else None
-        return self._by_tokens(said, messages, arguments) if tokens is None else tokens
+        tokens = self._by_tokens(said, messages, arguments) if tokens is None else tokens
+        if tokens is None or (self._begins and drawn not in (None, tokens[0])):
+            return None
+        return tokens[1:]
 
     def _by_text(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
-        """Returns the tokens of the text after the reply; None where the earlier text is another one."""
+        """Returns the tokens of the text from the end token of the reply on; None where the text before differs."""
         with _renderable([*said, *messages]):
             whole = [*said, *messages]
             before, after = chat_texts(
                 self._tokenizer, [(said, False), (whole, True)], arguments.tools, arguments.kwargs
             )
-        last = max(before.rfind(end) for end in self._ends)
+        last = len(before) if self._begins else max(before.rfind(end) for end in self._ends)
         if last < 0 or not after.startswith(before):
             return None
-        end, *tokens = self._encoded(after[last:])
-        return tokens if end in self._end_tokens else None
+        tokens = self._encoded(after[last:])
+        return list(tokens) if tokens[0] in self._end_tokens else None
 
     def _by_tokens(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
-        """Returns the tokens after the last end token; None if the tokens before it are not the same."""
+        """Returns the tokens from the end token of the reply on; None if the tokens before it are not the same."""
         before = self._tokens(said, arguments)
         after = self.opening([*said, *messages], arguments)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
+        if self._begins and after[: len(before)] == before:
+            ends = [len(before)] if after[len(before)] in self._end_tokens else []
         if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
             raise EnvError(
                 f"env.name: the chat template does not end a turn of the assistant with {token!r}, where sampling "
                 "stops; write that token after the assistant's content in the template"
             )
-        return after[ends[-1] + 1 :] if after[: len(before)] == before else None
+        return after[ends[-1] :] if after[: len(before)] == before else None
 
     def check_seen(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
@@ -287,6 +311,12 @@ class Renderer:
         with _renderable(messages):
             text = chat_texts(self._tokenizer, [(messages, generation_prompt)], tools, kwargs)[0]
         return self._encode(text)
+
+
+def _drops_reasoning(reply: str, rendered: Callable[[], str]) -> bool:
+    """Returns whether a template leaves the reasoning of a reply out of the conversation, as R1's always does."""
+    reasoning, closed, _ = reply.partition("</think>")
+    return bool(closed) and reasoning.replace("<think>", "").strip() not in rendered()
 
 
 def call_format(tokenizer: Any) -> str:
