@@ -61,6 +61,8 @@ def test_its_files_and_its_token_are_this_users(two):
         [member.host.map.remote(os.getenv, None, "RAY_AUTH_TOKEN_PATH") for member in members(two)]
     )
     assert environments == [str(token)] * len(environments)
+    sockets = ray.get([member.host.map.remote(os.getenv, None, "VLLM_RPC_BASE_PATH") for member in members(two)])
+    assert sockets == [str(token.parent)] * len(sockets), "vLLM's, which outlive engines that are killed"
     for member in members(two):
         logs = [Path(log) for log in member.logs]
         assert [log.suffix for log in logs] == [".out", ".err"] and all(token.parent in log.parents for log in logs)

@@ -114,7 +114,8 @@ def _settings(token: Path) -> Iterator[None]:
     """Makes Ray listen on the loopback device and ask for the token in a file, for the body."""
     # Ray would read a token in RAY_AUTH_TOKEN first, and start an idle worker for each core.
     fixed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_prestart_worker_first_driver": "0"}
-    variables = {**fixed, "RAY_AUTH_TOKEN_PATH": str(token)}
+    # vLLM's sockets outlive engines that are killed, and so end with the folder.
+    variables = {**fixed, "RAY_AUTH_TOKEN_PATH": str(token), "VLLM_RPC_BASE_PATH": str(token.parent)}
     before = {name: os.environ.get(name) for name in variables}
     several = ray_constants.ENABLE_RAY_CLUSTER
     # As on macOS, where Ray does not support several machines. Its variable is RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
