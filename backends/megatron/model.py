@@ -570,7 +570,11 @@ def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def _replace_gates(model: nn.Module) -> None:
     """Replaces the product of routers: transformer-engine's is not for CPUs, and computes fp32 in TF32."""
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import Router
+
+    if moe_utils.te_general_gemm is None:
+        return
 
     def gate(router: Any, x: Tensor) -> Tensor:
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)

@@ -160,6 +160,9 @@ def value_clip(cliprange_value: float = 0.5) -> Loss:
     Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
 
+    if not cliprange_value >= 0:
+        raise ValueError(f"cliprange_value must be >= 0, and it is {cliprange_value}")
+
     @loss(needs=["values"])
     def value_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         old, returns = batch["values"], batch["returns"]
@@ -215,7 +218,7 @@ def bounds(both: float, low: float | None, high: float | None) -> tuple[float, f
     """
     low, high = both if low is None else low, both if high is None else high
     if not (low >= 0 and high >= 0):
-        raise ValueError(f"a clip ratio is a distance from 1, so it is not negative: {low}, {high}")
+        raise ValueError(f"clip_ratio_low and clip_ratio_high must be >= 0, and they are {low} and {high}")
     return low, high
 
 

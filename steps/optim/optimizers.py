@@ -60,7 +60,7 @@ class Linear:
         [1.0, 0.75, 0.0, 0.0]
     """
 
-    lr: float
+    lr: float = attrs.field(validator=attrs.validators.ge(0))
     total_steps: int
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
@@ -369,7 +369,7 @@ class SGD(Optimizer):
     """
 
     schedule: Schedule = attrs.field(converter=as_schedule)
-    momentum: float = 0.0
+    momentum: float = attrs.field(default=0.0, validator=attrs.validators.ge(0))
 
     by_leaf = True
 

@@ -422,7 +422,7 @@ def test_options_of_an_estimator(here):
         ),
         ("nan", "adv_estimator: me:nan writes advantages that are inf or nan, first in row 0 of 12"),
         ("unmasked", "adv_estimator: me:unmasked changes response_mask, which metrics and minibatches go by"),
-        ("with_signal", "adv_estimator: me:with_signal leaves out rows, which .* get advantages of 0"),
+        ("with_signal", "adv_estimator: me:with_signal changes the rows, which .* get advantages of 0"),
         (
             "of_verl",
             r"me:of_verl takes \(token_level_rewards, response_mask, index, epsilon\), and is called",

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -166,25 +165,18 @@ def test_code_of_a_module_is_found_in_the_working_directory_and_not_of_a_library
     assert [found(module) for module in ("theirs", "no_such_module", "torch")] == [[], [], []]
 
 
-def test_packages_in_a_folder_of_the_path_are_libraries(tmp_path):
-    """As pip's --target makes it, or Debian's dist-packages."""
-    (tmp_path / "engine.py").write_text("def start():\n    raise AssertionError('no room')\n")
-    installed = tmp_path / "engine-1.0.dist-info"
-    installed.mkdir()
-    script = (
-        "import engine\nfrom verl_fn import user_files\ntry:\n    engine.start()\nexcept AssertionError as error:\n"
-        "    error = error.with_traceback(error.__traceback__.tb_next)\n    print(user_files.own_traceback(error))"
-    )
-    path = os.pathsep.join([str(tmp_path), str(Path(user_files.__file__).parents[1])])
-
-    def lines():
-        environment = {**os.environ, "PYTHONPATH": path}
-        command = [sys.executable, "-c", script]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    assert lines() == "[]\n"
-    installed.rmdir()
-    assert "engine.py" in lines()
+@pytest.mark.parametrize(("folder", "is_users"), [("dist-packages", False), ("site-packages", False), ("own", True)])
+def test_installed_packages_are_not_the_users_code(tmp_path, monkeypatch, folder, is_users):
+    """Containers of NVIDIA have dist-packages."""
+    (place := tmp_path / folder).mkdir()
+    (place / "engine_of_test.py").write_text("def start():\n    raise AssertionError('no room')\n")
+    monkeypatch.syspath_prepend(place)
+    with pytest.raises(AssertionError) as raised:
+        importlib.import_module("engine_of_test").start()
+    sys.modules.pop("engine_of_test")
+    inner = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    assert bool(user_files.own_traceback(inner)) == is_users
+    assert bool(list(user_files.code_files("engine_of_test"))) == is_users
 
 
 def test_the_place_of_an_error_is_the_users_last_line(tmp_path):

@@ -125,9 +125,9 @@ TURNS = [
             {"messages": TURNS},
             [
                 "first row   read    '<bos>ab\\n'",
-                "            learned 'c<eos>'",
-                "            read    'd\\n'",
-                "            learned 'ef<eos>'",
+                "first row   trained 'c<eos>'",
+                "first row   read    'd\\n'",
+                "first row   trained 'ef<eos>'",
             ],
         ),
         (
@@ -135,9 +135,9 @@ TURNS = [
             {"prompt": "a>", "chosen": "b", "rejected": "c" * 900},
             [
                 "chosen      read    '<bos>a>'",
-                "            learned 'b<eos>'",
+                "chosen      trained 'b<eos>'",
                 "rejected    read    '<bos>a>'",
-                f"            learned '{'c' * 199} ... {'c' * 194}<eos>'",
+                f"rejected    trained '{'c' * 199} ... {'c' * 194}<eos>'",
             ],
         ),
         (

@@ -255,6 +255,8 @@ def test_the_config_of_a_copied_run_is_not_that_of_the_run_it_was_copied_from(ru
     config, longer = str(copy / "a/config.toml"), "trainer.total_training_steps=3"
     assert main(["train", config, longer]) == 2
     assert f"its trainer.dir is {run / 'a'}. Add trainer.dir={copy / 'a'} to continue" in capsys.readouterr().err
+    (copy / "a/next.toml").write_text(Path(config).read_text())
+    assert main(["train", str(copy / "a/next.toml"), "--check"]) == 0, "a file of one's own"
     assert main(["train", config, longer, f"trainer.dir={copy / 'a'}"]) == 0
     assert main(["train", config, longer, f"trainer.dir={copy / 'b'}"]) == 0
     assert [len(read_metrics(folder)) for folder in (run / "a", copy / "a", copy / "b")] == [3, 4, 4]
@@ -269,10 +271,10 @@ def test_a_new_run_does_not_overwrite_the_responses_of_another(tiny, tmp_path):
     written = (tmp_path / "texts/2.jsonl").read_bytes()
     train(one("a", "texts", "trainer.total_training_steps=3"), SILENT)
     for start in (one("b", "texts"), fork_plan(tmp_path / "a", 2)):
-        with pytest.raises(ConfigError, match=rf"texts has the responses of another run.*{start.trainer.dir}/resp"):
+        with pytest.raises(ConfigError, match=rf"texts has the responses of the run {tmp_path / 'a'}, and this run"):
             train(start, SILENT)
     shutil.copytree(tmp_path / "a", tmp_path / "copy", symlinks=True)
-    with pytest.raises(ConfigError, match="texts has the responses of another run"):
+    with pytest.raises(ConfigError, match="texts has the responses of the run"):
         train(one("copy", "texts", "trainer.total_training_steps=4"), SILENT)
     assert (tmp_path / "texts/2.jsonl").read_bytes() == written and (tmp_path / "texts/3.jsonl").is_file()
     more = [f"trainer.rollout_data_dir={tmp_path / 'more'}", "trainer.total_training_steps=3"]
@@ -280,7 +282,12 @@ def test_a_new_run_does_not_overwrite_the_responses_of_another(tiny, tmp_path):
     shutil.rmtree(tmp_path / "a")  # the copy is now a run that was moved
     train(one("copy", "texts", "trainer.total_training_steps=4"), SILENT)
     assert (tmp_path / "texts/4.jsonl").is_file()
-    assert [file.name for file in (tmp_path / "more").iterdir()] == ["3.jsonl"]
+    for name in ("inside", "copied"):  # a folder of a run's own goes with it
+        train(one(name, f"{name}/texts", "trainer.total_training_steps=3"), SILENT)
+        if name == "inside":
+            shutil.copytree(tmp_path / "inside", tmp_path / "copied", symlinks=True)
+            shutil.rmtree(tmp_path / "copied/checkpoints/step_3")
+    assert [file.name for file in (tmp_path / "more").glob("*.jsonl")] == ["3.jsonl"]
 
 
 def test_a_reward_that_fails_costs_no_step(tiny, tmp_path):

@@ -219,9 +219,9 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
     """Returns the result of an estimator of the user that must write the fields ``needs``.
 
     Raises:
-        EstimatorError: it is no batch or lacks a field, or a value is for a whole row; or the estimator writes in
-            place into the batch that it gets.
-        ConfigError: no token to learn from is left, or a value is not finite.
+        EstimatorError: it is no batch, lacks a field, or has other rows or another response_mask; or a value is for a
+            whole row; or the estimator writes in place into the batch that it gets.
+        ConfigError: a value is not finite.
     """
     with read_only(f"algorithm.adv_estimator: {name}", EstimatorError, batch):
         try:
@@ -240,7 +240,7 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
     if missing := [field for field in needs if field not in estimated]:
         raise EstimatorError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
     if not torch.equal(estimated["response_mask"], batch["response_mask"]):
-        what = "changes response_mask" if len(estimated) == len(batch) else "leaves out rows"
+        what = "changes response_mask" if torch.equal(estimated.tokens, batch.tokens) else "changes the rows"
         raise EstimatorError(
             f"algorithm.adv_estimator: {name} {what}, which metrics and minibatches go by; tokens to learn nothing "
             "from get advantages of 0, and a function as algorithm.loss_agg_mode also takes them out of the "

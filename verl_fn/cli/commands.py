@@ -35,11 +35,14 @@ from verl_fn.runs import RunError
 
 def train(args: argparse.Namespace) -> int:
     """Trains from a config, or only checks it."""
-    from verl_fn.runs.history import is_run
+    from verl_fn.runs.history import CONFIG, is_run
 
-    plan, folder = make_plan(load(args.config, args.overrides)), Path(args.config).resolve().parent
-    given = any(setting.startswith("trainer.dir=") for setting in args.overrides)
-    if is_run(folder) and not given and Path(plan.trainer.dir).resolve() != folder:
+    plan, file = make_plan(load(args.config, args.overrides)), Path(args.config).resolve()
+    given = "trainer.dir" in (split_override(setting)[0] for setting in args.overrides)
+    # A run's config, or one of its earlier steps.
+    folder = file.parents[file.parent.name == "configs"]
+    of_run = file == folder / CONFIG or file.parent == folder / "configs"
+    if not given and is_run(folder) and of_run and Path(plan.trainer.dir).resolve() != folder:
         raise UsageError(
             f"{args.config} is the config of the run in {folder}, which was copied or moved: its trainer.dir is "
             f"{plan.trainer.dir}. Add trainer.dir={folder} to continue that run, or another folder for a new one"
@@ -202,7 +205,7 @@ def new_model(args: argparse.Namespace) -> int:
         else:
             chars = TASKS[args.task].alphabet if args.chars is None else args.chars
             given |= {"chars": chars, "chat_template": args.chat_template}
-            folder = new_model(args.folder, **given, **with_served_heads(fields))
+            folder = new_model(args.folder, **with_served_heads(given | fields))
     except ModelError as error:
         raise ConfigError(str(error)) from error
     say(f"wrote {folder}")
@@ -456,6 +459,12 @@ def evaluate(args: argparse.Namespace) -> int:
         say(f"note: {note}")
     reports: dict[str, Mapping[str, float]] = {}
     answers: list[dict[str, Any]] = []
+
+    def finish() -> None:
+        _show(reports, answers, plans[0].rollout.val_kwargs.n)
+        if out is not None:
+            _write(out, dict(zip(reports, (str(model) for model, _ in models), strict=False)), reports, answers)
+
     try:
         for (model, _), label, plan in zip(models, labels, plans, strict=True):
             say(f"evaluating {model} on {_summary(plan)}")
@@ -464,12 +473,13 @@ def evaluate(args: argparse.Namespace) -> int:
             if said := held_out_cut_off(reports[label]):
                 say(f"note: {said}")
             answers += [{"model": label} | answer for answer in own]
-    finally:
-        # Of the models before one that fails, too.
+    except Exception:
         if reports:
-            _show(reports, answers, plans[0].rollout.val_kwargs.n)
-            if out is not None:
-                _write(out, dict(zip(reports, (str(model) for model, _ in models), strict=False)), reports, answers)
+            say(f"{len(reports)} of {len(models)} models were evaluated: {', '.join(reports)}")
+            with contextlib.suppress(Exception):
+                finish()
+        raise
+    finish()
     return 0
 
 

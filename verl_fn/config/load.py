@@ -210,6 +210,7 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
 
 
 # The keys for which other trainers have other names, by the ends of these names.
+WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it is another thing
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "n_gpus", "num_gpus", "nproc_per_node"), "ray.ranks"),
     "nccl_timeout": "ray.timeout",
@@ -226,7 +227,9 @@ NAMES_ELSEWHERE = {
         ("micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu",
          "log_prob_micro_batch_size_per_gpu", "per_device_train_batch_size"), "actor.ppo_max_token_len_per_gpu"
     ),
-    **dict.fromkeys(("epochs", "total_epochs", "num_train_epochs"), "trainer.total_training_steps"),
+    **dict.fromkeys(("epochs", "total_epochs", "num_train_epochs", "max_steps"), "trainer.total_training_steps"),
+    "val_kwargs.do_sample": "rollout.val_kwargs.temperature",
+    "do_sample": "rollout.temperature",
     **dict.fromkeys(("default_local_dir", "output_dir"), "trainer.dir"),
     "max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "critic_warmup": "algorithm.critic_warmup",
@@ -258,10 +261,15 @@ def _advice(key: str, known: Sequence[str]) -> str:
     parts = key.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     meant = [NAMES_ELSEWHERE[end] for end in ends if NAMES_ELSEWHERE.get(end) in known]
-    meant += [closest(key, known, 0.8)]
+    # The part that keys of one table share says nothing.
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]}
+    near = [
+        siblings.get(closest(parts[-1], siblings, c), "") if siblings else closest(key, known, c) for c in (0.8, 0.7)
+    ]
+    meant += near[:1]
     meant += [k for end in ends for k in known if f".{k}".endswith(f".{end}")]
-    meant += [closest(key, known, 0.7)]
-    match = next(filter(None, meant), "")
+    meant += near[1:]
+    match = "" if key in WITHOUT_LIKE else next(filter(None, meant), "")
     return f"unknown key {key}; " + (f"did you mean {match}?" if match else ALL_KEYS)
 
 

@@ -6,6 +6,7 @@ By rule, the data source of a problem decides how its answers are scored.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import math
 import re
@@ -20,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from verl_fn.data.tasks import ARITHMETIC, GSM8K, SQUARES, TASKS, Problem, Task
-from verl_fn.errors import ArgumentError, UserError, signature_of
+from verl_fn.errors import ArgumentError, UserError
 from verl_fn.pool.worker import LARGEST, short
 from verl_fn.scores import boxed, equal, verdict
 from verl_fn.state import Batch, conversations
@@ -79,10 +80,12 @@ class Reward:
     """
 
     def __init__(self, judge: Judge, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
-        if "solution_str" in signature_of(judge):
+        # Not all objects have a signature.
+        names = inspect.signature(judge).parameters if inspect.isfunction(judge) else {}
+        if {"solution_str", "data_sources"} & names.keys():
             raise ArgumentError(
                 "Reward takes a function of a list of answers, and this one has verl's signature; pass "
-                "RewardFunctions(['FILE.py:NAME']) of verl_fn.rewards, which calls it for each answer"
+                "RewardFunctions(['FILE.py:NAME']) of verl_fn.rewards.functions, which calls it"
             )
         self.judge, self._one_thread = judge, threading.Lock()
         self.tokenizer = tokenizer

@@ -31,7 +31,7 @@ from verl_fn.config.names import is_reference
 from verl_fn.data.entries import entry_names
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import encode_prompts
-from verl_fn.data.judged import TaskPairs
+from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.rows import sources_in
 from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
@@ -84,6 +84,7 @@ from .state import algorithm_of
 
 # Tokens of the tables, of a response at most, and problems of the step.
 TOKENS, LONGEST, PROBLEMS = 16, 8, 4
+SHOWN = 8  # parts of the first row
 # Outputs that only models have.
 OF_MODELS = ("candidate_logprobs", "routed_experts", *TOP)
 # How the fields begin that only a run's own rewards write.
@@ -200,12 +201,18 @@ def _first_row(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
     else:
         prompts = encode_prompts(problems, tokenizer, plan.data.max_prompt_length, plan.data.truncation)
         rows = [(ids, [0.0] * len(ids)) for ids in prompts]
-    headings = ("chosen", "rejected") if plan.learns_from == "pairs" else ("first row",)
-    for heading, (ids, mask) in zip(itertools.chain(headings, itertools.repeat("a row more")), rows, strict=False):
-        for learned, part in itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1] != 0):
-            text = tokenizer.decode([i for i, _ in part], skip_special_tokens=False)
-            yield f"{heading:<11} {'learned' if learned else 'read   '} {short(repr(text), 400)}"
-            heading = ""
+    responses = problems[0].responses if isinstance(problems[0], Judged) else ()
+    headings = ["chosen" if good else "rejected" for _, good in responses]
+    parts = [
+        (headings[i] if headings else "first row", learned != 0, [token for token, _ in part])
+        for i, (ids, mask) in enumerate(rows)
+        for learned, part in itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1])
+    ]
+    for heading, learned, ids in parts[:SHOWN]:
+        text = short(repr(tokenizer.decode(ids, skip_special_tokens=False)), 400)
+        yield f"{heading:<11} {'trained' if learned else 'read   '} {text}"
+    if len(parts) > SHOWN:
+        yield f"            and {len(parts) - SHOWN} more parts"
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:

@@ -50,7 +50,7 @@ from verl_fn.errors import install, raised_as
 from verl_fn.rewards.reward import Answer, RewardError, by_rules, has_rule, odd_answers
 from verl_fn.state import Key
 
-from .history import is_run, run_around, wrote_responses
+from .history import is_run, other_writer, run_around
 
 # Frozen models of other folders that algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
@@ -186,11 +186,10 @@ def check_run_folder(plan: Plan) -> None:
     for key, folder in _written_folders(plan):
         if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
             raise ConfigError(f"{key}: {taken} is a file; choose a folder")
-        texts = folder.glob("*.jsonl") if key != "trainer.dir" else ()
-        if any(file.stem.isdecimal() for file in texts) and not wrote_responses(own, folder):
+        if key != "trainer.dir" and (writer := other_writer(folder, own)) is not None:
             raise ConfigError(
-                f"{key}: {folder} has the responses of another run, and this one would overwrite them; choose "
-                f"another folder, such as {key}={own}/responses"
+                f"{key}: {folder} has the responses of the run {writer}, and this run would overwrite them; choose "
+                "another folder"
             )
 
 

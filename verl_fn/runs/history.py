@@ -39,6 +39,7 @@ from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, st
 from .logs import METRICS
 
 CONFIG = "config.toml"
+WRITER = ".run"  # beside responses of training: the folder of the run that wrote them
 _EARLIER, _UNTIL = "configs", "until_step_"
 # Keys that speak of one start of a run, and not of its steps.
 _OF_A_START = ("trainer.dir", "trainer.resume_mode")
@@ -170,18 +171,18 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
 
 
-def wrote_responses(folder: Path, texts: Path) -> bool:
-    """Returns whether the run in a folder has written the responses in ``texts``; a copy has those of its original.
+def other_writer(texts: Path, folder: Path) -> Path | None:
+    """Returns the run that has written responses of training to ``texts``, if it is not the run in ``folder``.
+
+    A run that was moved or removed needs them no more. What lies in a run's own folder is its own, in a copy too.
 
     Example:
-        >>> wrote_responses(Path("/no/such/run"), Path("/no/such/responses"))
-        False
+        >>> other_writer(Path("/no/such/responses"), Path("/no/such/run"))
     """
-    if not is_run(folder):
-        return False
-    table = tomllib.loads((folder / CONFIG).read_text("utf-8")).get("trainer", {})
-    origin = Path(table.get("dir", folder))
-    return table.get("rollout_data_dir") == str(texts) and (origin == folder or not is_run(origin))
+    if folder in texts.parents or not (texts / WRITER).is_file():
+        return None
+    writer = Path((texts / WRITER).read_text("utf-8").strip())
+    return writer if writer != folder and (writer / CONFIG).is_file() else None
 
 
 def config_file(folder: Path, step: int | None = None) -> Path:

@@ -23,6 +23,7 @@ from verl_fn.state import Batch, pack, tree, unpack
 from . import RunError
 from .evaluate import answers_of
 from .folder import Run
+from .history import WRITER
 from .recorder import Drawn, batches_in, by_call
 from .state import RunState
 
@@ -152,6 +153,7 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     if lines:
         with run.written(f"the responses of step {step}", file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write(file.parent / WRITER, f"{run.folder}\n")
             atomic.write(file, "".join(lines))
 
 

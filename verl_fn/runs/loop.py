@@ -16,13 +16,15 @@ import attrs
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.policy_optimization import NoSignal
-from verl_fn.config import Plan, make_plan
+from verl_fn.config import ConfigError, Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
+from verl_fn.environments.processes import EnvError
 from verl_fn.errors import say as print_line
 from verl_fn.pool.worker import short
 from verl_fn.rewards.reward import RewardError
 from verl_fn.state import Params
+from verl_fn.steps.advantages.columns import AdvantageError
 from verl_fn.torchrun import leading
 
 from . import RunError
@@ -201,7 +203,7 @@ class _Loop:
                 if getattr(plan.options, "rollout_is", "") is None:
                     say(
                         "note: older weights drew them, and without driver.max_lag nothing corrects for the "
-                        "difference; algorithm.rollout_is=token does"
+                        "difference; algorithm.rollout_is=token would"
                     )
             self.evaluation = last_evaluation(run_of(origin), state.step)
         _print_adapters(state, plan, self.w, say)
@@ -248,13 +250,8 @@ class _Loop:
             skipped: dict[str, int] = {}
             begun = state.step
             while state.step < total and not goal_reached(plan, self.evaluation):
-                try:
+                with self._saved_if_refused(state):
                     state, report, drawn = advance(self.algorithm, state, self.source, self.w, plan)
-                except (NoSignal, RewardError):
-                    # Nothing was learned from these samples, so the state is whole.
-                    with contextlib.suppress(Exception):
-                        self._save(state)
-                    raise
                 # A save had the time of this step. A log without any checkpoint would not be continued.
                 self.run.saved(self.w)
                 report |= self._restarts() | started
@@ -265,7 +262,8 @@ class _Loop:
                 # An evaluation may fail, so what was trained is saved before.
                 if state.step == total or (t.save_freq > 0 and state.step % t.save_freq == 0):
                     self._save(state)
-                report = report | self._evaluate_if_due(state)
+                with self._saved_if_refused(state):
+                    report = report | self._evaluate_if_due(state)
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
@@ -285,6 +283,20 @@ class _Loop:
                             "the same command continues from there"
                         )
         return state
+
+    @contextlib.contextmanager
+    def _saved_if_refused(self, state: RunState) -> Iterator[None]:
+        """Saves a state if samples cannot be judged or learned from: what a user has to mend costs no step."""
+        try:
+            yield
+        except (NoSignal, RewardError, EnvError, ConfigError, AdvantageError):
+            # An algorithm of the user may have updated parameters before, and what waits may have failed.
+            if not state.waiting:
+                with contextlib.suppress(Exception):
+                    self._save(state)
+                    self.run.saved(self.w)
+                    self.say(f"saved after step {state.step}")
+            raise
 
     def _restarts(self) -> Report:
         """Says which engines were restarted since the step before, and returns how many."""

@@ -247,7 +247,7 @@ def test_a_config_that_a_save_changes_is_that_of_the_same_model(fields, model, t
     folder = saved(model, tmp_path / "out")
     backend.restore(folder)
     told = json.loads((folder / "config.json").read_text())
-    assert "auto_map" not in told and told["use_cache"] == table.get("use_cache", True)
+    assert "auto_map" not in told and told["use_cache"]
 
 
 def test_every_call_that_loads_says_that_code_is_not_run():

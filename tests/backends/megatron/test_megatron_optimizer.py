@@ -171,7 +171,6 @@ class Other(AdamW):
             chain(clip_by_global_norm(1.0), chain(clip_by_global_norm(2.0), adamw(0.1))),
             "ClipByGlobalNorm(max_norm=2.0",
         ),
-        (chain(clip_by_global_norm(0.0), adamw(0.1)), "ClipByGlobalNorm(max_norm=0.0"),
         (chain(stateless(lambda grads, update: (grads, update)), adamw(0.1)), "Stateless("),
         (Other(0.1), "Other("),
     ],
