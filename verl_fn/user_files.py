@@ -34,6 +34,16 @@ _FRAME = re.compile(r' *File "([^"]+)", line \d+')
 _claimed: dict[str, Path] = {}
 
 
+def is_library(file: str) -> bool:
+    """Returns whether a file is Python's own or of an installed package.
+
+    Example:
+        >>> is_library("/usr/lib/python3/dist-packages/six.py"), is_library("/home/me/reward.py")
+        (True, False)
+    """
+    return file.startswith(LIBRARIES) or _INSTALLED.search(file) is not None
+
+
 def load(file: Path) -> ModuleType:
     """Imports a file, unless it was imported with the same contents before.
 
@@ -59,7 +69,8 @@ def place_of(error: BaseException, caller: str) -> str:
     others = (caller, __file__, importlib.__file__, "<")
     files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename]
     frames = [frame for frame in files if not frame.filename.startswith(others)]
-    own = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, PACKAGE))] or frames
+    own = [frame for frame in frames if not (is_library(frame.filename) or frame.filename.startswith(PACKAGE))]
+    own = own or frames
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
@@ -144,7 +155,7 @@ def code_files(module: str) -> Iterator[Path]:
         return
     # Processes of rewards and environments find modules in the working directory.
     spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path])
-    if spec is None or spec.origin is None or _INSTALLED.search(spec.origin):
+    if spec is None or spec.origin is None or is_library(spec.origin):
         return
     file = Path(spec.origin)
     yield from with_imports(file) if file.name != "__init__.py" else sorted(file.parent.rglob("*.py"))
@@ -169,12 +180,12 @@ def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[st
     Args:
         frames_only: leave out the messages, too.
     """
-    ours = (str(Path(__file__).parent) + os.sep, *LIBRARIES, "<")
+    ours = (PACKAGE, "<")
     lines: list[str] = []
     kept = in_frame = found = False
     for line in _COLOURS.sub("", "".join(traceback.format_exception(error))).splitlines():
         if frame := _FRAME.match(line):
-            in_frame = kept = not frame[1].startswith(ours) and not _INSTALLED.search(frame[1])
+            in_frame = kept = not (frame[1].startswith(ours) or is_library(frame[1]))
             found |= kept
         elif not line.startswith("    "):  # the code of a frame is indented
             kept, in_frame = not frames_only, False

@@ -218,7 +218,7 @@ def bounds(both: float, low: float | None, high: float | None) -> tuple[float, f
     """
     low, high = both if low is None else low, both if high is None else high
     if not (low >= 0 and high >= 0):
-        raise ValueError(f"clip_ratio_low and clip_ratio_high must be >= 0, and they are {low} and {high}")
+        raise ValueError(f"clip ratios must be >= 0, and the lower one is {low} and the upper one {high}")
     return low, high
 
 

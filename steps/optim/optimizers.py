@@ -104,10 +104,10 @@ def _rate(schedule: Schedule, count: int) -> float:
     """Returns the learning rate of an update.
 
     Raises:
-        ValueError: it is not finite.
+        ValueError: it is negative or not finite.
     """
-    if not math.isfinite(lr := float(schedule(count))):
-        raise ValueError(f"the learning rate of update {count} is {lr}; it must be finite")
+    if not 0 <= (lr := float(schedule(count))) < math.inf:
+        raise ValueError(f"the learning rate of update {count} is {lr}; it must be finite and not negative")
     return lr
 
 

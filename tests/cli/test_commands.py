@@ -129,6 +129,7 @@ def test_a_model_that_fails_does_not_cost_the_evaluations_before_it(tiny, tmp_pa
     assert main(["eval", *map(str, copies), "data.task=reverse", "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
     assert "error: no chat template\n" in printed.err and printed.out.count("0.5") == 2
+    assert "2 of 3 models were evaluated: a, b" in printed.out
     written = json.loads((tmp_path / "out/metrics.json").read_text())
     assert [(one["model"], one["path"]) for one in written] == [(f.name, str(f)) for f in copies[:2]]
 

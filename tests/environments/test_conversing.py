@@ -439,8 +439,12 @@ def test_reasoning_that_a_template_always_leaves_out_begins_a_new_row():
         ("<think>\n</think>b", True),
         ("b", True),
     ):
-        said = [*user("a"), {"role": "assistant", "content": reply}]
+        said = [*user("add"), {"role": "assistant", "content": reply}]
         assert (renderer.continuation(said, user("c")) is not None) == goes_on
+    tokenizer.chat_template = tokenizer.chat_template.replace(".split('</think>')[-1]", "")
+    for reply in ("b<think>q</think>b", "<think>a<think>d</think>b"):  # the template shows it, the tokenizer has no q
+        said = [*user("a"), {"role": "assistant", "content": reply}]
+        assert Renderer(tokenizer, [tokenizer.eos_token_id]).continuation(said, user("c")) is not None
 
 
 def test_each_conversation_has_a_seed_of_its_own_for_all_its_turns():

@@ -108,6 +108,18 @@ def test_a_score_of_0_is_read(server):
     assert scores(ask(server, default=-0.5), "a", "b") == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: .5", 0.5), ("Score (0-1): 0.8", 0.8), ("**Score:** -0.25.", -0.25), ("score=1", 1.0),
+        ("Score (2)", 2.0),
+        ("Score: 1\nScore:\n\n**0**", 0.0), ("Score (out of 1) - 0.5", 0.5),
+    ],
+)  # fmt: skip
+def test_scores_are_read_as_judges_write_them(reply, score):
+    assert Question("m", PROMPT, PATTERN).score(reply) == score
+
+
 def test_a_pattern_whose_group_may_be_missing():
     question = Question("m", "{response}", r"Score:( [0-9]+)?")
     assert [question.score(reply) for reply in ("Score: 1", "Score: 1, or Score:", "Score:")] == [1.0, None, None]

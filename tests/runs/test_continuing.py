@@ -290,19 +290,39 @@ def test_a_new_run_does_not_overwrite_the_responses_of_another(tiny, tmp_path):
     assert [file.name for file in (tmp_path / "more").glob("*.jsonl")] == ["3.jsonl"]
 
 
-def test_a_reward_that_fails_costs_no_step(tiny, tmp_path):
+@pytest.mark.parametrize("at", ["step 2/", "evaluation"])
+def test_a_reward_that_fails_costs_no_step(at, tiny, tmp_path):
     flag, lines = tmp_path / "fails", []
     (tmp_path / "r.py").write_text(
-        "import os\n\ndef score(solution_str, **more):\n"
+        "import os\n\ndef score(solution_str, extra_info, **more):\n"
         f"    assert not os.path.exists({str(flag)!r})\n    return float(len(solution_str))\n"
     )
     more = ["algorithm.name=grpo", "rollout.n=2", f"reward.functions={tmp_path}/r.py:score", "trainer.save_freq=-1"]
-    start = tiny_run(tiny, tmp_path / "a", *more, "trainer.log_freq=1", "trainer.total_training_steps=3")
-    with pytest.raises(RewardError):
-        train(start, lambda line: flag.write_text("") if line.startswith("step 2/") else None)
+    more += ["trainer.log_freq=1", "trainer.total_training_steps=4", "trainer.test_freq=3"]
+    start = tiny_run(tiny, tmp_path / "a", *more)
+    calls = iter(range(9))
+
+    def say(line):
+        lines.append(line)
+        if line.startswith("step 2/") and at != "evaluation":
+            flag.write_text("")
+
+    with pytest.MonkeyPatch.context() as patch:
+        validate = loop.validate
+
+        def failing(*args, **named):
+            if at == "evaluation" and next(calls) == 1:
+                flag.write_text("")
+            return validate(*args, **named)
+
+        patch.setattr(loop, "validate", failing)
+        with pytest.raises(RewardError):
+            train(start, say)
+    step = 3 if at == "evaluation" else 2
+    assert f"saved after step {step}" in lines
     flag.unlink()
-    train(start, lines.append)
-    assert any("after step 2, from" in line for line in lines) and not any("done again" in line for line in lines)
+    train(start, (lines := []).append)
+    assert any(f"after step {step}, from" in line for line in lines) and not any("done again" in one for one in lines)
 
 
 def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):

@@ -375,7 +375,8 @@ def update_batches(
 
     Problems may have different numbers of rows, so a minibatch has its share of the rows.
     """
-    rows = max(Fraction(1), Fraction(len(batch) * min(options.ppo_mini_batch_size, problems), problems))
+    rows = Fraction(len(batch) * min(options.ppo_mini_batch_size, problems), problems)
+    rows = max(Fraction(1), rows) if len(batch) else rows
     for part in steps.minibatches(batch, rows, epochs=options.ppo_epochs, shuffle=key if options.shuffle else None):
         part = weighted(part, options, w)
         yield steps.aggregate_rows(part) if "row" in loss.levels else part

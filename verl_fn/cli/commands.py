@@ -35,14 +35,11 @@ from verl_fn.runs import RunError
 
 def train(args: argparse.Namespace) -> int:
     """Trains from a config, or only checks it."""
-    from verl_fn.runs.history import CONFIG, is_run
+    from verl_fn.runs.history import run_of_config
 
-    plan, file = make_plan(load(args.config, args.overrides)), Path(args.config).resolve()
+    plan, folder = make_plan(load(args.config, args.overrides)), run_of_config(Path(args.config).resolve())
     given = "trainer.dir" in (split_override(setting)[0] for setting in args.overrides)
-    # A run's config, or one of its earlier steps.
-    folder = file.parents[file.parent.name == "configs"]
-    of_run = file == folder / CONFIG or file.parent == folder / "configs"
-    if not given and is_run(folder) and of_run and Path(plan.trainer.dir).resolve() != folder:
+    if not given and folder is not None and Path(plan.trainer.dir).resolve() != folder:
         raise UsageError(
             f"{args.config} is the config of the run in {folder}, which was copied or moved: its trainer.dir is "
             f"{plan.trainer.dir}. Add trainer.dir={folder} to continue that run, or another folder for a new one"
@@ -473,10 +470,10 @@ def evaluate(args: argparse.Namespace) -> int:
             if said := held_out_cut_off(reports[label]):
                 say(f"note: {said}")
             answers += [{"model": label} | answer for answer in own]
-    except Exception:
-        if reports:
-            say(f"{len(reports)} of {len(models)} models were evaluated: {', '.join(reports)}")
-            with contextlib.suppress(Exception):
+    except BaseException:
+        with contextlib.suppress(Exception):
+            if reports:
+                say(f"{len(reports)} of {len(models)} models were evaluated: {', '.join(reports)}")
                 finish()
         raise
     finish()

@@ -227,7 +227,9 @@ NAMES_ELSEWHERE = {
         ("micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu",
          "log_prob_micro_batch_size_per_gpu", "per_device_train_batch_size"), "actor.ppo_max_token_len_per_gpu"
     ),
-    **dict.fromkeys(("epochs", "total_epochs", "num_train_epochs", "max_steps"), "trainer.total_training_steps"),
+    **dict.fromkeys(("epochs", "total_epochs", "num_train_epochs"), "trainer.total_training_steps"),
+    "trainer.max_steps": "trainer.total_training_steps",
+    "env.max_steps": "env.max_turns",
     "val_kwargs.do_sample": "rollout.val_kwargs.temperature",
     "do_sample": "rollout.temperature",
     **dict.fromkeys(("default_local_dir", "output_dir"), "trainer.dir"),
@@ -261,14 +263,15 @@ def _advice(key: str, known: Sequence[str]) -> str:
     parts = key.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     meant = [NAMES_ELSEWHERE[end] for end in ends if NAMES_ELSEWHERE.get(end) in known]
-    # The part that keys of one table share says nothing.
+    # A table's name makes all of its keys alike, so names are compared within it first.
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]}
-    near = [
-        siblings.get(closest(parts[-1], siblings, c), "") if siblings else closest(key, known, c) for c in (0.8, 0.7)
-    ]
+    whole = {k: k for k in known}
+    names, name = (siblings, parts[-1]) if siblings else (whole, key)
+    near = [names.get(closest(name, names, cutoff), "") for cutoff in (0.8, 0.7)]
     meant += near[:1]
     meant += [k for end in ends for k in known if f".{k}".endswith(f".{end}")]
-    meant += near[1:]
+    anywhere = {k.rpartition(".")[2]: k for k in known}
+    meant += [*near[1:], closest(key, known, 0.8), anywhere.get(closest(parts[-1], anywhere, 0.85), "")]
     match = "" if key in WITHOUT_LIKE else next(filter(None, meant), "")
     return f"unknown key {key}; " + (f"did you mean {match}?" if match else ALL_KEYS)
 

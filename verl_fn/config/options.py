@@ -262,7 +262,8 @@ Answer to grade:
 {response}
 
 End with a line "Score: N", where N is a number from 0 (wrong) to 1 (right)."""
-PATTERN = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
+# A range in brackets may follow the word.
+PATTERN = r"(?i)score\s*(?:\([^)\n]*\))?\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))"
 
 
 ASKED_ABOUT = ("prompt", "response", "ground_truth")

@@ -363,7 +363,8 @@ class Conversing(Through):
             check_no_marks(messages, one.label)
             said = with_image_parts(said)
         row = one.rows[-1]
-        tokens = self._renderer.continuation(said, messages, one.template_arguments, row.ids[-1])
+        drawn = int(row.parts[-1][0][-1])
+        tokens = self._renderer.continuation(said, messages, one.template_arguments, drawn)
         one.messages += messages
         new = self._opening(one) if tokens is None else None
         if len([*row.ids, *(tokens or ())] if new is None else new.prompt) >= one.limit:

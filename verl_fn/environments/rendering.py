@@ -182,13 +182,22 @@ class Renderer:
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
-        if _drops_reasoning(said[-1]["content"], lambda: self._tokenizer.decode(self._tokens(said, arguments))):
+        if "</think>" in said[-1]["content"] and self._drops_reasoning(said, arguments):
             return None
         tokens = self._by_text(said, messages, arguments) if self._from_end else None
         tokens = self._by_tokens(said, messages, arguments) if tokens is None else tokens
         if tokens is None or (self._begins and drawn not in (None, tokens[0])):
             return None
         return tokens[1:]
+
+    def _drops_reasoning(self, said: Sequence[Message], arguments: TemplateArguments) -> bool:
+        """Returns whether the template leaves the reasoning of the last reply out, as R1's always does."""
+        with _renderable(said):
+            before, whole = chat_texts(
+                self._tokenizer, [(said[:-1], False), (said, False)], arguments.tools, arguments.kwargs
+            )
+        reasoning = said[-1]["content"].partition("</think>")[0].rpartition("<think>")[2]
+        return reasoning.strip() not in whole.removeprefix(before)
 
     def _by_text(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
@@ -203,7 +212,7 @@ class Renderer:
         if last < 0 or not after.startswith(before):
             return None
         tokens = self._encoded(after[last:])
-        return list(tokens) if tokens[0] in self._end_tokens else None
+        return list(tokens) if self._end_tokens.intersection(tokens[:1]) else None
 
     def _by_tokens(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
@@ -213,7 +222,7 @@ class Renderer:
         after = self.opening([*said, *messages], arguments)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
         if self._begins and after[: len(before)] == before:
-            ends = [len(before)] if after[len(before)] in self._end_tokens else []
+            ends = [len(before)] if self._end_tokens.intersection(after[len(before) :][:1]) else []
         if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
             raise EnvError(
@@ -311,12 +320,6 @@ class Renderer:
         with _renderable(messages):
             text = chat_texts(self._tokenizer, [(messages, generation_prompt)], tools, kwargs)[0]
         return self._encode(text)
-
-
-def _drops_reasoning(reply: str, rendered: Callable[[], str]) -> bool:
-    """Returns whether a template leaves the reasoning of a reply out of the conversation, as R1's always does."""
-    reasoning, closed, _ = reply.partition("</think>")
-    return bool(closed) and reasoning.replace("<think>", "").strip() not in rendered()
 
 
 def call_format(tokenizer: Any) -> str:

@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -80,9 +80,11 @@ class Reward:
     """
 
     def __init__(self, judge: Judge, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
-        # Not all objects have a signature.
-        names = inspect.signature(judge).parameters if inspect.isfunction(judge) else {}
-        if {"solution_str", "data_sources"} & names.keys():
+        try:
+            names: Iterable[str] = inspect.signature(judge).parameters
+        except (TypeError, ValueError):  # such as max
+            names = ()
+        if {"solution_str", "data_sources"} & set(names):
             raise ArgumentError(
                 "Reward takes a function of a list of answers, and this one has verl's signature; pass "
                 "RewardFunctions(['FILE.py:NAME']) of verl_fn.rewards.functions, which calls it"

@@ -201,18 +201,17 @@ def _first_row(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
     else:
         prompts = encode_prompts(problems, tokenizer, plan.data.max_prompt_length, plan.data.truncation)
         rows = [(ids, [0.0] * len(ids)) for ids in prompts]
-    responses = problems[0].responses if isinstance(problems[0], Judged) else ()
-    headings = ["chosen" if good else "rejected" for _, good in responses]
-    parts = [
-        (headings[i] if headings else "first row", learned != 0, [token for token, _ in part])
-        for i, (ids, mask) in enumerate(rows)
-        for learned, part in itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1])
-    ]
-    for heading, learned, ids in parts[:SHOWN]:
-        text = short(repr(tokenizer.decode(ids, skip_special_tokens=False)), 400)
-        yield f"{heading:<11} {'trained' if learned else 'read   '} {text}"
-    if len(parts) > SHOWN:
-        yield f"            and {len(parts) - SHOWN} more parts"
+    judged = problems[0].responses if isinstance(problems[0], Judged) else ()
+    headings = ["chosen" if good else "rejected" for _, good in judged] or ["first row"]
+    headings += [f"row {number}" for number in range(2, len(rows) + 1)]
+    for heading, (ids, mask) in zip(headings, rows, strict=False):
+        parts = itertools.groupby(zip(ids, mask, strict=True), lambda token: token[1] != 0)
+        for number, (learned, part) in enumerate(parts):
+            if number == SHOWN:
+                yield f"{heading:<11} and more"
+                break
+            text = short(repr(tokenizer.decode([token for token, _ in part], skip_special_tokens=False)), 400)
+            yield f"{heading:<11} {'trained' if learned else 'read   '} {text}"
 
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:

@@ -174,15 +174,25 @@ def is_run(folder: Path) -> bool:
 def other_writer(texts: Path, folder: Path) -> Path | None:
     """Returns the run that has written responses of training to ``texts``, if it is not the run in ``folder``.
 
-    A run that was moved or removed needs them no more. What lies in a run's own folder is its own, in a copy too.
+    None if that run's folder is no longer there. What lies in a run's own folder is its own, in a copy too.
 
     Example:
         >>> other_writer(Path("/no/such/responses"), Path("/no/such/run"))
     """
-    if folder in texts.parents or not (texts / WRITER).is_file():
+    if folder in (texts, *texts.parents) or not (texts / WRITER).is_file():
         return None
     writer = Path((texts / WRITER).read_text("utf-8").strip())
     return writer if writer != folder and (writer / CONFIG).is_file() else None
+
+
+def run_of_config(file: Path) -> Path | None:
+    """Returns the folder of the run that a file is the config of, now or in earlier steps; None for other files.
+
+    Example:
+        >>> run_of_config(Path("/no/such/run/config.toml"))
+    """
+    folder = file.parent.parent if file.match(f"{_EARLIER}/{_UNTIL}*.toml") else file.parent
+    return folder if is_run(folder) and (folder != file.parent or file.name == CONFIG) else None
 
 
 def config_file(folder: Path, step: int | None = None) -> Path:

@@ -153,7 +153,8 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     if lines:
         with run.written(f"the responses of step {step}", file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write(file.parent / WRITER, f"{run.folder}\n")
+            if not (writer := file.parent / WRITER).exists() or writer.read_text("utf-8") != f"{run.folder}\n":
+                atomic.write(writer, f"{run.folder}\n")
             atomic.write(file, "".join(lines))
 
 

@@ -15,16 +15,15 @@ import attrs
 
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
-from verl_fn.algorithms.policy_optimization import NoSignal
-from verl_fn.config import ConfigError, Plan, make_plan
+from verl_fn.backends.memory import OutOfMemory
+from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.environments.processes import EnvError
+from verl_fn.driver.ranks import ActorDied, ActorHangs
+from verl_fn.errors import UserError
 from verl_fn.errors import say as print_line
 from verl_fn.pool.worker import short
-from verl_fn.rewards.reward import RewardError
 from verl_fn.state import Params
-from verl_fn.steps.advantages.columns import AdvantageError
 from verl_fn.torchrun import leading
 
 from . import RunError
@@ -289,13 +288,17 @@ class _Loop:
         """Saves a state if samples cannot be judged or learned from: what a user has to mend costs no step."""
         try:
             yield
-        except (NoSignal, RewardError, EnvError, ConfigError, AdvantageError):
-            # An algorithm of the user may have updated parameters before, and what waits may have failed.
-            if not state.waiting:
-                with contextlib.suppress(Exception):
-                    self._save(state)
-                    self.run.saved(self.w)
-                    self.say(f"saved after step {state.step}")
+        except (ActorDied, ActorHangs, OutOfMemory, RunError):
+            raise
+        except UserError:
+            before = self.saved
+            # What waits may be what failed, and an algorithm of the user may have used the state up.
+            with contextlib.suppress(Exception):
+                self.w.get([one.drawn for one in state.waiting])
+                self._save(state)
+                self.run.saved(self.w)
+            if self.saved != before:
+                self.say(f"saved after step {state.step}")
             raise
 
     def _restarts(self) -> Report:

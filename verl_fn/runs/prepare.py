@@ -226,7 +226,8 @@ def _of_models(plan: Plan) -> Iterator[str]:
                 f"{role.table}.dtype and rollout.dtype=bfloat16 compute as the run that trained it"
             )
         other = run_around(Path(role.folder)) if role.lora else None
-        if other is not None and (other / "checkpoints") in Path(role.folder).resolve().parents:
+        old = other is not None and (other / "checkpoints") in Path(role.folder).resolve().parents
+        if old and other != Path(plan.trainer.dir).resolve():
             yield (
                 f"{role.folder}, the base of the adapters, lies in the run {other}, which removes it if it goes on: "
                 f"`verl-fn export {role.folder} --out FOLDER` makes a copy to train from"

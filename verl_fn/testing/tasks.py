@@ -14,7 +14,7 @@ from verl_fn.pool import keeper, playing
 from verl_fn.pool.scoring import NOTHING
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError, describe, odd_answers
-from verl_fn.user_files import LIBRARIES, PACKAGE
+from verl_fn.user_files import PACKAGE, is_library
 
 from .violation import LawViolation, require, seeded
 
@@ -258,7 +258,7 @@ def _reference(function: Callable[..., Any]) -> str:
             f"a process cannot import {function!r:.200} from a file",
             "a function in a function, a lambda, a cell of a notebook, or functools.partial in place of arguments",
         )
-    return f"{module.__name__ if file.startswith((*LIBRARIES, PACKAGE)) else file}:{name}"
+    return f"{module.__name__ if is_library(file) or file.startswith(PACKAGE) else file}:{name}"
 
 
 def _started(reference: str, arguments: Mapping[str, Any] | None) -> RewardFunctions:
