@@ -209,8 +209,8 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
             raise ConfigError(f"{key} is a table of keys, not {value!r}")
 
 
-# The keys for which other trainers have other names, by the ends of these names.
 WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it is another thing
+# The keys for which other trainers have other names, by the ends of these names.
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "n_gpus", "num_gpus", "nproc_per_node"), "ray.ranks"),
     "nccl_timeout": "ray.timeout",
