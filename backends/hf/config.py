@@ -85,11 +85,9 @@ def check_same_config(skeleton: Any, folder: str | Path) -> None:
 
 def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config, and those inside of it, without the fields that only name it, and without a head's fields."""
-    names = (
-        *("architectures", "transformers_version", "dtype", "use_cache", "auto_map"),
-        *("id2label", "label2id", "num_labels"),
-    )
-    kept = {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
+    named = ("architectures", "transformers_version", "dtype", "use_cache", "auto_map")
+    of_a_head = ("id2label", "label2id", "num_labels")
+    kept = {k: v for k, v in config.items() if k not in named + of_a_head and not k.startswith("_")}
     return {k: _meaningful(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 

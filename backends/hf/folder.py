@@ -544,7 +544,7 @@ def saved_config(model: Any, read: Mapping[str, Any]) -> dict[str, Any]:
     config = json.loads(model.config.to_json_string()) | {
         "architectures": [type(model).__name__],
         "dtype": str(model.dtype).removeprefix("torch."),
-        "use_cache": True,  # training turns it off, perhaps that of another program already
+        "use_cache": True,  # training turns it off, here and elsewhere
     }
     # Code is not copied and never run. An architecture's default end token may be another than the tokenizer's.
     config.pop("auto_map", None)

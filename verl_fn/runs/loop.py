@@ -15,15 +15,17 @@ import attrs
 
 from verl_fn import build
 from verl_fn.algorithms import Report, Workers
-from verl_fn.backends.memory import OutOfMemory
-from verl_fn.config import Plan, make_plan
+from verl_fn.algorithms.policy_optimization import NoSignal
+from verl_fn.config import ConfigError, Plan, make_plan
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.driver.ranks import ActorDied, ActorHangs
-from verl_fn.errors import UserError
+from verl_fn.environments.processes import EnvError
 from verl_fn.errors import say as print_line
 from verl_fn.pool.worker import short
+from verl_fn.rewards.reward import RewardError
 from verl_fn.state import Params
+from verl_fn.steps.advantages.columns import AdvantageError
 from verl_fn.torchrun import leading
 
 from . import RunError
@@ -66,6 +68,11 @@ from .state import (
 from .steps import advance
 
 LONGEST = 4000  # characters of a ground truth in the log: the report shows less, and tests of code may have millions
+
+
+# Raised while samples are judged or their advantages are computed: all ranks that train wait for a call then, and can
+# save. After an error of one rank, the others may hang.
+REFUSED = (NoSignal, RewardError, EnvError, DataError, ConfigError, AdvantageError)
 
 
 class Interrupted(RuntimeError):
@@ -288,9 +295,7 @@ class _Loop:
         """Saves a state if samples cannot be judged or learned from: what a user has to mend costs no step."""
         try:
             yield
-        except (ActorDied, ActorHangs, OutOfMemory, RunError):
-            raise
-        except UserError:
+        except REFUSED:
             before = self.saved
             # What waits may be what failed, and an algorithm of the user may have used the state up.
             with contextlib.suppress(Exception):
