@@ -38,7 +38,7 @@ from verl_fn.steps import aggregate, cross_entropy, sgd
 from . import measure
 from .families_page import BAR, NO_MODEL, REFUSED, RIGHT, WRONG
 from .first_step_layout import Layout
-from .tiny_models import SIZES, tiny_folder
+from .tiny_models import SIZES, tiny_folder, vllm_sizes
 from .together import free_port
 
 # A parameter whose gradient is smaller, relative to the whole gradient, is compared as if it were as large: softmax
@@ -418,7 +418,7 @@ def _way(backend: str, device: str) -> tuple[Callable[[Path], dict[str, Any]], A
             found: dict[str, Any] = ranks.call(families_vllm.sampled, folder, device)
             return found
 
-        return how, families_vllm.sizes_for, _names, ranks.end
+        return how, vllm_sizes, _names, ranks.end
     layout = Layout.parse({"fsdp": "fsdp:2"}.get(backend, backend))
     if backend == "local":
         return compare, lambda name: {}, _names, lambda: None

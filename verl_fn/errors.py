@@ -36,6 +36,24 @@ class ArgumentError(UserError, TypeError):
     """A function was called with a value of another kind than it takes."""
 
 
+def cause_of(error: Exception) -> Exception:
+    """Returns what a worker raised, without Ray's error around it, whose message begins with a traceback."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what an error says in one line, behind its class unless it is written for users.
+
+    Example:
+        >>> in_one_line(KeyError("x")), in_one_line(ValueError("a\\nb")), in_one_line(UserError("no room\\nhere"))
+        ("KeyError: 'x'", 'ValueError: a', 'no room')
+    """
+    cause = cause_of(error)
+    first, *_ = str(cause).splitlines() or [""]
+    return first if isinstance(cause, UserError) else f"{type(cause).__name__}: {first}".removesuffix(": ")
+
+
 @contextlib.contextmanager
 def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) -> Iterator[None]:
     """Turns some errors inside into one for the user that begins with what it is about.

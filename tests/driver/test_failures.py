@@ -19,7 +19,7 @@ from verl_fn.driver.group import Member, Placement, of_others, tails_of, unwrapp
 from verl_fn.driver.host import Heartbeat, Host
 from verl_fn.driver.processes import runs
 from verl_fn.driver.ranks import ActorDied, ActorHangs
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, in_one_line
 from verl_fn.state import Key
 from verl_fn.steps import cross_entropy, loss
 from verl_fn.testing import tiny_batch
@@ -358,6 +358,7 @@ def test_errors_of_workers_keep_their_class_and_name_the_rank():
         assert ("the traceback" in str(error)) is isinstance(cause, KeyError)
     assert unwrapped_error(of(OSError(28, "No space"))).errno == 28
     assert not hasattr(unwrapped_error(of(UserError("no name"))), "__notes__")
+    assert in_one_line(unwrapped_error(of(KeyError("only here")), "rank 1")) == "KeyError: 'only here'"
     died = unwrapped_error(ray.exceptions.RayActorError(), "trainer rank 1")
     assert isinstance(died, ActorDied) and str(died).startswith("trainer rank 1: ")
 

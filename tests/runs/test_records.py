@@ -147,7 +147,7 @@ def test_how_a_run_ended_is_one_line(run):
     assert (run.folder / FAILURE).read_text() == "ended after step 0 with an error: ValueError\n"
     run.log(7, {"loss": 1.0, "kl": 2.0})
     run.failed(ValueError("first\nsecond"))
-    assert (run.folder / FAILURE).read_text() == "ended after step 7 with an error: first\n"
+    assert (run.folder / FAILURE).read_text() == "ended after step 7 with an error: ValueError: first\n"
 
 
 def test_a_model_of_any_role_among_the_runs_checkpoints_is_refused(tiny, tmp_path):

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from verl_fn import build
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
+from verl_fn.errors import cause_of
 from verl_fn.state import Batch, version_of
 
 from . import processes, ray_private
@@ -38,7 +39,6 @@ from .group import (
     Group,
     Member,
     Placement,
-    cause_of,
     curable,
     death_of,
     of_others,

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_fn.backends.protocol import PublicationFailed, Reference, StaleWeightsError
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.backends.weight_sync.channel import SenderFailed
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, cause_of
 
 from .ranks import ActorDied
 
@@ -228,11 +228,6 @@ class Group:
                 if number in call.again:
                     self._send(call, number)
                     call.again.remove(number)
-
-
-def cause_of(error: Exception) -> Exception:
-    """Returns what a worker raised, without Ray's traceback around it."""
-    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def curable(error: Exception) -> bool:

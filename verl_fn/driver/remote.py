@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
+from verl_fn.errors import in_one_line
 from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState, snapshot
 from verl_fn.state.guards import expect
 from verl_fn.state.split import balance
@@ -388,10 +389,8 @@ class RemoteRollout:
             )
             raise error
         self._group.restarts[number] += 1
-        # Ray's own text of a worker's error begins with a traceback.
-        cause = getattr(error, "cause", error)
-        first, *_ = str(cause).splitlines() or [""]
-        said = first if first.startswith(name) else f"{name} failed: {type(cause).__name__}: {first}"
+        said = in_one_line(error)
+        said = said if said.startswith(name) else f"{name} failed: {said}"
         count = f"{self._group.restarts[number]} of {self._limit} times in a row"
         self._cluster.reasons.append(f"{said}; it was restarted, {count}")
 

@@ -85,12 +85,12 @@ def _request(args: argparse.Namespace, levels: tuple[int, ...], out: Path) -> tu
     """Returns the request, with its model folder, and why no model can be made."""
     blocked: list[str] = []
     folder, dummy = "", False
+    engine = args.engine or ("vllm" if args.device == "cuda" else "sampler")
     try:
-        made, dummy = model_folder(args.model, out, tiny=args.tiny, device=args.device)
+        made, dummy = model_folder(args.model, out, tiny=args.tiny, device=args.device, engine=engine)
         folder = str(made)
     except ModelError as error:
         blocked.append(f"there is no model to test: {error}")
-    engine = args.engine or ("vllm" if args.device == "cuda" else "sampler")
     # vLLM, and several ranks, run in processes that Ray starts.
     ray = args.ray or ("local" if engine == "vllm" or (args.device == "cuda" and args.gpus > 1) else "")
     data, rewards, bridge = (

@@ -74,13 +74,15 @@ class Request:
         return (experts_of(read_config(self.folder).get_text_config()) or 0) if self.folder else 0
 
 
-def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Path, bool]:
+def model_folder(model: str, out: Path, *, tiny: bool, device: str, engine: str) -> tuple[Path, bool]:
     """Returns the folder that levels use, and whether its weights are random.
 
     Args:
         model: a model folder, or a ``config.json``.
         out: where a model is made, if there are no weights.
+        tiny: with tiny sizes.
         device: a model that is made for a CPU has fp32 weights.
+        engine: tiny sizes are larger for vLLM, whose kernels do not take the smallest ones.
 
     Raises:
         UsageError: there is no such model, or a folder with weights was to be made tiny.
@@ -98,7 +100,7 @@ def model_folder(model: str, out: Path, *, tiny: bool, device: str) -> tuple[Pat
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(read_json(config)))
     wanted = read_config(source)
-    wanted = tiny_like(wanted) if tiny else wanted
+    wanted = tiny_like(wanted, vllm=engine == "vllm") if tiny else wanted
     folder = out / "model"
     tokenizer = char_tokenizer(_characters(wanted.get_text_config().vocab_size, config))
     tokenizer.chat_template = CHAT_TEMPLATE

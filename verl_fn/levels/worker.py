@@ -21,6 +21,7 @@ from verl_fn.backends.megatron.importing import MegatronMissing
 from verl_fn.benchmarks.first_step_layout import megatron_on_cpu
 from verl_fn.data.rows import DataError
 from verl_fn.driver.ranks import process_group
+from verl_fn.errors import cause_of
 from verl_fn.runs.loop import train
 
 from . import levels, parity, provenance, training
@@ -158,12 +159,13 @@ def run_part(request: Request, name: str, folder: Path) -> Outcome:
     return attrs.evolve(outcome, imports={**found, **outcome.imports})
 
 
-def outcome_of(error: BaseException, progress: Progress) -> Outcome:
+def outcome_of(error: Exception, progress: Progress) -> Outcome:
     """Returns whether an error fails the level or blocks it."""
     if isinstance(error, SaysNothing):
         return Outcome(blocked=str(error))
     text = "".join(traceback.format_exception(error))
-    line = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    cause = cause_of(error)
+    line = f"{type(cause).__name__}: {' '.join(str(cause).split())[:600]}"
     if trap := trap_in(text):
         return Outcome(blocked=f"{trap} ({line})")
     if isinstance(error, MegatronMissing) or not progress.provider:

@@ -16,6 +16,7 @@ from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan
 from verl_fn.data.prepare import write_answers
+from verl_fn.errors import in_one_line
 from verl_fn.errors import say as print_line
 
 from . import RunError
@@ -149,11 +150,11 @@ class Run:
                 self._point_at(newest / "actor")
             self._start_logs(step, run_of(origin) if origin is not None else None)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: Exception) -> None:
         """Writes how the run ended, for reports; the file is removed when the run continues."""
-        first, step = (str(error) or type(error).__name__).splitlines()[0], self._row.get("step", 0)
+        step = self._row.get("step", 0)
         with contextlib.suppress(OSError):
-            atomic.write(self.folder / FAILURE, f"ended after step {step} with an error: {first}\n")
+            atomic.write(self.folder / FAILURE, f"ended after step {step} with an error: {in_one_line(error)}\n")
 
     def _start_logs(self, step: int, source: Path | None) -> None:
         """Writes the lines of the logs in ``source`` up to ``step``; without a source, the logs begin empty."""

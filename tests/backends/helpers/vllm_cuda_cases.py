@@ -15,8 +15,8 @@ from verl_fn.backends.protocol import StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.benchmarks import workload
-from verl_fn.benchmarks.families_vllm import sampled, sizes_for
-from verl_fn.benchmarks.tiny_models import tiny_folder
+from verl_fn.benchmarks.families_vllm import sampled
+from verl_fn.benchmarks.tiny_models import tiny_folder, vllm_sizes
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 from verl_fn.testing.rollout_case import RolloutCase
@@ -76,7 +76,7 @@ def after_real_updates(folder_or_shape, updates=10):
 
 def family(name):
     """What differs between the engine's and the trainer's log-probs, before and after an update."""
-    return sampled(tiny_folder(name, tempfile.mkdtemp(), **sizes_for(name)), "cuda")
+    return sampled(tiny_folder(name, tempfile.mkdtemp(), **vllm_sizes(name)), "cuda")
 
 
 def in_flight(shape, eager):

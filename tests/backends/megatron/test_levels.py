@@ -76,7 +76,7 @@ def models(config, tmp_path_factory):
     def of(arch):
         if arch not in made:
             out = tmp_path_factory.mktemp(arch)
-            made[arch] = model_folder(str(config(arch)), out, tiny=False, device="cpu")[0]
+            made[arch] = model_folder(str(config(arch)), out, tiny=False, device="cpu", engine="sampler")[0]
         return made[arch]
 
     return of

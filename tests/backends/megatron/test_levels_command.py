@@ -53,12 +53,14 @@ def test_logs_in_a_folder_of_a_slurm_job_are_told_to_be_lost(name, monkeypatch):
 )
 def test_what_is_asked_for_is_what_the_levels_get(words, engine, ray, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "model_folder", lambda model, out, *, tiny, device: (out / model / device, tiny))
+    monkeypatch.setattr(
+        command, "model_folder", lambda model, out, *, tiny, **how: (out.joinpath(model, *how.values()), tiny)
+    )
     given = ["--tiny", "--data", "d", "--reward-model", "r", "--seed", 3, "--steps", 4, "--margin", 0.5]
     request, blocked = command._request(arguments(*words, *given), (1, 4), tmp_path)
     args = arguments(*words)
     assert (request.engine, request.ray, blocked) == (engine, ray, [])
-    assert request.folder == str(tmp_path / "m" / args.device) and request.dummy
+    assert request.folder == str(tmp_path / "m" / args.device / engine) and request.dummy
     assert (request.data, request.reward_model, request.bridge) == (str(tmp_path / "d"), str(tmp_path / "r"), "")
     assert (request.levels, request.gpus, request.seed, request.steps, request.margin) == (
         (1, 4), args.gpus, 3, 4, 0.5,

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from megatron_support import MARKS
+from ray.exceptions import RayTaskError
 
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.benchmarks.tiny_models import tiny_config
 from verl_fn.errors import UsageError
 from verl_fn.levels import parity, provenance, training, verdict, worker
 from verl_fn.levels.provenance import SHOWN, Repository
@@ -181,12 +184,23 @@ def test_processes_of_a_checkout_find_it_first(tmp_path, monkeypatch):
 
 def test_a_folder_with_weights_is_tested_as_it_is(tmp_path):
     folder = new_model(tmp_path / "m", chars="ab", hidden_size=16)
-    assert model_folder(str(folder), tmp_path / "out", tiny=False, device="cpu") == (folder, False)
+    assert model_folder(str(folder), tmp_path / "out", tiny=False, device="cpu", engine="sampler") == (folder, False)
     with pytest.raises(UsageError, match=r"--tiny goes with a config, and .* has weights; name .*config\.json"):
-        model_folder(str(folder), tmp_path / "out", tiny=True, device="cpu")
+        model_folder(str(folder), tmp_path / "out", tiny=True, device="cpu", engine="sampler")
     with pytest.raises(UsageError, match="there is no such folder or config"):
-        model_folder(str(tmp_path / "no"), tmp_path / "out", tiny=False, device="cpu")
+        model_folder(str(tmp_path / "no"), tmp_path / "out", tiny=False, device="cpu", engine="sampler")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt2", "glm4_moe"])
+def test_a_tiny_model_has_heads_that_the_engine_takes(arch, tmp_path):
+    """The kernels of vLLM want at least 16 numbers in a head on a GPU in fp32, and 32 on a CPU."""
+    (tmp_path / "config.json").write_text(tiny_config(arch, tie_word_embeddings=True).to_json_string(use_diff=False))
+    for engine, width in (("sampler", 8), ("vllm", 64)):
+        folder, made = model_folder(str(tmp_path), tmp_path / engine, tiny=True, device="cpu", engine=engine)
+        config = read_config(folder)
+        heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        assert made and heads == width and config.tie_word_embeddings and config.num_hidden_layers == 4
 
 
 def test_metrics_of_a_run_are_judged_one_by_one():
@@ -231,6 +245,8 @@ def test_an_error_is_evidence_only_once_the_provider_was_asked():
     silent, asked = worker.Progress("level_0"), worker.Progress("level_0", provider=True)
     wrong = ValueError("a  wrong\nshape")
     assert worker.outcome_of(wrong, asked) == Outcome(failed="ValueError: a wrong shape")
+    of_a_worker = RayTaskError("run", "its traceback", wrong).as_instanceof_cause()
+    assert worker.outcome_of(of_a_worker, asked) == worker.outcome_of(wrong, asked)
     assert worker.outcome_of(wrong, silent).blocked == (
         "level_0 ended before Megatron-Bridge made the model: ValueError: a wrong shape"
     )
