@@ -12,7 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-MEANT = {"gpu": "cuda"}  # by what is often written in their place
+# By what other trainers call them: devices, schedules, algorithms, losses and averages of losses.
+MEANT = {
+    "gpu": "cuda", "constant_with_warmup": "constant", "sigmoid": "dpo", "robust": "cdpo", "kto_pair": "kto",
+    **dict.fromkeys(("vanilla", "grpo", "dr_grpo"), "ppo_clip"), "gmpo": "geo_mean",
+    "seq-mean": "seq-mean-token-mean", "gkd": "distill", "rm": "reward_model", "raft": "rejection",
+}  # fmt: skip
 # Control characters but line breaks and tabs, and characters that reverse the order of others: a line could show
 # something else than it says.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -718,7 +718,8 @@ def test_rejection(steps):
         run.learn()
         if rows:  # without any, nothing changes
             run.check_draws(problems, rows)
-            losses = [-one for one in run.models["actor"].log_probs(rows, HEAT)]
+            # As data of fine-tuning, so at temperature 1.
+            losses = [-one for one in run.models["actor"].log_probs(rows)]
             run.models["actor"].update(paper.averaged(losses, mode))
         run.check()
     assert 0 < sum(kept) < 2 * PROMPTS and ties

@@ -464,12 +464,48 @@ def test_a_key_without_effect_is_noted(overrides, noted):
     assert noted in found[0]
 
 
-def test_keys_with_an_effect_and_keys_at_their_default_are_not_noted(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("kl_loss_coef", 0.001, "algorithm.use_kl_loss"),
+        ("rollout_is_threshold", 2.0, "algorithm.rollout_is"),
+        ("label_smoothing", 0.1, "with algorithm.name"),
+    ],
+)
+def test_a_default_that_somebody_writes_and_that_has_no_effect_is_noted(key, value, why, tmp_path):
+    """The usual values of other trainers are the defaults here."""
+    assert f"algorithm.{key} has no effect" in notes(None, [f"algorithm.{key}={value}"])[0]
+    (tmp_path / "a.toml").write_text(f"[algorithm]\n{key} = {value}\n")
+    (note,) = notes(tmp_path / "a.toml", [])
+    assert note.startswith(f"algorithm.{key} has no effect") and why in note
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("algorithm.name=kto", "set algorithm.name=dpo algorithm.loss_type=kto"),
+        ("algorithm.name=gspo", "set algorithm.name=grpo algorithm.policy_loss=gspo"),
+        ("algorithm.name=gkd", "did you mean distill?"),
+        ("algorithm.loss_type=sigmoid", "did you mean dpo?"),
+        ("algorithm.policy_loss=vanilla", "did you mean ppo_clip?"),
+        ("algorithm.policy_loss=gmpo", "did you mean geo_mean?"),
+        ("algorithm.loss_agg_mode=seq-mean", "did you mean seq-mean-token-mean?"),
+        ("algorithm.kl_coef=0.001", "did you mean algorithm.kl_ctrl.kl_coef?"),
+    ],
+)
+def test_names_of_other_trainers_lead_to_what_they_mean(setting, advice):
+    name = ["algorithm.name=dpo"] if "loss_type" in setting else []
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        load(None, [*name, setting])
+
+
+def test_keys_with_an_effect_and_keys_that_a_run_writes_at_their_default_are_not_noted(tmp_path):
     judged = ["reward.functions=a.py:f", "env.name=a.py:E", "trainer.test_freq=5", "data.val_size=4"]
     for more in (["algorithm.name=sft", "data.val_files=a.jsonl"], ["algorithm.name=distill"]):
         assert notes(None, [*more, *judged]) == []
     assert notes(None, ["data.train_files=a.jsonl", *judged[:2]]) == []
-    assert notes(None, ["algorithm.name=grpo", "rollout.n=4", "algorithm.lam=1.0", "reward.timeout=30"]) == []
+    off = ["algorithm.use_kl_loss=false", "actor.lora_rank=0", "reward.functions=[]", "trainer.rollout_data_dir="]
+    assert notes(None, ["algorithm.name=sft", *off[1:]]) == notes(None, off) == []
     assert notes(None, ["algorithm.clip_ratio=0.5", "algorithm.clip_ratio_high=0.6", "algorithm.gamma=0.9"]) == []
     for recipe in RECIPES:
         assert notes(recipe, []) == []

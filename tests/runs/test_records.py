@@ -15,7 +15,16 @@ from verl_fn.runs import checkpoints as files
 from verl_fn.runs.checkpoints import check_model_folder, checkpoints_at_once, identities, identity_at, seal
 from verl_fn.runs.folder import FAILURE, Run
 from verl_fn.runs.history import changed_inputs, changed_keys, fingerprints, record, recorded_inputs, run_config
-from verl_fn.runs.logs import GENERATIONS, METRICS, altered, loggers, read_answers, read_lines, read_metrics
+from verl_fn.runs.logs import (
+    GENERATIONS,
+    METRICS,
+    _identity,
+    altered,
+    loggers,
+    read_answers,
+    read_lines,
+    read_metrics,
+)
 from verl_fn.runs.replay import replay
 
 SILENT = lambda line: None  # noqa: E731
@@ -231,6 +240,31 @@ def test_a_continued_run_is_the_same_one_for_wandb(tiny, tmp_path, monkeypatch):
     (other := tmp_path / "other").mkdir()
     with loggers(trainer, {}, other, 0):
         assert made[2]["id"] != made[0]["id"]
+
+
+def test_a_copy_and_a_run_that_starts_over_are_new_runs_for_wandb_and_a_moved_one_is_not(tmp_path):
+    (run := tmp_path / "run").mkdir()
+    first = _identity(run, 0)
+    assert _identity(run, 2) == first
+    copied = _identity(shutil.copytree(run, tmp_path / "copy"), 2)
+    assert copied != first and _identity(tmp_path / "copy", 3) == copied and _identity(run, 3) == first
+    moved = run.rename(tmp_path / "moved")
+    assert _identity(moved, 4) == first
+    assert _identity(moved, 0) not in (first, copied)
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0, [5]), (1, [1, 5])])
+def test_tensorboard_forgets_the_steps_that_a_run_makes_again(start, kept, tiny, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = tiny_run(tiny, tmp_path, "trainer.logger=tensorboard").trainer
+    for begins, steps in ((0, (1, 2, 3)), (start, (5,))):
+        with loggers(trainer, {}, tmp_path, begins) as (log,):
+            for step in steps:
+                log(step, {"loss": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == kept
 
 
 def test_tensorboard_leaves_out_what_is_not_finite(tiny, tmp_path):

@@ -87,21 +87,23 @@ def _toml(value: Any) -> str:
 def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     """Returns a sentence for each key that is set but has no effect, and for settings that are hardly meant.
 
-    A key at its default is not reported as without effect, nor is a key of the file that loses its effect only by an
-    override.
+    A key of the file that loses its effect only by an override is not reported. Nor is a key at its default, if the
+    file has every key, as a run's own config has, or if the default turns something off.
 
     Example:
         >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
         ['algorithm.lam has no effect with algorithm.name = "sft"']
     """
     cfg = load(path, overrides)
-    sentences = without_effect(cfg, flat(raw_table(None, overrides)))
+    sentences = without_effect(cfg, flat(raw_table(None, overrides)), defaults=True)
     if path is not None:
         with contextlib.suppress(ConfigError):
             file_alone = load(path)
             table = flat(raw_table(path, ()))
-            ignored_in_file = without_effect(file_alone, table)
-            sentences = without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
+            by_hand = not flat(to_table(file_alone)).keys() <= table.keys()
+            ignored_in_file = without_effect(file_alone, table, defaults=by_hand)
+            ignored = {key: table[key] for key in ignored_in_file}
+            sentences = without_effect(cfg, ignored, defaults=by_hand) | sentences
     return [*sentences.values(), *_hardly_meant(cfg)]
 
 
@@ -147,14 +149,18 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
 
 
-def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
-    """Returns a sentence for each of these settings that ``cfg`` ignores, by key; a key at its default has none."""
+def without_effect(cfg: Config, settings: dict[str, Any], *, defaults: bool = False) -> dict[str, str]:
+    """Returns a sentence for each of these settings that ``cfg`` ignores, by key.
+
+    Args:
+        defaults: also for settings at their default, but for those that turn something off.
+    """
     chosen: type = type(cfg.algorithm.options)
-    values, defaults = flat(to_table(cfg)), _defaults(chosen)
+    values, usual = flat(to_table(cfg)), _defaults(chosen)
     return {
         key: f"{key} has no effect {reason}"
         for key, reason in unused(cfg, settings).items()
-        if values.get(key, settings[key]) != defaults.get(key)
+        if (value := values.get(key, settings[key])) != usual.get(key) or (defaults and value)
     }
 
 

@@ -22,7 +22,7 @@ import cattrs
 
 from verl_fn.errors import closest, did_you_mean
 
-from .algorithms import BUILT_IN, AlgorithmTable
+from .algorithms import BUILT_IN, GROUP_ESTIMATORS, LOSS_TYPES, POLICY_LOSSES, AlgorithmTable
 from .names import beside, is_reference, load_object, options_class
 from .options import ConfigError, RangeError
 from .plan import check
@@ -114,9 +114,10 @@ def algorithm_options(name: Any) -> type[Any]:
         return BUILT_IN[name]
     if isinstance(name, str) and is_reference(name):
         return options_class(load_object(name, "algorithm.name"), "algorithm.name")
+    part = next((f"{where}={name}" for where, names in PARTS.items() if name in names), "")
     raise ConfigError(
         f"algorithm.name: must be {', '.join(BUILT_IN)}, or a function of yours as FILE.py:NAME or MODULE:NAME "
-        f"(got {name!r})"
+        f"(got {name!r})" + (f"; set {part}" if part else did_you_mean(name, BUILT_IN))
     )
 
 
@@ -211,6 +212,12 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
 
 WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it is another thing
 # The keys for which other trainers have other names, by the ends of these names.
+# What other trainers call an algorithm, and is a part of one here.
+PARTS = {
+    "algorithm.name=dpo algorithm.loss_type": LOSS_TYPES,
+    "algorithm.name=grpo algorithm.policy_loss": POLICY_LOSSES,
+    "algorithm.name=grpo algorithm.adv_estimator": GROUP_ESTIMATORS,
+}
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "n_gpus", "num_gpus", "nproc_per_node"), "ray.ranks"),
     "nccl_timeout": "ray.timeout",
@@ -247,7 +254,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("response_length", "max_tokens", "max_new_tokens"), "data.max_response_length"),
     "prompt_length": "data.max_prompt_length",
     **dict.fromkeys(("tp", "tp_size"), "rollout.tensor_parallel_size"),
-    "algorithm.kl_coef": "algorithm.kl_loss_coef",
+    "algorithm.kl_coef": "algorithm.kl_ctrl.kl_coef",
     **dict.fromkeys(("model.name", "model_name", "model_name_or_path"), "model.path"),
 }  # fmt: skip
 ALL_KEYS = "verl-fn config lists all keys, and verl-fn config --from-verl KEY=VALUE says what a key of verl becomes"

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import operator
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -187,7 +188,7 @@ def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> It
     from torch.utils.tensorboard import SummaryWriter
 
     # The run repeats the steps after its last checkpoint, so TensorBoard drops what it has of them.
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
 
     def log(step: int, report: Mapping[str, float]) -> None:
         for name, value in report.items():
@@ -202,11 +203,10 @@ def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> It
 def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
     import wandb
 
-    # The id belongs to the folder, so that a continued run continues in wandb too.
     run = wandb.init(
         project=t.project_name,
         name=t.experiment_name or folder.name,
-        id=_identity(folder),
+        id=_identity(folder, start),
         resume="allow",
         dir=str(folder),
         config=table,
@@ -217,11 +217,16 @@ def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator
         run.finish()
 
 
-def _identity(folder: Path) -> str:
-    """Returns the id that wandb knows the run by; it is stored in the run's folder."""
-    file = folder / "wandb_id"
-    if not file.exists():
-        import secrets
+def _identity(folder: Path, start: int) -> str:
+    """Returns the id that wandb knows the run by; it is kept in the run's folder, with the folder's path.
 
-        file.write_text(secrets.token_hex(8))
-    return file.read_text()
+    A continued run is the same one for wandb, wherever its folder was moved. A run that starts over is another one,
+    since wandb takes no step twice, and so is the copy of a folder that is still there.
+    """
+    file, here = folder / "wandb_id", str(folder.resolve())
+    name, _, home = file.read_text().partition("\n") if file.exists() else ("", "", here)
+    copied = home not in ("", here) and Path(home, file.name).exists()
+    if not (name and start) or copied:
+        name = secrets.token_hex(8)
+    file.write_text(f"{name}\n{here}")
+    return name
