@@ -122,6 +122,7 @@ def read_config(folder: str | Path) -> Any:
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json; {way}")
     table = read_json(Path(folder) / "config.json")
     only_transformers()
+    _names_of_published_files()
     kind = table.get("model_type")
     if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
         own = " and Python code of a model's folder (auto_map) is never run," if "auto_map" in table else ""
@@ -209,6 +210,21 @@ def only_transformers() -> None:
 
     for name in CONFIG_MAPPING._extra_content.keys() & CONFIG_MAPPING_NAMES.keys():
         del CONFIG_MAPPING._extra_content[name]
+
+
+@functools.cache
+def _names_of_published_files() -> None:
+    """Lets transformers write the embedding of Nemotron-H under the name that published files have and vLLM reads.
+
+    transformers 5.9 writes ``embedding`` for ``embeddings`` (its pull request 48075). It still reads both.
+    """
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    rules = conversion_mapping.get_checkpoint_conversion_mapping("nemotron_h")
+    right = WeightRenaming(["embeddings.weight", "embedding.weight"], "embeddings.weight")
+    rules = [right if one.source_patterns == ["embedding.weight"] else one for one in rules]
+    conversion_mapping.register_checkpoint_conversion_mapping("nemotron_h", rules, overwrite=True)
 
 
 def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:

@@ -1,6 +1,7 @@
 """Exports hold what the model holds, with its head, or are refused: compared by name and by bit, both ways."""
 
 import json
+import re
 import shutil
 
 import attrs
@@ -8,14 +9,17 @@ import pytest
 import torch
 from ragged_rows import OPTIMIZER
 from safetensors.torch import load_file, save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from verl_fn.backends import checkpoint
 from verl_fn.backends.checkpoint import export_adapter, export_model
-from verl_fn.backends.hf.config import ModelError, compute_dtype
+from verl_fn.backends.hf.config import ModelError, compute_dtype, read_config
 from verl_fn.backends.hf.folder import computed_in
 from verl_fn.backends.hf.lora import Lora, LoraError
-from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.vllm.loading import in_files
+from verl_fn.benchmarks.tiny_models import tiny_folder
 from verl_fn.state import Key
 
 FILE = "model.safetensors"
@@ -150,3 +154,18 @@ def test_as_it_is_means_the_dtype_of_the_weights(models, tmp_path):
     export_model(source, tmp_path / "out")
     ours, theirs = load_file(tmp_path / "out" / FILE), load_file(source / FILE)
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+@pytest.mark.parametrize("name", ["embedding", "embeddings"])
+def test_the_embedding_of_nemotron_h_is_written_as_published_files_name_it(name, tmp_path):
+    """transformers 5.9 writes a name that vLLM does not read, and others wrote files by it."""
+    folder = tiny_folder("nemotron_h", tmp_path / "model")
+    char_tokenizer("abc").save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = {re.sub("embeddings?[.]", f"{name}.", key): value for key, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    written = load_file(export_model(folder, tmp_path / "out") / "model.safetensors")
+    assert torch.equal(written["backbone.embeddings.weight"], tensors[f"backbone.{name}.weight"])
+    rules = get_checkpoint_conversion_mapping("nemotron_h")
+    ((sent, _),) = in_files("model.embeddings.weight", torch.zeros(2, 2), rules, read_config(folder))
+    assert sent == "backbone.embeddings.weight"
