@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import MODEL, Writing, begin_save, read_state
+from verl_fn.backends.draws import Draws
 from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.protocol import (
     Capabilities,
@@ -413,42 +414,17 @@ def sample_table(turn: Turn) -> Response:
         >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
         [1, 0, 1]
     """
-    sampling, table = turn.sampling, turn.weights["logits"].double()
-    greedy = sampling.temperature == 0.0
-    full = (table / (sampling.temperature or 1.0)).log_softmax(-1)
-    cut = _truncate(full, sampling)
-    dice = random.Random(turn.key.seed())
-    tokens: list[int] = []
-    last = turn.prompt[-1]
+    sampling, table = turn.sampling, turn.weights["logits"]
+    draws, dice = Draws(sampling, len(table), noise=0.0), random.Random(turn.key.seed())
+    tokens, last = [], turn.prompt[-1]
     while len(tokens) < sampling.max_tokens:
-        # The first token whose cumulative probability passes the draw; never one of probability 0.
-        heap = cut[last].exp().cumsum(0)
-        last = int(full[last].argmax()) if greedy else int((heap <= dice.random() * heap[-1]).sum())
+        u = torch.tensor([[1.0 - dice.random()]], dtype=torch.float64)
+        last = int(draws.draw(table[last, None].clone(), u))
         tokens.append(last)
         if last in sampling.stop_token_ids:
             break
-    before = [turn.prompt[-1], *tokens[:-1]]
-    return Response(
-        tokens,
-        (full if greedy else cut)[before, tokens].tolist(),
-        full[before, tokens].tolist(),
-        finished=last in sampling.stop_token_ids,
-    )
-
-
-def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Applies top-k and then top-p to every row of a table: cut entries become -inf, the others are renormalised."""
-    if sampling.top_k > 0:
-        least = log_probs.topk(min(sampling.top_k, log_probs.shape[-1])).values[:, -1:]
-        log_probs = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
-    if sampling.top_p < 1.0:
-        ordered, order = log_probs.sort(descending=True, stable=True)
-        probs = ordered.exp()
-        beyond = torch.empty_like(probs, dtype=torch.bool).scatter_(
-            1, order, probs.cumsum(-1) - probs >= sampling.top_p
-        )
-        log_probs = log_probs.masked_fill(beyond, -torch.inf).log_softmax(-1)
-    return log_probs
+    _, log_probs, full, _ = draws.results()
+    return Response(tokens, log_probs.tolist(), full.tolist(), finished=last in sampling.stop_token_ids)
 
 
 def _cut(answer: Response, sampling: Sampling) -> Response:
