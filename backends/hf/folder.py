@@ -47,6 +47,7 @@ from verl_fn.backends.hf.weights import HEADS, check_numbers
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.errors import install
 from verl_fn.state import Key, isolated
+from verl_fn.state.guards import replaced
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -470,13 +471,9 @@ def _parameters_on_meta() -> Iterator[None]:
             param._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then draws no values
         register(self, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        # Memory that is allocated and never written costs nothing.
-        with unfilled():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    # Memory that is allocated and never written costs nothing.
+    with replaced(nn.Module, register_parameter=on_meta), unfilled():
+        yield
 
 
 def _to_meta(model: nn.Module) -> None:
