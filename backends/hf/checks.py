@@ -8,7 +8,6 @@ transformers' own forward of each row, and so is what the model does to its logi
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import importlib.util
 import itertools
 import math
