@@ -22,7 +22,7 @@ from torch import Tensor
 from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import MODEL, Writing, begin_save, read_state
 from verl_fn.backends.draws import Draws
-from verl_fn.backends.hf.outputs import check_targets
+from verl_fn.backends.hf.outputs import check_targets, temperatures_of
 from verl_fn.backends.protocol import (
     Capabilities,
     Chunk,
@@ -203,8 +203,8 @@ def _outputs(params: Params, batch: Batch, needs: Iterable[str]) -> TokenOutputs
     targets, values = check_targets(batch), params["values"]
     before = batch.tokens[targets - 1]
     logits = params["logits"].index_select(0, before)
-    if "temperature" in batch:
-        logits = logits / batch.spread(batch["temperature"].float())[targets, None]
+    if (heat := temperatures_of(batch)) is not None:
+        logits = logits / heat[targets, None]
     log_probs = logits.log_softmax(-1)
     at_targets = {
         "logprobs": lambda: log_probs.gather(1, batch.tokens[targets, None])[:, 0],

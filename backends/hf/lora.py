@@ -164,16 +164,6 @@ class Adapters:
             for name, t in self.without(leaves).items()
         }
 
-    def filed(
-        self, params: Params, rows: Callable[[Tensor], Tensor] = itself, whole: Callable[[Tensor], Tensor] = itself
-    ) -> dict[str, Tensor]:
-        """Returns the merged model for its file; see ``merged``.
-
-        Merged weights move to the CPU one by one, so that a GPU never holds all of them.
-        """
-        merged_names = {f"{layer}.weight" for layer in self.layers}
-        return {name: t.cpu() if name in merged_names else t for name, t in self.merged(params, rows, whole)}
-
     def without(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the leaves that do not belong to adapters."""
         own = set(self.names())
