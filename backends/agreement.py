@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of, output_width, tree
+from verl_fn.state import PER_ROW, Batch, Metrics, TrainState, deal, groups_of, metrics, output_width, tree
 from verl_fn.steps import Optimizer
 
 from .hf.config import ModelError
@@ -377,6 +377,12 @@ def brought_together(
             parts = by_share[:, places].cpu().split(lines)
             whole |= {name: _of_lines(name, part, batch) for name, part in zip(chosen, parts, strict=True)}
     return whole
+
+
+def added_up(layout: RowLayout, totals: Metrics) -> Metrics:
+    """Returns the metrics of all shares, added up, on every rank; of ranks with the same rows, one is counted."""
+    own = totals if dist.get_rank() in layout.answering else {}
+    return metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), own)))
 
 
 def _of_lines(name: str, part: Tensor, batch: Batch) -> Tensor:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from verl_fn.backends.agreement import (
     Share,
+    added_up,
     agree_on_batch,
     agree_on_call,
     agreed,
     brought_together,
-    gathered,
     require_same,
     settings,
     share_out,
@@ -221,8 +221,7 @@ class Fsdp(SkeletonBackend):
                     totals = metrics.merge(totals, tree.map_tensors(lambda t: t.detach(), measured))
             agree_on_batch(self.layout, batch)
             grads = {name: gradient(pointed[name], state.params[name]) for name in state.params.trained()}
-        all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.reports else {})
-        return Grads(grads), metrics.merge(*all_totals)
+        return Grads(grads), added_up(self.layout, totals)
 
     @one_at_a_time
     def _updated(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import (
     Share,
+    added_up,
     agree_on_batch,
     agree_on_call,
     agreed,
@@ -269,8 +270,7 @@ class Megatron(Base):
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
             model.built.complete_gradients(self.layout)
             grads = model.gradients(state.params.trained())
-        reported = metrics.merge(*totals) if totals and self.layout.reports else {}
-        return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))
+        return Grads(grads), added_up(self.layout, metrics.merge(*totals))
 
     @one_at_a_time
     def _updated(

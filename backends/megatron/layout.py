@@ -179,11 +179,6 @@ class Layout:
         return range(self.size - self.size // self.sizes.pp, self.size, self.sizes.tp * self.sizes.cp)
 
     @property
-    def reports(self) -> bool:
-        """Whether this rank reports the metrics of its share."""
-        return self.rank in self.answering
-
-    @property
     def tp_rank(self) -> int:
         """The number of this rank among the ranks that share matrices."""
         return self.groups.tp.rank()
