@@ -51,7 +51,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Hollow, Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
-from verl_fn.backends.hf.vision import PIXELS, beside_tokens
+from verl_fn.backends.hf.vision import PIXELS
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
@@ -352,5 +352,4 @@ class Fsdp(SkeletonBackend):
             raise LayoutError("ranks cannot share rows with images; set ulysses_sequence_parallel_size to 1")
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
-            padded, beside = self._built().padded, beside_tokens(batch)
-            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded, beside=beside)
+            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=self._built().padded)

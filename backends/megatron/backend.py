@@ -39,7 +39,6 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor
@@ -363,13 +362,10 @@ class Megatron(Base):
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
         sizes, routers, padded = self.layout.sizes, self._built().routers, self._built().padded
-        beside = beside_tokens(batch)
         if routers is not None:
             routers.check(batch)
         with one_thread():
-            share = share_out(
-                self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded, beside=beside
-            )
+            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded)
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None
