@@ -417,7 +417,8 @@ def sample_table(turn: Turn) -> Response:
     """
     sampling, table = turn.sampling, turn.weights["logits"]
     draws, dice = Draws(sampling, len(table), noise=0.0), random.Random(turn.key.seed())
-    tokens, last = [], turn.prompt[-1]
+    tokens: list[int] = []
+    last = turn.prompt[-1]
     while len(tokens) < sampling.max_tokens:
         u = torch.tensor([[1.0 - dice.random()]], dtype=torch.float64)
         last = int(draws.draw(table[last, None].clone(), u))
