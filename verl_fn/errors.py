@@ -13,64 +13,6 @@ from types import ModuleType
 from typing import TextIO
 
 MEANT = {"gpu": "cuda"}  # by what is often written in their place
-# Arguments of vLLM's engine that a user cannot set, and why.
-ENGINE_KEPT = {
-    "model": "it is the model folder",
-    "load_format": "weights are published, never read by the engine",
-    "tokenizer": "the engine takes and returns token ids",
-    "skip_tokenizer_init": "the engine takes and returns token ids",
-    "generation_config": "a request carries all of its sampling settings",
-    "override_generation_config": "a request carries all of its sampling settings",
-    "logprobs_mode": "log-probs belong to the draws",
-    "max_logprobs": "log-probs belong to the draws",
-    "logits_processors": "draws depend only on the published weights",
-    "speculative_config": "draws are made one token at a time",
-    "quantization": "the published weights are served as they are",
-    "hf_overrides": "trainer and engine must run the same model",
-    "trust_remote_code": "code of model folders is never run",
-    "worker_extension_cls": "it receives the weights",
-    "worker_cls": "it receives the weights",
-    "pipeline_parallel_size": "each worker must load the whole list of weights; use tensor_parallel_size",
-    "data_parallel_size": "set rollout.engines",
-    "tensor_parallel_size": "set rollout.tensor_parallel_size",
-    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-    "enforce_eager": "set rollout.enforce_eager",
-    "dtype": "set rollout.dtype",
-    "max_num_seqs": "set rollout.slots",
-    "max_model_len": "set data.max_prompt_length and data.max_response_length",
-    "seed": "every request has a key of its own",
-    "enable_sleep_mode": "the driver puts the engine to sleep",
-    "enable_lora": "set rollout.adapters",
-    "enable_return_routed_experts": "set actor.router_replay.mode=R3",
-    "kv_transfer_config": "the cache is reset with every publication",
-    "mm_processor_cache_gb": "images are processed once, before vLLM gets them",
-    "mm_processor_kwargs": "images are processed once, before vLLM gets them",
-    "limit_mm_per_prompt": "a prompt has as many images as its row",
-}
-# Fields of Megatron's provider that a user cannot set, and why.
-PROVIDER_DECIDED = {
-    **dict.fromkeys((
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
-        "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
-        "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
-        "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
-        "moe_enable_routing_replay", "mtp_num_layers", "use_mup"),
-        "this backend decides it, from the keys of its table"),
-    **dict.fromkeys((
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-        "config.json decides it"),
-}  # fmt: skip
-# The ones that a user can only turn off, since a step would depend on more than its arguments, or differ each time.
-PROVIDER_IMPURE = {
-    "moe_router_enable_expert_bias": "it changes between calls a buffer of the model that no state holds",
-    "moe_router_bias_update_rate": "it changes between calls a buffer of the model that no state holds",
-    "moe_input_jitter_eps": "it draws random numbers in each pass",
-    "moe_router_force_load_balancing": "it draws random experts in each pass",
-    "moe_router_force_biased": "it draws random numbers for each layer",
-    "moe_expert_capacity_factor": "it drops tokens by what else is in their micro-batch",
-}
 # Control characters but line breaks and tabs, and characters that reverse the order of others: a line could show
 # something else than it says.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")

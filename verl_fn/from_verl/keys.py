@@ -441,6 +441,36 @@ NUMBERS = frozenset({
 })  # fmt: skip
 # Fields of Megatron's provider with verl's default, the same as Megatron's; None: any value, without effect here.
 MEGATRON_CHOICES: Mapping[str, Any] = {"recompute_modules": ["core_attn"], "attention_backend": None}
+# Fields of Megatron's provider that a user cannot set here, since its backend refuses them, and why.
+PROVIDER_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys((
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+        "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
+        "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+        "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+        "moe_enable_routing_replay", "mtp_num_layers", "use_mup"),
+        "the Megatron backend decides it, from the keys of its table; remove it"),
+    **dict.fromkeys((
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+        "config.json in the model's folder decides it; remove it"),
+    **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+        "it changes a buffer of the model between calls, which no state holds; remove it"),
+    "moe_input_jitter_eps": "it draws random numbers in each pass; remove it",
+    "moe_router_force_load_balancing": "it draws random experts in each pass; remove it",
+    "moe_router_force_biased": "it draws random numbers for each layer; remove it",
+    "moe_expert_capacity_factor": "it drops tokens by what else is in their micro-batch; remove it",
+}  # fmt: skip
+# Arguments of vLLM that a user cannot set here: its engine refuses them.
+ENGINE_ARGUMENTS = frozenset({
+    "model", "load_format", "tokenizer", "skip_tokenizer_init", "generation_config", "override_generation_config",
+    "logprobs_mode", "max_logprobs", "logits_processors", "speculative_config", "quantization", "hf_overrides",
+    "trust_remote_code", "worker_extension_cls", "worker_cls", "pipeline_parallel_size", "data_parallel_size",
+    "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype", "max_num_seqs", "max_model_len",
+    "seed", "enable_sleep_mode", "enable_lora", "enable_return_routed_experts", "kv_transfer_config",
+    "mm_processor_cache_gb", "mm_processor_kwargs", "limit_mm_per_prompt",
+})  # fmt: skip
 # With verl's files for Megatron.
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     ACTOR + "strategy": "megatron", "critic.strategy": "megatron", ACTOR + "megatron.sequence_parallel": True,
