@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of, output_width, tree
+from verl_fn.state import PER_ROW, Batch, Metrics, TrainState, deal, groups_of, metrics, output_width, tree
 from verl_fn.steps import Optimizer
 
 from .hf.config import ModelError
 from .hf.skeleton import Hollow
 from .hf.ulysses import LayoutError
+from .hf.vision import beside_tokens
 from .hf.weights import FolderWeights
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
@@ -314,7 +315,6 @@ def share_out(
     together: str | None = None,
     *,
     padded: bool = False,
-    beside: Tensor | None = None,
 ) -> Share[S]:
     """Returns this rank's micro-batches.
 
@@ -324,12 +324,11 @@ def share_out(
         stage: puts the rows of a micro-batch on the device of this rank.
         together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
         padded: the budget counts rows as long as the longest of their micro-batch.
-        beside: what each row costs beside its tokens.
 
     Raises:
         ValueError: on all ranks, if a row or group is longer than the budget or cannot be computed on.
     """
-    rows = deal(batch, layout.shares, max_tokens, together, padded=padded, beside=beside)
+    rows = deal(batch, layout.shares, max_tokens, together, padded=padded, beside=beside_tokens(batch))
     own_rows, staged = rows[layout.share], []
     with contextlib.nullcontext() if layout.size == 1 else agreed():
         for part in own_rows:
@@ -377,6 +376,12 @@ def brought_together(
             parts = by_share[:, places].cpu().split(lines)
             whole |= {name: _of_lines(name, part, batch) for name, part in zip(chosen, parts, strict=True)}
     return whole
+
+
+def added_up(layout: RowLayout, totals: Metrics) -> Metrics:
+    """Returns the metrics of all shares, added up, on every rank; of ranks with the same rows, one is counted."""
+    own = totals if dist.get_rank() in layout.answering else {}
+    return metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), own)))
 
 
 def _of_lines(name: str, part: Tensor, batch: Batch) -> Tensor:

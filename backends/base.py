@@ -447,8 +447,11 @@ class SkeletonBackend(Base):
         skeleton.check_buffers(params.buffers)
         if (base := self._base_of(params, folder)) is None:
             file, kept = checkpoint.MODEL, skeleton.adapters.unmerged(params)
-            merged = Params(skeleton.adapters.filed(params, self._held, self._whole))
-            weights = {**self._of_rows(merged), **params.buffers}
+            adapted = {f"{layer}.weight" for layer in skeleton.adapters.layers}
+            merged = skeleton.adapters.merged(params, self._held, self._whole)
+            # Merged weights move to the CPU one by one, so that a GPU never holds all of them.
+            filed = Params({name: t.cpu() if name in adapted else t for name, t in merged})
+            weights = {**self._of_rows(filed), **params.buffers}
         else:
             file, kept = ADAPTERS, Params({})
             weights = {in_peft(name): params[name] for name in params.trained()}

@@ -323,11 +323,8 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     with refused(f"{source} cannot be copied to {out}"), replaced_folder(out) as aside, quiet():
         model = _loaded(source, config, dtype or "auto")
         # Where config.json names a narrower dtype than the weights have, "as it is" is the dtype of the weights.
-        if (
-            dtype is None
-            and (held := dtype_of_weights(Path(source))) is not None
-            and held.itemsize > model.dtype.itemsize
-        ):
+        held = dtype_of_weights(Path(source)) if dtype is None else None
+        if held is not None and held.itemsize > model.dtype.itemsize:
             model = _loaded(source, config, held)
         # Checkpoints have the layout that models compute with (experts stacked), so reading one records no
         # conversion; None makes transformers write the layout that files of this architecture have.
@@ -378,17 +375,12 @@ def dtype_of_weights(folder: Path) -> torch.dtype | None:
 
 def _compare(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
     """Raises ModelError unless the written tensors are the given ones, bit for bit."""
-    if differing := [name for name in {**expected, **written} if not _same(expected.get(name), written.get(name))]:
+    differing = [name for name in {**expected, **written} if not tree.equal(expected.get(name), written.get(name))]
+    if differing:
         raise ModelError(
             f"{len(differing)} tensors are lost, added or changed in what was written, such as {differing[0]}, by an "
             "error of the program or of the disk; nothing is exported"
         )
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other)))
 
 
 def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:

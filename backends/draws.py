@@ -51,7 +51,7 @@ class Draws:
         self.noise = noise / (sampling.temperature or 1.0)
         self.top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
         self.top_p = sampling.top_p
-        self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
+        self.cut = sampling.cuts
         self._exact = exact if self.temperature > 0 else None
         self._kernel = kernel if self.temperature > 0 and not self.cut else None
         self._parts: list[tuple[Tensor, ...]] = []

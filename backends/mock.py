@@ -1,8 +1,7 @@
 """A training backend and a rollout engine without a model, for unit tests of algorithms.
 
-``Mock`` has a table of logits and one of values, with gradients in closed form: it does all that a real backend does,
-in less than a millisecond a call, and fails on demand; tests of the laws themselves use it too. ``MockRollout`` has
-scripted responses.
+``Mock`` has a table of logits and one of values: it does all that a real backend does, in milliseconds, and fails on
+demand; tests of the laws themselves use it too. ``MockRollout`` has scripted responses.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any, TypeAlias
 
 import attrs
 import torch
-from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import MODEL, Writing, begin_save, read_state
-from verl_fn.backends.hf.outputs import check_targets
+from verl_fn.backends.draws import Draws
+from verl_fn.backends.hf.outputs import check_targets, temperatures_of
 from verl_fn.backends.protocol import (
     Capabilities,
     Chunk,
@@ -79,7 +78,7 @@ class Mock(Base):
     """Trains a policy that depends on one token before, and a value for each token.
 
     The parameters are ``logits [V, V]`` of the next token given the one before it, and ``values [V]``. The methods
-    agree with ``Local``'s; autograd differentiates only the loss itself.
+    agree with ``Local``'s.
 
     Args:
         vocab_size: tokens are 0 to ``vocab_size - 1``.
@@ -167,27 +166,24 @@ class Mock(Base):
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         expect_tokens(batch, self.vocab_size)
         split = split_by_tokens(batch, self.max_tokens)
-        return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
+        return split.join_outputs([_outputs(params, part, wanted) for part in split])
 
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
     ) -> tuple[Grads, Metrics]:
         expect_tokens(batch, self.vocab_size)
         params = tree.map_tensors(Tensor.detach, state.params)
-        gathered = {name: torch.zeros_like(t) for name, t in params.items()}
+        leaves = {name: params[name].requires_grad_() for name in params.trained()}
         reported: Metrics = {}
         for part in split_by_tokens(batch, self.max_tokens, loss.together):
-            lookup = _Lookup.of(params, part)
-            leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
-            total, of_part = total_loss(loss, TokenOutputs(leaves), part)
-            wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-            lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
+            total, of_part = total_loss(loss, _outputs(params, part, wanted), part)
+            total.backward()
             of_part = {"loss": Sum(total.double()), **of_part}
             reported = metrics.merge(reported, tree.map_tensors(Tensor.detach, of_part))
-        return Grads({name: gathered[name] for name in state.params.trained()}), reported
+        return Grads({name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}), reported
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
-        """Returns the loss as a pure function of parameters, for ``torch.func``, without the closed form."""
+        """Returns the loss as a pure function of parameters, for ``torch.func``."""
         expect("loss_fn", Batch, batch)
         # Weights may be traced, so their values are not checked.
         check_fields(loss, batch)
@@ -195,81 +191,35 @@ class Mock(Base):
 
         @isolated(gradients=None)
         def fn(params: Params) -> tuple[Tensor, Metrics]:
-            total, reported = total_loss(loss, TokenOutputs(_Lookup.of(params, batch).outputs(wanted)), batch)
+            total, reported = total_loss(loss, _outputs(params, batch, wanted), batch)
             return total, tree.map(torch.as_tensor, {"loss": Sum(total.detach().double()), **reported})
 
         return fn
 
 
-@attrs.frozen(eq=False)
-class _Lookup:
-    """The entries of the tables for a micro-batch.
-
-    Attributes:
-        targets: the indices of the tokens with ``response_mask``.
-        before: the token before each target.
-        log_probs: at each target, the log-probability of every token of the vocabulary.
-        values: the value of the token before each target.
-        last: the last token of each row.
-        row_values: the value of the last token of each row.
-    """
-
-    tokens: Int[Tensor, " T"]
-    targets: Int[Tensor, " N"]
-    before: Int[Tensor, " N"]
-    temperature: Float[Tensor, " N"]
-    log_probs: Float[Tensor, "N V"]
-    values: Float[Tensor, " N"]
-    last: Int[Tensor, " B"]
-    row_values: Float[Tensor, " B"]
-
-    @classmethod
-    def of(cls, params: Params, batch: Batch) -> _Lookup:
-        targets = check_targets(batch)
-        before = batch.tokens[targets - 1]
-        temperature = torch.ones(len(targets))
-        if "temperature" in batch:
-            temperature = batch.spread(batch["temperature"].float())[targets]
-        log_probs = (params["logits"][before] / temperature[:, None]).log_softmax(-1)
-        last, values = batch.tokens[batch.last], params["values"]
-        return cls(batch.tokens, targets, before, temperature, log_probs, values[before], last, values[last])
-
-    def outputs(self, needs: Iterable[str]) -> dict[str, Tensor]:
-        at_targets = {
-            "logprobs": lambda: self.log_probs.gather(1, self.tokens[self.targets, None])[:, 0],
-            "entropy": lambda: self._entropy,
-            "values": lambda: self.values,
-            "sum_pi_squared": lambda: self.log_probs.exp().square().sum(-1),
-        }
-        zeros = torch.zeros(len(self.tokens))
-        return {
-            name: self.row_values.clone()
+def _outputs(params: Params, batch: Batch, needs: Iterable[str]) -> TokenOutputs:
+    """Returns what the tables hold for a micro-batch."""
+    targets, values = check_targets(batch), params["values"]
+    before = batch.tokens[targets - 1]
+    logits = params["logits"].index_select(0, before)
+    if (heat := temperatures_of(batch)) is not None:
+        logits = logits / heat[targets, None]
+    log_probs = logits.log_softmax(-1)
+    at_targets = {
+        "logprobs": lambda: log_probs.gather(1, batch.tokens[targets, None])[:, 0],
+        "entropy": lambda: -(log_probs.exp() * log_probs).sum(-1),
+        "values": lambda: values.index_select(0, before),
+        "sum_pi_squared": lambda: log_probs.exp().square().sum(-1),
+    }
+    zeros = torch.zeros(batch.num_tokens)
+    return TokenOutputs(
+        {
+            name: values.index_select(0, batch.tokens[batch.last])
             if name in PER_ROW
-            else zeros.index_copy(0, self.targets, at_targets[name]())
+            else zeros.index_copy(0, targets, at_targets[name]())
             for name in needs
         }
-
-    def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of both tables to ``gathered``, given the gradients of the outputs."""
-        probs, chosen = self.log_probs.exp(), self.tokens[self.targets, None]
-        wrt_logits = torch.zeros_like(probs)
-        if "logprobs" in wrt_outputs:
-            g = wrt_outputs["logprobs"][self.targets, None]
-            wrt_logits -= probs * g
-            wrt_logits.scatter_add_(1, chosen, g)
-        if "entropy" in wrt_outputs:
-            # d entropy / d logit = -p (log p + entropy)
-            g = wrt_outputs["entropy"][self.targets, None]
-            wrt_logits -= g * probs * (self.log_probs + self._entropy[:, None])
-        gathered["logits"].index_add_(0, self.before, wrt_logits / self.temperature[:, None])
-        if "values" in wrt_outputs:
-            gathered["values"].index_add_(0, self.before, wrt_outputs["values"][self.targets])
-        if "row_values" in wrt_outputs:
-            gathered["values"].index_add_(0, self.last, wrt_outputs["row_values"])
-
-    @property
-    def _entropy(self) -> Float[Tensor, " N"]:
-        return -(self.log_probs.exp() * self.log_probs).sum(-1)
+    )
 
 
 def _tables(folder: str | Path) -> dict[str, Tensor]:
@@ -464,42 +414,18 @@ def sample_table(turn: Turn) -> Response:
         >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
         [1, 0, 1]
     """
-    sampling, table = turn.sampling, turn.weights["logits"].double()
-    greedy = sampling.temperature == 0.0
-    full = (table / (sampling.temperature or 1.0)).log_softmax(-1)
-    cut = _truncate(full, sampling)
-    dice = random.Random(turn.key.seed())
+    sampling, table = turn.sampling, turn.weights["logits"]
+    draws, dice = Draws(sampling, len(table), noise=0.0), random.Random(turn.key.seed())
     tokens: list[int] = []
     last = turn.prompt[-1]
     while len(tokens) < sampling.max_tokens:
-        # The first token whose cumulative probability passes the draw; never one of probability 0.
-        heap = cut[last].exp().cumsum(0)
-        last = int(full[last].argmax()) if greedy else int((heap <= dice.random() * heap[-1]).sum())
+        u = torch.tensor([[1.0 - dice.random()]], dtype=torch.float64)
+        last = int(draws.draw(table[last, None].clone(), u))
         tokens.append(last)
         if last in sampling.stop_token_ids:
             break
-    before = [turn.prompt[-1], *tokens[:-1]]
-    return Response(
-        tokens,
-        (full if greedy else cut)[before, tokens].tolist(),
-        full[before, tokens].tolist(),
-        finished=last in sampling.stop_token_ids,
-    )
-
-
-def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Applies top-k and then top-p to every row of a table: cut entries become -inf, the others are renormalised."""
-    if sampling.top_k > 0:
-        least = log_probs.topk(min(sampling.top_k, log_probs.shape[-1])).values[:, -1:]
-        log_probs = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
-    if sampling.top_p < 1.0:
-        ordered, order = log_probs.sort(descending=True, stable=True)
-        probs = ordered.exp()
-        beyond = torch.empty_like(probs, dtype=torch.bool).scatter_(
-            1, order, probs.cumsum(-1) - probs >= sampling.top_p
-        )
-        log_probs = log_probs.masked_fill(beyond, -torch.inf).log_softmax(-1)
-    return log_probs
+    _, log_probs, full, _ = draws.results()
+    return Response(tokens, log_probs.tolist(), full.tolist(), finished=last in sampling.stop_token_ids)
 
 
 def _cut(answer: Response, sampling: Sampling) -> Response:

@@ -99,6 +99,26 @@ def isolated(*, gradients: bool | None = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives a module or a class other values of these attributes inside.
+
+    Example:
+        >>> import math
+        >>> with replaced(math, pi=3):
+        ...     math.pi
+        3
+    """
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Limits the CPU to one thread, since many threads take longer than one for small operations."""
     before = torch.get_num_threads()

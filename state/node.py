@@ -146,24 +146,7 @@ def node(cls: C) -> C:
         Pair(left=2, right=3)
     """
     frozen: C = attrs.frozen(eq=False, slots=True)(cls)
-    children, fixed = _fields_where(frozen, "static", False), _fields_where(frozen, "static", True)
-    mappings = _fields_where(frozen, "mapping", True)
-
-    def flatten(value: Any) -> tuple[list[Any], Any]:
-        # Ordinary dictionaries in the structure, so that a node made around others has an equal structure.
-        fields = [dict(getattr(value, n)) if n in mappings else getattr(value, n) for n in children]
-        return fields, tuple(getattr(value, n) for n in fixed)
-
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        leaves, context = flatten(value)
-        return [(pytree.GetAttrKey(n), x) for n, x in zip(children, leaves, strict=True)], context
-
-    def unflatten(leaves: Any, context: Any) -> Any:
-        fields = dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True))
-        return rebuild(frozen, fields | {n: FrozenDict(fields[n]) for n in mappings if type(fields[n]) is dict})
-
-    _register(frozen, flatten, unflatten, flatten_with_keys)
-    return frozen
+    return _registered(frozen, _fields_where(frozen, "static", False), _fields_where(frozen, "static", True))
 
 
 class Named(Node, Mapping[str, torch.Tensor]):
@@ -211,12 +194,23 @@ def named(cls: C) -> C:
         tensor([2., 2.])
     """
     frozen: C = attrs.frozen(eq=False, slots=True, repr=False, field_transformer=_with_frozen_leaves)(cls)
-    children = _fields_where(frozen, "child", True)
     fixed = tuple(name for name in _fields_where(frozen, "child", False) if name != "leaves")
+    return _registered(frozen, _fields_where(frozen, "child", True), fixed, inline=True)
+
+
+def _with_frozen_leaves(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    return [f.evolve(converter=frozen_dict) if f.name == "leaves" else f for f in fields]
+
+
+def _registered(cls: C, children: tuple[str, ...], fixed: tuple[str, ...], *, inline: bool = False) -> C:
+    """Registers a class as a pytree node; ``inline`` makes what its field ``leaves`` holds children by name."""
+    mappings = _fields_where(cls, "mapping", True)
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        parts = [*value.leaves.values(), *(getattr(value, n) for n in children)]
-        return parts, (tuple(value.leaves), tuple(getattr(value, n) for n in fixed))
+        leaves = value.leaves if inline else {}
+        # Ordinary dictionaries in the structure, so that a node made around others has an equal structure.
+        fields = [dict(getattr(value, n)) if n in mappings else getattr(value, n) for n in children]
+        return [*leaves.values(), *fields], (tuple(leaves), tuple(getattr(value, n) for n in fixed))
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         parts, context = flatten(value)
@@ -225,19 +219,10 @@ def named(cls: C) -> C:
 
     def unflatten(parts: Any, context: Any) -> Any:
         (names, statics), parts = context, list(parts)
-        leaves, rest = FrozenDict(zip(names, parts, strict=False)), parts[len(names) :]
-        others = dict(zip((*children, *fixed), (*rest, *statics), strict=True))
-        return rebuild(frozen, {"leaves": leaves} | others)
+        fields = dict(zip((*children, *fixed), (*parts[len(names) :], *statics), strict=True))
+        fields |= {n: FrozenDict(fields[n]) for n in mappings if type(fields[n]) is dict}
+        return rebuild(cls, {"leaves": FrozenDict(zip(names, parts, strict=False))} | fields if inline else fields)
 
-    _register(frozen, flatten, unflatten, flatten_with_keys)
-    return frozen
-
-
-def _with_frozen_leaves(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    return [f.evolve(converter=frozen_dict) if f.name == "leaves" else f for f in fields]
-
-
-def _register(cls: type, flatten: Any, unflatten: Any, flatten_with_keys: Any) -> None:
     pytree.register_pytree_node(
         cls,
         flatten,
@@ -245,6 +230,7 @@ def _register(cls: type, flatten: Any, unflatten: Any, flatten_with_keys: Any) -
         flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"verl_fn.{cls.__qualname__}",
     )
+    return cls
 
 
 @node

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from verl_fn.backends.agreement import (
     Share,
+    added_up,
     agree_on_batch,
     agree_on_call,
     agreed,
     brought_together,
-    gathered,
     require_same,
     settings,
     share_out,
@@ -51,7 +51,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Hollow, Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
-from verl_fn.backends.hf.vision import PIXELS, beside_tokens
+from verl_fn.backends.hf.vision import PIXELS
 from verl_fn.backends.memory import fits
 from verl_fn.backends.tensor_file import Span
 from verl_fn.backends.weight_sync import Weights, apart, in_parts, keeping, specs_of
@@ -221,8 +221,7 @@ class Fsdp(SkeletonBackend):
                     totals = metrics.merge(totals, tree.map_tensors(lambda t: t.detach(), measured))
             agree_on_batch(self.layout, batch)
             grads = {name: gradient(pointed[name], state.params[name]) for name in state.params.trained()}
-        all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.reports else {})
-        return Grads(grads), metrics.merge(*all_totals)
+        return Grads(grads), added_up(self.layout, totals)
 
     @one_at_a_time
     def _updated(
@@ -353,5 +352,4 @@ class Fsdp(SkeletonBackend):
             raise LayoutError("ranks cannot share rows with images; set ulysses_sequence_parallel_size to 1")
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
-            padded, beside = self._built().padded, beside_tokens(batch)
-            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded, beside=beside)
+            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=self._built().padded)

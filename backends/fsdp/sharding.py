@@ -104,11 +104,6 @@ class Layout:
         return range(0, self.size, self.sp)
 
     @property
-    def reports(self) -> bool:
-        """Whether this rank reports the metrics of its part; ranks that share rows have the same metrics."""
-        return self.rank % self.sp == 0
-
-    @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that together hold one copy of every parameter."""
         return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else self.mesh.get_group()

@@ -7,9 +7,7 @@ transformers' own forward of each row, and so is what the model does to its logi
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -17,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +34,7 @@ from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skele
 from verl_fn.backends.hf.vision import attentions, family_of
 from verl_fn.errors import installed_version
 from verl_fn.state import Batch, one_thread
+from verl_fn.state.guards import replaced
 
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
@@ -385,24 +385,19 @@ def _number(config: Any, name: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-@contextlib.contextmanager
-def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[None]:
+def kernels_for(device: str | torch.device, auto: Any, config: Any) -> AbstractContextManager[None]:
     """Makes models take transformers' own code where flash-linear-attention's kernels fail or are wrong.
 
     Of linear attention they then take ``_rounded_once``.
     """
-    names = vars(sys.modules[auto._model_mapping[type(config)].__module__])
+    module = sys.modules[auto._model_mapping[type(config)].__module__]
+    names = vars(module)
     taken: dict[str, Any] = {}
     if torch.device(device).type != "cuda" or wrong_gradients():
         taken = {name: None for name, f in names.items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     if "torch_chunk_gated_delta_rule" in names:
         taken |= _rounded_once(names, {name for name, f in (names | taken).items() if f is None})
-    before = {name: names[name] for name in taken}
-    names.update(taken)
-    try:
-        yield
-    finally:
-        names.update(before)
+    return replaced(module, **taken)
 
 
 def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:

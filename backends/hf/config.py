@@ -311,6 +311,16 @@ def longest_row(config: Any) -> float:
     return min((r.get(limit, math.inf) for r in _ropes(config) if _kind(r) == "longrope"), default=math.inf)
 
 
+def head_dim(config: Any) -> int:
+    """Returns the size of an attention head, also if the config does not set it."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_heads(config: Any) -> int:
+    """Returns how many heads have keys and values of their own."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hides transformers' progress bars and its warnings about new heads."""

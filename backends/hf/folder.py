@@ -47,6 +47,7 @@ from verl_fn.backends.hf.weights import HEADS, check_numbers
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.errors import install
 from verl_fn.state import Key, isolated
+from verl_fn.state.guards import replaced
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -269,8 +270,11 @@ def hollow(
         LoraError: the model cannot have such adapters.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    with kernels_for(device, auto, config):
-        model = _without_weights(auto, config, options, folder)
+    with (
+        kernels_for(device, auto, config), torch.random.fork_rng(devices=[]), quiet(), _refusals(folder),
+        _parameters_on_meta(),
+    ):  # fmt: skip
+        model = auto.from_config(copy.deepcopy(config), **options)
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing, freeze_tower)
     _read_constants(skeleton, auto, config, options, folder)
     skeleton.trained = trained
@@ -302,12 +306,6 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     fit = fit_of(auto, config, head, folder, row_layout)
     return auto, config, options | {"attn_implementation": attentions(config, fit.attention)}, fit
-
-
-def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
-    """Returns transformers' model with its parameters on the meta device."""
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
-        return auto.from_config(copy.deepcopy(config), **options)
 
 
 @contextlib.contextmanager
@@ -470,13 +468,9 @@ def _parameters_on_meta() -> Iterator[None]:
             param._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then draws no values
         register(self, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        # Memory that is allocated and never written costs nothing.
-        with unfilled():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    # Memory that is allocated and never written costs nothing.
+    with replaced(nn.Module, register_parameter=on_meta), unfilled():
+        yield
 
 
 def _to_meta(model: nn.Module) -> None:

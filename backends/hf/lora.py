@@ -10,6 +10,7 @@ checkpoint compares them first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -163,16 +164,6 @@ class Adapters:
             for name, t in self.without(leaves).items()
         }
 
-    def filed(
-        self, params: Params, rows: Callable[[Tensor], Tensor] = itself, whole: Callable[[Tensor], Tensor] = itself
-    ) -> dict[str, Tensor]:
-        """Returns the merged model for its file; see ``merged``.
-
-        Merged weights move to the CPU one by one, so that a GPU never holds all of them.
-        """
-        merged_names = {f"{layer}.weight" for layer in self.layers}
-        return {name: t.cpu() if name in merged_names else t for name, t in self.merged(params, rows, whole)}
-
     def without(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the leaves that do not belong to adapters."""
         own = set(self.names())
@@ -228,12 +219,16 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
         LoraError: the description of the adapters cannot be read.
     """
     with raised_as(LoraError, f"{folder / ABOUT} cannot be read", *_DAMAGES):
-        try:
-            about = json.loads((folder / ABOUT).read_text())
-        except FileNotFoundError:
+        if (about := _about(folder)) is None:
             return None
         lora = Lora(about["rank"], about["alpha"], about["targets"])
         return Adapters(lora, tuple(about["layers"]), frozenset(about["transposed"])), about["base_model"]
+
+
+def _about(folder: Path) -> Any:
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((folder / ABOUT).read_text())
+    return None
 
 
 def inject(
@@ -391,13 +386,8 @@ class Reference:
         Raises:
             LoraError: it cannot be read.
         """
-        about = Path(folder) / ABOUT
-        with raised_as(LoraError, f"{about} cannot be read", *_DAMAGES):
-            try:
-                content = json.loads(about.read_text())
-            except FileNotFoundError:
-                return None
-            if "files" not in content:
+        with raised_as(LoraError, f"{Path(folder) / ABOUT} cannot be read", *_DAMAGES):
+            if (content := _about(Path(folder))) is None or "files" not in content:
                 return None
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
             base, beside = Path(content["base_model"]), Path(folder, content["beside"])

@@ -57,9 +57,8 @@ class Staged:
         """
         targets = check_targets(batch)
         _check_candidates(batch)
-        temperature = None
-        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
-            temperature = batch.spread(batch["temperature"].float())[targets].to(device)
+        heat = temperatures_of(batch)
+        temperature = None if heat is None else heat[targets].to(device)
         sequence = None if group is None else Sequence(group, batch.num_tokens)
         packing = Packing.of(batch, device, sequence)
         return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
@@ -91,6 +90,13 @@ def check_targets(batch: Batch) -> Tensor:
         row = int(batch.row_ids[targets[first][0]])
         raise ValueError(f"row {row}: response_mask is set on its first token; that has no log-probability")
     return targets
+
+
+def temperatures_of(batch: Batch) -> Tensor | None:
+    """Returns the temperature of each token, or None if all are 1."""
+    if "temperature" not in batch or not bool((batch["temperature"] != 1.0).any()):
+        return None
+    return batch.spread(batch["temperature"].float())
 
 
 def _check_candidates(batch: Batch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from verl_fn.backends.hf.config import kv_heads
 from verl_fn.errors import UserError
 
 
@@ -116,8 +117,7 @@ def check_heads(config: Any, sp: int) -> None:
         # State-space models have no heads.
         return
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv = getattr(text, "num_key_value_heads", None) or heads
+    heads, kv = text.num_attention_heads, kv_heads(text)
     if heads % sp:
         raise LayoutError(f"sp = {sp} does not divide the model's {heads} attention heads")
     if kv % sp and sp % kv:

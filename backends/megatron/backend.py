@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import (
     Share,
+    added_up,
     agree_on_batch,
     agree_on_call,
     agreed,
@@ -38,7 +39,6 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
-from verl_fn.backends.hf.vision import beside_tokens
 from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor
@@ -269,8 +269,7 @@ class Megatron(Base):
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
             model.built.complete_gradients(self.layout)
             grads = model.gradients(state.params.trained())
-        reported = metrics.merge(*totals) if totals and self.layout.reports else {}
-        return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))
+        return Grads(grads), added_up(self.layout, metrics.merge(*totals))
 
     @one_at_a_time
     def _updated(
@@ -363,13 +362,10 @@ class Megatron(Base):
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_batch(batch)
         sizes, routers, padded = self.layout.sizes, self._built().routers, self._built().padded
-        beside = beside_tokens(batch)
         if routers is not None:
             routers.check(batch)
         with one_thread():
-            share = share_out(
-                self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded, beside=beside
-            )
+            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together, padded=padded)
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None

@@ -22,6 +22,7 @@ from verl_fn.backends.agreement import gathered
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
+from verl_fn.state.guards import replaced
 
 
 @attrs.frozen
@@ -188,17 +189,11 @@ def _without_exchange(gather: Gather) -> Iterator[None]:
     """Makes Bridge's mappings call ``gather`` instead of asking other ranks."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
-    given = {
-        "broadcast_from_pp_rank": lambda mapping, tensor, cache_key=None: tensor,
-        "gather_from_tp_ranks": lambda mapping, tensor: gather(tensor),
-        "gather_from_ep_ranks": lambda mapping, tensor, module, name: {str(name): tensor},
-    }
-    with _EXCHANGE:
-        before = {name: getattr(MegatronParamMapping, name) for name in given}
-        for name, function in given.items():
-            setattr(MegatronParamMapping, name, function)
-        try:
-            yield
-        finally:
-            for name, function in before.items():
-                setattr(MegatronParamMapping, name, function)
+    without = replaced(
+        MegatronParamMapping,
+        broadcast_from_pp_rank=lambda mapping, tensor, cache_key=None: tensor,
+        gather_from_tp_ranks=lambda mapping, tensor: gather(tensor),
+        gather_from_ep_ranks=lambda mapping, tensor, module, name: {str(name): tensor},
+    )
+    with _EXCHANGE, without:
+        yield

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from verl_fn.backends.hf.config import kv_heads
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.importing import load_bridge
@@ -71,12 +72,10 @@ class Sizes:
             Traceback (most recent call last):
             verl_fn.backends.hf.ulysses.LayoutError: tp = 4 is too much for a vocabulary of 5: a rank has no token
         """
-        heads = config.num_attention_heads
-        kv = getattr(config, "num_key_value_heads", None) or heads
         experts = experts_of(config)
         for size, count, name, what in (
-            (self.tp, heads, "tp", "attention heads"),
-            (self.tp, kv, "tp", "key-value heads"),
+            (self.tp, config.num_attention_heads, "tp", "attention heads"),
+            (self.tp, kv_heads(config), "tp", "key-value heads"),
             (self.pp, config.num_hidden_layers, "pp", "layers"),
         ):
             if count % size:
@@ -178,11 +177,6 @@ class Layout:
     def answering(self) -> range:
         """For each share, the rank that has its outputs: the first one of its last pipeline stage."""
         return range(self.size - self.size // self.sizes.pp, self.size, self.sizes.tp * self.sizes.cp)
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank reports the metrics of its share."""
-        return self.rank in self.answering
 
     @property
     def tp_rank(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from verl_fn.backends.hf.outputs import check_targets
+from verl_fn.backends.hf.outputs import check_targets, temperatures_of
 from verl_fn.backends.hf.ulysses import Whole
 from verl_fn.backends.hf.vision import Family, Seen
 from verl_fn.backends.megatron.attention import Pieces, own_places
@@ -107,7 +107,7 @@ class MicroBatch:
             routed = _routed(batch, routed_tokens, experts)
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
-        on_device, heat = batch.without(ROUTED).to(device), _temperature(batch)
+        on_device, heat = batch.without(ROUTED).to(device), temperatures_of(batch)
         images = None if sees is None else Seen.of(*sees, on_device)
         return cls(
             on_device,
@@ -174,13 +174,6 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
     pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank())
     packed.pieces = tree.map_tensors(lambda t: t.to(device), pieces)
     return packed
-
-
-def _temperature(batch: Batch) -> Tensor | None:
-    """Returns the temperature of each token, or None if all are 1."""
-    if "temperature" not in batch or not bool((batch["temperature"] != 1.0).any()):
-        return None
-    return batch.spread(batch["temperature"].float())
 
 
 def _seen_by_routers(tokens: Tensor, layout: Layout, table: tuple[int, int] | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn.functional import embedding, linear, silu
 
 from verl_fn.backends.hf import exact
 from verl_fn.backends.hf.attention import packed_attention
+from verl_fn.backends.hf.config import head_dim
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.sampler.decoder import Where, attend
@@ -57,11 +58,6 @@ def _llama_shapes(config: Any, actual: Mapping[str, torch.Size]) -> dict[str, tu
         shapes[f"{layer}mlp.down_proj.weight"] = (H, inner)
         shapes |= {f"{layer}{p}_layernorm.weight": (H,) for p in ("input", "post_attention")}
     return shapes
-
-
-def head_dim(config: Any) -> int:
-    """Returns the size of an attention head, also if the config does not set it."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(config: Any, layer: int) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.config import ModelError, head_dim, kv_heads, read_config
 from verl_fn.backends.hf.vision import family_of, merge_size, tokens_of_tile
 from verl_fn.backends.protocol import Request
 from verl_fn.errors import UserError, did_you_mean, install, installed_version
@@ -310,7 +310,7 @@ def check_served(folder: Path, device: str) -> None:
     prepare_environment(device)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    widths, width = CPUAttentionBackend.get_supported_head_sizes(), _width(text)
+    widths, width = CPUAttentionBackend.get_supported_head_sizes(), head_dim(text)
     if width not in widths:
         raise ModelError(
             f"{folder} has heads of width {width}, and on a CPU vLLM serves widths of {', '.join(map(str, widths))}: "
@@ -318,15 +318,10 @@ def check_served(folder: Path, device: str) -> None:
         )
 
 
-def _width(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
 def cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
     """Returns the bytes of a cache with room for all slots at their longest."""
     block = 128
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * _width(text) * (4 if dtype == "float32" else 2)
+    token = 2 * text.num_hidden_layers * kv_heads(text) * head_dim(text) * (4 if dtype == "float32" else 2)
     return token * block * (slots * -(-max_length // block) + 8)
 
 

@@ -29,7 +29,6 @@ from verl_fn.backends.protocol import (
     here,
 )
 from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_finite, seeds_of
-from verl_fn.backends.weight_sync import apart_of, kept_of
 from verl_fn.backends.weight_sync.inlet import Arriving
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 from verl_fn.state.guards import expect
@@ -192,9 +191,8 @@ class Vllm(Growing):
         Raises:
             ValueError: the names or shapes are not the model's, or there are no adapters apart from the model.
         """
-        if self._lora is None:
-            return self._part(source, kept_of(source), self.shapes)
-        if (apart := apart_of(source)) is None:
+        apart = getattr(source, "kept" if self._lora is None else "apart", None)
+        if self._lora is not None and apart is None:
             raise ValueError(
                 "the engine takes adapters apart from the model, and these weights have none: set "
                 "rollout.adapters=merged"

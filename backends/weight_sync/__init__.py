@@ -6,19 +6,17 @@ from .publication import (
     IncompleteWeights,
     Weights,
     apart,
-    apart_of,
     arriving,
     check_specs,
     identity_of,
     in_parts,
     keeping,
-    kept_of,
     receive,
     specs_of,
     whole_of_parts,
 )
 
 __all__ = [
-    "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "apart_of", "arriving", "check_specs",
-    "identity_of", "in_parts", "keeping", "kept_of", "receive", "specs_of", "whole_of_parts",
+    "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "arriving", "check_specs",
+    "identity_of", "in_parts", "keeping", "receive", "specs_of", "whole_of_parts",
 ]  # fmt: skip

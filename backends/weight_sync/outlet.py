@@ -33,7 +33,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import apart_of, in_dtype, kept_of
+from .publication import Apart, in_dtype
 
 TRIES = 3  # to connect to an engine
 # An engine that refuses the weights, or has ended, raises the reason in its own call.
@@ -268,7 +268,8 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     """
     sources: dict[str, WeightSource] = {}
     identify, parts = {}, {}
-    for kind, part, apart in ((MERGED, CHANGED, kept_of(source)), (WHOLE, ADAPTERS, apart_of(source))):
+    for kind, part, form in ((MERGED, CHANGED, "kept"), (WHOLE, ADAPTERS, "apart")):
+        apart: Apart | None = getattr(source, form, None)
         if apart is not None:
             sources |= {kind: apart.whole, part: apart.changing}
             identify[part] = apart.identify

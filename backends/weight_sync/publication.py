@@ -243,18 +243,6 @@ class Apart:
     identify: Callable[[], str]
 
 
-def apart_of(source: WeightSource) -> Apart | None:
-    """Returns the unmerged form of a source; None where it has no adapters."""
-    unmerged: Apart | None = getattr(source, "apart", None)
-    return unmerged
-
-
-def kept_of(source: WeightSource) -> Apart | None:
-    """Returns the same weights with the frozen ones apart; None if nothing is frozen."""
-    kept: Apart | None = getattr(source, "kept", None)
-    return kept
-
-
 class IncompleteWeights(UserError, RuntimeError):
     """A publication lacked rows, repeated rows, or gave other values than were sent."""
 

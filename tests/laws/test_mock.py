@@ -53,7 +53,7 @@ def by_autograd(tables, batch, loss):
     ],
     ids=["ppo_clip", "cross_entropy", "entropy", "value_clip", "all"],
 )
-def test_gradients_in_closed_form_are_those_of_autograd(loss):
+def test_gradients_are_those_of_a_token_at_a_time(loss):
     backend, batch = mutants.mock(), tiny_batch()
     state = backend.init(Key.from_seed(3))
     outputs, expected = by_autograd(state.params, batch, loss)

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.backends.hf.config import compute_dtype
+from verl_fn.backends.hf.config import compute_dtype, head_dim, kv_heads
 from verl_fn.backends.hf.folder import hollow
 from verl_fn.backends.hf.logprobs import CUDA_CHUNK
 from verl_fn.backends.hf.lora import Lora, target_layers
@@ -87,12 +87,7 @@ class ModelSizes:
     @property
     def key_value(self) -> int:
         """The width of the keys, or of the values, of all heads."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        return int(heads * self._head)
-
-    @property
-    def _head(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return kv_heads(self.config) * head_dim(self.config)
 
     def layer(self, tokens: int, width: int, *, tp: int = 1, sp: bool = False) -> int:
         """Returns the bytes that a layer keeps for its backward pass, with elements of ``width`` bytes.
@@ -105,7 +100,7 @@ class ModelSizes:
         inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         if (experts := getattr(text, "num_experts_per_tok", None)) is not None:
             inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
-        query = text.num_attention_heads * self._head
+        query = text.num_attention_heads * head_dim(text)
         norms, between = 4 * text.hidden_size, 2 * query + 2 * self.key_value + 3 * inner
         return int(tokens * width * (norms // (tp if sp else 1) + between // tp))
 
