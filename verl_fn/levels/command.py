@@ -20,7 +20,6 @@ from verl_fn.errors import UsageError, say
 
 from . import provenance, report
 from .levels import LEVELS, ranks_of
-from .provenance import Repository
 from .report import CHECKS, LOG
 from .subject import Request, model_folder
 from .verdict import STATUS, Deliverable, Outcome, Verdict, of_level, preflight, trap_in
@@ -217,14 +216,14 @@ def _capture(out: Path, deliverables: Sequence[Deliverable]) -> Deliverable:
     return Deliverable(CAPTURE, Verdict.PASS, ", ".join(str(out / part / LOG) for part in parts))
 
 
-def _repositories(bridge: str, probed: Mapping[str, Any]) -> list[Repository]:
-    """Returns the source trees under test."""
+def _repositories(bridge: str, probed: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the states of the source trees under test, by name."""
     folders = {module: Path(file).parent for module, file in probed.get("files", {}).items()}
-    found = []
+    found = {}
     if bridge:
-        found.append(provenance.repository("Megatron-Bridge", Path(bridge).resolve()))
+        found["Megatron-Bridge"] = provenance.repository(Path(bridge).resolve())
     elif folders:
-        found.append(Repository("Megatron-Bridge", str(folders["megatron.bridge"])))
+        found["Megatron-Bridge"] = f"no checkout, {folders['megatron.bridge']}"
     if folders:
-        found.append(provenance.repository("Megatron-LM", folders["megatron.core"]))
-    return [*found, provenance.repository("verl_fn", provenance.ROOT)]
+        found["Megatron-LM"] = provenance.repository(folders["megatron.core"])
+    return found | {"verl_fn": provenance.repository(provenance.ROOT)}

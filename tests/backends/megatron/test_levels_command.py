@@ -198,7 +198,7 @@ def test_weights_of_a_level_that_did_not_pass_stay_and_empty_logs_are_told(tmp_p
     assert command._capture(tmp_path, []).verdict == Verdict.SKIPPED
 
 
-def test_where_the_tested_packages_came_from(tmp_path):
+def test_where_the_tested_packages_came_from(tmp_path, monkeypatch):
     (tmp_path / "src/megatron/bridge").mkdir(parents=True)
     files = {"megatron.bridge": f"{tmp_path}/lib/bridge/x.py", "megatron.core": f"{tmp_path}/lib/core/y.py"}
     probed = {"files": files}
@@ -211,9 +211,13 @@ def test_where_the_tested_packages_came_from(tmp_path):
     assert imported(str(tmp_path), probed, [])[0] == Verdict.BLOCKED
     own = {"files": {"megatron.bridge": f"{tmp_path}/src/megatron/bridge/x.py"}}
     assert imported(str(tmp_path), own, []) == (Verdict.PASS, own["files"]["megatron.bridge"])
-    folders = lambda *given: [(one.name, one.folder) for one in command._repositories(*given)]  # noqa: E731
-    us = ("verl_fn", str(provenance.ROOT))
-    bridge, core = ("Megatron-Bridge", f"{tmp_path}/lib/bridge"), ("Megatron-LM", f"{tmp_path}/lib/core")
-    assert folders("", {}) == [us] and folders("", probed) == [bridge, core, us]
-    assert folders(str(tmp_path), probed) == [("Megatron-Bridge", str(tmp_path)), core, us]
-    assert folders(str(tmp_path), {}) == [("Megatron-Bridge", str(tmp_path)), us]
+    monkeypatch.setattr(provenance, "repository", lambda folder: f"at {folder}")
+    us = {"verl_fn": f"at {provenance.ROOT}"}
+    installed, core = (
+        {"Megatron-Bridge": f"no checkout, {tmp_path}/lib/bridge"},
+        {"Megatron-LM": f"at {tmp_path}/lib/core"},
+    )
+    checkout = {"Megatron-Bridge": f"at {tmp_path}"}
+    assert command._repositories("", {}) == us and command._repositories("", probed) == installed | core | us
+    assert command._repositories(str(tmp_path), probed) == checkout | core | us
+    assert command._repositories(str(tmp_path), {}) == checkout | us
