@@ -41,17 +41,9 @@ from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
 from verl_fn.rewards.reward import FORMS, rule_for, unattainable
 
+from . import checks
 from .checkpoints import check_model_folder
-from .checks import (
-    OTHER_MODELS,
-    check,
-    check_cluster,
-    check_code,
-    check_device,
-    check_model_folders,
-    check_parts,
-    sampled,
-)
+from .checks import sampled
 from .history import run_around
 from .progress import Say
 from .state import check_blank
@@ -76,12 +68,12 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
-    for sentence in check_code(plan):
+    for sentence in checks.check_code(plan):
         say(f"note: {sentence}")
     from_files = plan.data.train_files or plan.data.val_files
     if plan.new_model is not None:
         _check_random_model(plan)
-    check_model_folders(plan)
+    checks.check_model_folders(plan)
     make_model_folder(plan)
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
         check_model_folder(folder)
@@ -96,7 +88,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
         )
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
-    check_parts(plan, tokenizer, ends, gpus)
+    checks.check_parts(plan, tokenizer, ends, gpus)
     check_blank(plan)
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
@@ -111,7 +103,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     else:
         source = generated(plan.data, tokenizer, learns_from)
     check_has_goal(plan, source)
-    check(plan, source, tokenizer, installed=gpus is None)
+    checks.check(plan, source, tokenizer, installed=gpus is None)
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
@@ -124,7 +116,7 @@ def _check_policies(plan: Plan) -> None:
     """
     for name, role in plan.roles.items():
         if role.head == "lm" and is_classifier(read_config(role.folder)):
-            key = f"algorithm.{name}" if name in OTHER_MODELS else "model.path"
+            key = f"algorithm.{name}" if name in checks.OTHER_MODELS else "model.path"
             raise ConfigError(
                 f"{key}: {role.folder} has a value head, as critics and reward models have, and {plan.algorithm} "
                 "needs a language model there; set the folder of one, such as a checkpoint's actor"
@@ -272,7 +264,7 @@ def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenize
     firsts = [one for problems in known for one in problems[:MOST_RENDERED]]
     firsts = [one for one in firsts if not isinstance(one.prompt, str) and not one.images]
     for name, role in plan.roles.items():
-        if name not in OTHER_MODELS or not firsts:
+        if name not in checks.OTHER_MODELS or not firsts:
             continue
         other = read_tokenizer(role.folder, plan.data.chat_template_kwargs, plan.data.date)
         for problem in firsts if other.chat_template is not None else ():
@@ -328,11 +320,11 @@ def started(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """
     if plan.driver.kind != "ray":
         return contextlib.nullcontext()
-    check_device(plan)
-    check_code(plan)
-    check_model_folders(plan)
+    checks.check_device(plan)
+    checks.check_code(plan)
+    checks.check_model_folders(plan)
     check_files(plan.data)
-    check_cluster(plan)
+    checks.check_cluster(plan)
     from verl_fn.driver.ray import ray_started
 
     return ray_started(plan)
@@ -347,7 +339,7 @@ def workers(plan: Plan, begun: Any = None) -> contextlib.AbstractContextManager[
     Raises:
         ConfigError: the device does not exist.
     """
-    check_device(plan)
+    checks.check_device(plan)
     if plan.driver.kind == "ray":
         from verl_fn.driver.ray import ray_workers
 
