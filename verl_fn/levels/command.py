@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,14 +173,13 @@ def _level(level: int, request: Request, out: Path, env: Mapping[str, str], bloc
     outcomes: dict[str, Outcome] = {}
     for part in about.parts(request):
         say(f"{name}: {part}, log {out / part / LOG}")
-        began = time.monotonic()
         command = [sys.executable, "-m", "verl_fn.levels.worker", str(out / REQUEST), part]
         on = provenance.environment(request.bridge, "cpu") if part.endswith(ON_CPU) else env
         status = run_logged(command, out / part / LOG, on, provenance.ROOT)
         outcome = read_outcome(out / part, status)
         if not outcome.blocked and (reason := _elsewhere(outcome.imports, request.bridge)):
             outcome = attrs.evolve(outcome, blocked=reason, checks=())
-        outcomes[part] = attrs.evolve(outcome, notes=(*outcome.notes, f"{time.monotonic() - began:.0f} s"))
+        outcomes[part] = outcome
     return of_level(name, about.required(request), outcomes)
 
 
