@@ -21,19 +21,11 @@ from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tok
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import reasoning_names, verifiers_name
+from verl_fn.data import notices
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
-from verl_fn.data.notices import (
-    MOST_ENCODED,
-    MOST_RENDERED,
-    OF_TOOLS,
-    TOOL_ARGUMENTS,
-    notices,
-    of_template,
-    traits_of,
-)
 from verl_fn.data.rendering import prompt_text
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem, Source
@@ -231,22 +223,22 @@ def _of_models(plan: Plan) -> Iterator[str]:
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
-    yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
+    yield from notices.of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
     yield from _of_other_templates(known, plan, tokenizer)
     if not isinstance(source, FileData):
         return
     yield from _by_rules(source, plan)
-    made = [traits_of(problems, tokenizer) for problems in known]
-    needing = sum(one.count(TOOL_ARGUMENTS) for one in made)
+    made = [notices.traits_of(problems, tokenizer) for problems in known]
+    needing = sum(one.count(notices.TOOL_ARGUMENTS) for one in made)
     if needing and not plan.env.name and plan.learns_from == "samples":
         yield (
-            f"{needing} of {sum(map(len, made))} problems have {' or '.join(OF_TOOLS)} in extra_info, and without an "
-            "environment (env.name) the model calls no tools and answers once"
+            f"{needing} of {sum(map(len, made))} problems have {' or '.join(notices.OF_TOOLS)} in extra_info, and "
+            "without an environment (env.name) the model calls no tools and answers once"
         )
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         by_env = bool(plan.env.name) and not plan.reward.by_user
-        yield from notices(
+        yield from notices.notices(
             source.training, source.validation, plan.data, tokenizer, answers=answers, judged_by_env=by_env,
             sizes=source.sizes,
         )  # fmt: skip
@@ -261,7 +253,7 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenizer: Any) -> Iterator[str]:
     """Yields a line for each frozen model whose own chat template writes the first prompts otherwise."""
-    firsts = [one for problems in known for one in problems[:MOST_RENDERED]]
+    firsts = [one for problems in known for one in problems[: notices.MOST_RENDERED]]
     firsts = [one for one in firsts if not isinstance(one.prompt, str) and not one.images]
     for name, role in plan.roles.items():
         if name not in checks.OTHER_MODELS or not firsts:
@@ -289,7 +281,7 @@ def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
     held_out = sampled(plan, source.held_out(plan.data.val_size))
     for key, problems in (("data.train_files", trained), ("data.val_files", held_out)):
         # What is learned to be said is an answer in full.
-        some = [one for one in problems[:MOST_ENCODED] if not isinstance(one, Conversation | Judged)]
+        some = [one for one in problems[: notices.MOST_ENCODED] if not isinstance(one, Conversation | Judged)]
         if wrong := [problem for problem in some if problem.answer and unattainable(problem)]:
             form = FORMS[rule_for(wrong[0].data_source)].format("ANSWER")
             yield (
