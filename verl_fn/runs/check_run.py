@@ -119,8 +119,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         gpu = gpu or build.gpu_memory("cuda")
         plan = fitting.sized(plan, gpu)
     lines = [*_run_lines(plan, longest), *first, disk_line(plan)]
-    if rehearsed:
-        lines.append(f"on mocks    one step of {plan.algorithm} {rehearsed}")
+    lines += [f"on mocks    one step of {plan.algorithm} {rehearsed}"] if rehearsed else []
     if gpus is None:
         check_disk(plan)
     failing = check_fields(plan.options)
