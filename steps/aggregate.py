@@ -14,13 +14,15 @@ from torch import Tensor
 from verl_fn.errors import ArgumentError, place_of
 from verl_fn.state import Batch, Key, read_only, split_by_count
 
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+NORM = "seq-mean-token-sum-norm"
+# The weights of tokens by their mask, the lengths of their rows, the number of rows and the constant of ``NORM``.
+MODES: dict[str, Callable[[Tensor, Tensor, int, float], Tensor]] = {
+    "token-mean": lambda mask, lengths, rows, scale: mask / mask.sum(),
+    "token-sum": lambda mask, lengths, rows, scale: mask,
+    "seq-mean-token-sum": lambda mask, lengths, rows, scale: mask / rows,
+    NORM: lambda mask, lengths, rows, scale: mask / (rows * scale),
+    "seq-mean-token-mean": lambda mask, lengths, rows, scale: mask / (rows * lengths),
+}
 ROW_MODES = ("row-mean", "row-sum", "group-mean")
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -65,25 +67,16 @@ def aggregate(
     """
     mask = batch["response_mask"].float()
     lengths = batch.sum_rows(mask)
-    rows, tokens = int((lengths > 0).sum()), mask.sum()
+    rows = int((lengths > 0).sum())
     if rows == 0:
         raise ValueError("no token of this batch has response_mask set, so there is nothing to learn from")
     if callable(mode):
-        weight = _own_weight(batch, mode)
-    elif mode == "token-mean":
-        weight = mask / tokens
-    elif mode == "token-sum":
-        weight = mask
-    elif mode == "seq-mean-token-sum":
-        weight = mask / rows
-    elif mode == "seq-mean-token-sum-norm":
-        if not loss_scale_factor:
-            raise ValueError("seq-mean-token-sum-norm needs loss_scale_factor, such as the maximal response length")
-        weight = mask / (rows * loss_scale_factor)
-    elif mode == "seq-mean-token-mean":
-        weight = mask / (rows * batch.spread(lengths.clamp(min=1)))
-    else:
+        return batch.with_tokens(loss_weight=_own_weight(batch, mode))
+    if mode not in MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; it is one of {', '.join(MODES)}")
+    if mode == NORM and not loss_scale_factor:
+        raise ValueError(f"{NORM} needs loss_scale_factor, such as the maximal response length")
+    weight = MODES[mode](mask, batch.spread(lengths.clamp(min=1)), rows, loss_scale_factor or 1.0)
     return batch.with_tokens(loss_weight=weight)
 
 

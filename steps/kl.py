@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
@@ -13,7 +14,18 @@ from torch import Tensor
 from verl_fn.state import Batch, Metrics, Node, Weighted, node
 
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+def _k3(diff: Tensor) -> Tensor:
+    log_ratio = (-diff).clamp(-20.0, 20.0)
+    return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
+
+
+def _k2(diff: Tensor) -> Tensor:
+    return 0.5 * diff.square()
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda diff: diff, "k2": _k2, "k3": _k3, "abs": Tensor.abs}
 
 
 def kl_penalty(
@@ -50,24 +62,16 @@ def kl_penalty(
     """
     base = kind.removesuffix("+")
     base = ALIASES.get(base, base)
-    diff = logprobs - ref_logprobs
-    if base == "k1":
-        value = diff
-    elif base == "k2":
-        value = 0.5 * diff.square()
-    elif base == "k3":
-        log_ratio = (-diff).clamp(-20.0, 20.0)
-        value = (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
-    elif base == "abs":
-        value = diff.abs()
-    else:
+    if base not in ESTIMATORS:
         raise ValueError(
             f"unknown KL estimator {kind!r}; it is one of {', '.join((*ESTIMATORS, *ALIASES))}, "
             "or one of these followed by +"
         )
+    diff = logprobs - ref_logprobs
+    value = ESTIMATORS[base](diff)
     if not kind.endswith("+"):
         return value
-    carrier = 0.5 * diff.square()
+    carrier = _k2(diff)
     return value.detach() + (carrier - carrier.detach())
 
 

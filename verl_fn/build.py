@@ -18,22 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 import verl_fn
+from verl_fn import steps
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config.names import source_file
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
-from verl_fn.steps import (
-    Optimizer,
-    Schedule,
-    adamw,
-    chain,
-    clip_by_global_norm,
-    constant,
-    cosine,
-    frozen,
-    linear,
-    matrices,
-)
 
 if TYPE_CHECKING:
     from verl_fn.backends.megatron.layout import Sizes
@@ -120,7 +109,7 @@ def set_up_process(driver: DriverConfig, ranks: int, *, by_user: bool = False) -
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
+def optimizer(optim: OptimConfig | None, total_updates: int) -> steps.Optimizer:
     """Makes gradient clipping and AdamW from an ``optim`` table; returns ``frozen()`` for None.
 
     Args:
@@ -130,17 +119,19 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
     import torch
 
     if optim is None:
-        return frozen()
+        return steps.frozen()
     if optim.lr_scheduler_type == "constant":
-        schedule: Schedule = constant(optim.lr, optim.lr_warmup_steps)
+        schedule: steps.Schedule = steps.constant(optim.lr, optim.lr_warmup_steps)
     else:
-        falling = linear if optim.lr_scheduler_type == "linear" else cosine
+        falling = steps.linear if optim.lr_scheduler_type == "linear" else steps.cosine
         decay = optim.lr_decay_steps or total_updates
         schedule = falling(optim.lr, decay, optim.lr_warmup_steps, optim.min_lr_ratio)
-    mask = None if optim.decay_biases_and_norms else matrices
+    mask = None if optim.decay_biases_and_norms else steps.matrices
     moments = torch.bfloat16 if optim.moments_dtype == "bfloat16" else None
-    update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask, moments=moments)
-    return chain(clip_by_global_norm(optim.clip_grad), update)
+    update = steps.adamw(
+        schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask, moments=moments
+    )
+    return steps.chain(steps.clip_by_global_norm(optim.clip_grad), update)
 
 
 def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:

@@ -174,7 +174,7 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
         >>> canonical = Canonical({"q.weight": torch.empty(1), "k.weight": torch.empty(1)})
         >>> decayed = adamw(1e-3, weight_decay_mask=no_decay("bias"))
         >>> for_leaves(decayed, ["q.weight+k.weight"], canonical).weight_decay_mask
-        ByName(decays=(('q.weight+k.weight', True),))
+        ByName(decays={'q.weight+k.weight': True})
         >>> for_leaves(adamw(1e-3, weight_decay_mask=no_decay("q")), ["q.weight+k.weight"], canonical)
         Traceback (most recent call last):
         verl_fn.backends.hf.ulysses.LayoutError: weight_decay_mask decays only some of q.weight, k.weight, which ...

@@ -136,28 +136,24 @@ def columns(batch: Batch, values: Tensor) -> Tensor:
 
     All rows end in the last column, so a recursion from the end is a loop over columns.
     """
-    row, column, width = _cells(batch)
-    table = torch.zeros(len(batch), width, dtype=values.dtype, device=values.device)
-    table[row, column] = values[batch["response_mask"].bool()]
+    cells = _cells(batch)
+    table = torch.zeros(cells.shape, dtype=values.dtype, device=values.device)
+    table[cells] = values[batch["response_mask"].bool()]
     return table
 
 
 def uncolumn(batch: Batch, table: Tensor) -> Tensor:
     """Returns the values of a table made by ``columns`` per token, and 0 for tokens that are not in it."""
-    row, column, _ = _cells(batch)
     flat = torch.zeros(batch.num_tokens, dtype=table.dtype, device=table.device)
-    flat[batch["response_mask"].bool()] = table[row, column]
+    flat[batch["response_mask"].bool()] = table[_cells(batch)]
     return flat
 
 
-def _cells(batch: Batch) -> tuple[Tensor, Tensor, int]:
-    """Returns the row and the column of each response token in the table, and the number of columns."""
-    mask = batch["response_mask"].bool()
-    counts = batch.sum_rows(mask.long())
+def _cells(batch: Batch) -> Tensor:
+    """Returns a mask of the table: the cells of response tokens, the last ones of each row."""
+    counts = batch.sum_rows(batch["response_mask"].bool().long())
     width = int(counts.max()) if len(counts) else 0
-    row = batch.row_ids[mask]
-    nth = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    return row, width - counts[row] + nth, width
+    return torch.arange(width, device=counts.device) >= width - counts[:, None]
 
 
 @attrs.frozen(eq=False)

@@ -5,7 +5,6 @@ A schedule is a function of the number of updates applied so far, with readable 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -154,16 +153,12 @@ def matrices(name: str, tensor: Tensor) -> bool:
 class ByName:
     """A mask that lists all parameters; ``as_mask`` makes it from a mapping."""
 
-    decays: tuple[tuple[str, bool], ...]
-
-    @functools.cached_property
-    def _listed(self) -> dict[str, bool]:
-        return dict(self.decays)
+    decays: dict[str, bool] = attrs.field(hash=False)
 
     def __call__(self, name: str, tensor: Tensor) -> bool:
-        if name not in self._listed:
+        if name not in self.decays:
             raise ValueError(f"weight_decay_mask has no value for {name}; give it one for every trained parameter")
-        return self._listed[name]
+        return self.decays[name]
 
 
 def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
@@ -180,7 +175,7 @@ def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
         True
     """
     if isinstance(mask, Mapping):
-        return ByName(tuple(sorted((name, bool(decays)) for name, decays in mask.items())))
+        return ByName({name: bool(decays) for name, decays in mask.items()})
     if mask is not None and not takes(mask, ["name", "tensor"]):
         raise ArgumentError(
             f"weight_decay_mask is a function of name and tensor or a mapping by name, not {mask!r}; "

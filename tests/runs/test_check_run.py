@@ -750,9 +750,9 @@ def test_a_check_counts_the_steps_that_sampling_runs_ahead(tiny, tmp_path):
 def test_a_cache_is_told_if_it_holds_fewer_rows_than_an_engine_gets(tiny, tmp_path, monkeypatch):
     plan = tiny_run(tiny, tmp_path)
     vllm = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, name="vllm"))
-    monkeypatch.setattr(check_run_module, "rows_of_engine", lambda plan: 8)
+    monkeypatch.setattr(check_run_module.fitting, "rows_of_engine", lambda plan: 8)
     for cached, told in ((7, True), (8, False)):
-        monkeypatch.setattr(check_run_module, "cached_rows", lambda plan, gpu, cached=cached: cached)
+        monkeypatch.setattr(check_run_module.fitting, "cached_rows", lambda plan, gpu, cached=cached: cached)
         lines = list(check_run_module._cached_rows(vllm, 1, 11))
         assert bool(lines) is told and list(check_run_module._cached_rows(plan, 1, 11)) == []
         assert not told or (

@@ -101,7 +101,7 @@ def test_what_a_run_says_of_itself(tiny, tmp_path, monkeypatch):
     """Lines before its first step, at its goal, and what it leaves of an evaluation."""
     monkeypatch.setattr(loop, "check_memory", lambda plan, gpu: "the update may need more")
     monkeypatch.setattr(loop, "check_conversations", lambda plan, source: iter(["one conversation fails", "two"]))
-    monkeypatch.setattr(prepare, "check_code", lambda plan: ["the loss fails on a made-up batch"])
+    monkeypatch.setattr(prepare.checks, "check_code", lambda plan: ["the loss fails on a made-up batch"])
     said, more = [], ["trainer.stop_at=0.0", "trainer.test_freq=1", "trainer.val_before_train=false"]
     train(tiny_run(tiny, tmp_path / "run", *SAVED, *more), said.append)
     notes = [line for line in said if line.startswith("note: ")]

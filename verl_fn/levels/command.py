@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from verl_fn.errors import UsageError, say
 
 from . import provenance, report
 from .levels import LEVELS, ranks_of
-from .provenance import Repository
 from .report import CHECKS, LOG
 from .subject import Request, model_folder
 from .verdict import STATUS, Deliverable, Outcome, Verdict, of_level, preflight, trap_in
@@ -175,14 +173,13 @@ def _level(level: int, request: Request, out: Path, env: Mapping[str, str], bloc
     outcomes: dict[str, Outcome] = {}
     for part in about.parts(request):
         say(f"{name}: {part}, log {out / part / LOG}")
-        began = time.monotonic()
         command = [sys.executable, "-m", "verl_fn.levels.worker", str(out / REQUEST), part]
         on = provenance.environment(request.bridge, "cpu") if part.endswith(ON_CPU) else env
         status = run_logged(command, out / part / LOG, on, provenance.ROOT)
         outcome = read_outcome(out / part, status)
         if not outcome.blocked and (reason := _elsewhere(outcome.imports, request.bridge)):
             outcome = attrs.evolve(outcome, blocked=reason, checks=())
-        outcomes[part] = attrs.evolve(outcome, notes=(*outcome.notes, f"{time.monotonic() - began:.0f} s"))
+        outcomes[part] = outcome
     return of_level(name, about.required(request), outcomes)
 
 
@@ -217,14 +214,14 @@ def _capture(out: Path, deliverables: Sequence[Deliverable]) -> Deliverable:
     return Deliverable(CAPTURE, Verdict.PASS, ", ".join(str(out / part / LOG) for part in parts))
 
 
-def _repositories(bridge: str, probed: Mapping[str, Any]) -> list[Repository]:
-    """Returns the source trees under test."""
+def _repositories(bridge: str, probed: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the states of the source trees under test, by name."""
     folders = {module: Path(file).parent for module, file in probed.get("files", {}).items()}
-    found = []
+    found = {}
     if bridge:
-        found.append(provenance.repository("Megatron-Bridge", Path(bridge).resolve()))
+        found["Megatron-Bridge"] = provenance.repository(Path(bridge).resolve())
     elif folders:
-        found.append(Repository("Megatron-Bridge", str(folders["megatron.bridge"])))
+        found["Megatron-Bridge"] = f"no checkout, {folders['megatron.bridge']}"
     if folders:
-        found.append(provenance.repository("Megatron-LM", folders["megatron.core"]))
-    return [*found, provenance.repository("verl_fn", provenance.ROOT)]
+        found["Megatron-LM"] = provenance.repository(folders["megatron.core"])
+    return found | {"verl_fn": provenance.repository(provenance.ROOT)}

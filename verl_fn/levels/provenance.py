@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 import verl_fn
 from verl_fn.backends.megatron.importing import UNTESTED, about, load_bridge
 from verl_fn.errors import UsageError, installed_version
@@ -28,36 +26,11 @@ ROOT = Path(verl_fn.__file__).resolve().parents[1]
 SHOWN = 8  # changed files that a line names
 
 
-@attrs.frozen
-class Repository:
-    """A source tree under test.
-
-    Attributes:
-        name: what it holds.
-        commit: its commit; empty if it is no checkout.
-        dirty: the lines of ``git status --short``.
-    """
-
-    name: str
-    folder: str
-    commit: str = ""
-    dirty: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """Its commit and changed files in one line."""
-        if not self.commit:
-            return f"no checkout, {self.folder}"
-        changed = ", ".join(line.strip() for line in self.dirty[:SHOWN]) or "no dirty files"
-        more = f" and {len(self.dirty) - SHOWN} more" if len(self.dirty) > SHOWN else ""
-        return f"{self.commit} ({self.folder}), {changed}{more}"
-
-
-def repository(name: str, folder: Path) -> Repository:
-    """Returns the state of the checkout that a folder belongs to.
+def repository(folder: Path) -> str:
+    """Returns the commit and the changed files of the checkout that a folder belongs to, in one line.
 
     Example:
-        >>> repository("nothing", Path("/")).text
+        >>> repository(Path("/"))
         'no checkout, /'
     """
 
@@ -67,8 +40,11 @@ def repository(name: str, folder: Path) -> Repository:
 
     # A folder of installed packages may lie below an unrelated checkout that ignores it.
     if not (commit := git("rev-parse", "--short", "HEAD").strip()) or not git("ls-files", "--", ".").strip():
-        return Repository(name, str(folder))
-    return Repository(name, str(folder), commit, tuple(git("status", "--short", "--", ".").splitlines()))
+        return f"no checkout, {folder}"
+    dirty = git("status", "--short", "--", ".").splitlines()
+    changed = ", ".join(line.strip() for line in dirty[:SHOWN]) or "no dirty files"
+    more = f" and {len(dirty) - SHOWN} more" if len(dirty) > SHOWN else ""
+    return f"{commit} ({folder}), {changed}{more}"
 
 
 def search_path(bridge: str) -> list[Path]:

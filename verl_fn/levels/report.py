@@ -16,7 +16,6 @@ from verl_fn.report.page import card_of, document, escaped, legend_of, table_of
 from verl_fn.runs.logs import read_metrics
 
 from .levels import LEVELS
-from .provenance import Repository
 from .subject import DUMMY, Request
 from .verdict import Check, Deliverable, Verdict, overall
 
@@ -59,15 +58,15 @@ class LevelsReport:
         request: Request,
         deliverables: Sequence[Deliverable],
         command: str,
-        repositories: Sequence[Repository],
+        repositories: Mapping[str, str],
         probed: Mapping[str, Any],
     ) -> LevelsReport:
-        """Returns the report of a run."""
+        """Returns the report of a run; ``repositories`` says of what commit each source tree is."""
         # What is no level may fail or block a run, and alone it passes none.
         counted = [one for one in deliverables if one.verdict != Verdict.PASS or one.name.startswith("Level ")]
         result = overall([one.verdict for one in counted])
         out = Path(request.out)
-        evidence = [(f"{repository.name} repo", repository.text) for repository in repositories]
+        evidence = [(f"{name} repo", text) for name, text in repositories.items()]
         if probed.get("versions"):
             evidence.append(("Versions", ", ".join(f"{name} {one}" for name, one in probed["versions"].items())))
         evidence += [("Command", command), *(("Key lines", line) for line in key_lines(out, deliverables))]

@@ -60,7 +60,6 @@ class Outcome:
     Attributes:
         checks: the criteria that it looked at.
         limitations: what it could not test.
-        notes: what it did, for the evidence.
         imports: the folder that each process imported ``megatron.bridge`` and ``megatron.core`` from.
         blocked: why it could not test the provider; empty if it could.
         failed: the error that ended it; empty if none did.
@@ -68,7 +67,6 @@ class Outcome:
 
     checks: tuple[Check, ...] = ()
     limitations: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     imports: Mapping[str, str] = attrs.field(factory=dict)
     blocked: str = ""
     failed: str = ""
@@ -78,12 +76,12 @@ class Outcome:
         """Returns the outcome that ``attrs.asdict`` made a table of.
 
         Example:
-            >>> outcome = Outcome((Check("one", True, "1"),), notes=("a",))
+            >>> outcome = Outcome((Check("one", True, "1"),), limitations=("a",))
             >>> Outcome.of(attrs.asdict(outcome)) == outcome
             True
         """
-        many = {name: tuple(saved[name]) for name in ("limitations", "notes")}
-        return cls(**{**saved, **many, "checks": tuple(Check(**check) for check in saved["checks"])})
+        checks = tuple(Check(**check) for check in saved["checks"])
+        return cls(**{**saved, "checks": checks, "limitations": tuple(saved["limitations"])})
 
 
 @attrs.frozen

@@ -42,41 +42,10 @@ from verl_fn.state import Batch, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.state.batch import TOP, MissingField
 from verl_fn.steps import Loss
 
-from . import RunError
+from . import RunError, checks, fitting
 from .checkpoints import check_disk, checkpoint_bytes, disk_line, free_memory
-from .checks import (
-    RowLengths,
-    check_all_weights,
-    check_code,
-    check_conversations,
-    check_device,
-    check_gpus,
-    check_has_training,
-    check_judge,
-    check_lengths,
-    check_model_folders,
-    check_ranks,
-    check_rewards,
-    check_run_folder,
-    check_writable,
-    row_lengths,
-)
 from .continuing import changes, find_origin, finished, going_on, unused_settings
-from .fitting import (
-    FILLED,
-    Fit,
-    adapters,
-    better_engine,
-    cached_rows,
-    enough_gpus,
-    fits,
-    layouts,
-    nearest,
-    remedies,
-    rows_of_engine,
-    sized,
-    with_engine,
-)
+from .fitting import Fit
 from .folder import Run
 from .memory import GIB, advice, engine_weights, host_memory, largest, phases, role_memory, share, sizes_of
 from .prepare import prepare, with_use_of_engine
@@ -119,14 +88,16 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         UserError: the run could not start.
     """
     if gpus is None:
-        check_device(plan)
-        check_run_folder(plan)
-        check_writable(plan)
+        checks.check_device(plan)
+        checks.check_run_folder(plan)
+        checks.check_writable(plan)
     else:
-        check_gpus(plan, gpus)
-        plan = _on_gpus(plan)
-    check_has_training(plan)
-    plan = with_engine(going_on(plan))
+        checks.check_gpus(plan, gpus)
+        if plan.driver.device == "cpu":
+            raise ConfigError("driver.device is cpu, and --gpus plans for GPUs; set driver.device=auto or cuda")
+        plan = plan.changed("driver", device="cuda")
+    checks.check_has_training(plan)
+    plan = fitting.with_engine(going_on(plan))
     run = Run(plan, say)
     # On another machine, the folder is empty.
     origin, changed = (find_origin(plan, run), changes(run, plan)) if gpus is None else (None, [])
@@ -141,15 +112,14 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
         _check_without_tokenizer(plan, longest)
     else:
         longest, rehearsed, first, plan = _check_with_tokenizer(plan, gpus)
-    lacking = check_all_weights(plan, needed=gpus is None) if origin is None else []
+    lacking = checks.check_all_weights(plan, needed=gpus is None) if origin is None else []
     for folder in lacking:
         say(f"note: {folder} has no weights: they are not checked")
     if on_gpus := build.device(plan.driver) == "cuda":
         gpu = gpu or build.gpu_memory("cuda")
-        plan = sized(plan, gpu)
+        plan = fitting.sized(plan, gpu)
     lines = [*_run_lines(plan, longest), *first, disk_line(plan)]
-    if rehearsed:
-        lines.append(f"on mocks    one step of {plan.algorithm} {rehearsed}")
+    lines += [f"on mocks    one step of {plan.algorithm} {rehearsed}"] if rehearsed else []
     if gpus is None:
         check_disk(plan)
     failing = check_fields(plan.options)
@@ -162,7 +132,7 @@ def check_run(plan: Plan, gpu: int | None = None, gpus: int | None = None) -> Re
     lines += _cached_rows(plan, gpu, longest)
     lines += [f"on mocks    {' and '.join(failing)} failed on a made-up batch (see the note)"] if failing else []
     lines += _proposals(plan, gpus or max(1, torch.cuda.device_count()), gpu, begun=origin is not None)
-    return Report("\n".join(lines), fits(plan, gpu, 1.0))
+    return Report("\n".join(lines), fitting.fits(plan, gpu, 1.0))
 
 
 def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, list[str], Plan]:
@@ -173,10 +143,10 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, list[
         data's use of the engine.
     """
     source = prepare(plan, say, gpus)
-    check_rewards(plan, source if gpus is None else None)
+    checks.check_rewards(plan, source if gpus is None else None)
     rehearsed, unplanned_updates = rehearse(plan, source, here=gpus is None)
-    judged = check_judge(plan, source) if gpus is None else ()
-    for note in filter(None, (*judged, *check_conversations(plan, source), unplanned_updates)):
+    judged = checks.check_judge(plan, source) if gpus is None else ()
+    for note in filter(None, (*judged, *checks.check_conversations(plan, source), unplanned_updates)):
         say(f"note: {note}")
     tokenizer = build.policy_tokenizer(plan.rollout)
     if isinstance(source, Task | TaskPairs) and not plan.env.name:
@@ -186,7 +156,7 @@ def _check_with_tokenizer(plan: Plan, gpus: int | None) -> tuple[int, str, list[
             encode_prompts(some, tokenizer)
         else:
             encode_examples(some, tokenizer, tokenizer.eos_token_id)
-    lengths = row_lengths(plan, source, tokenizer)
+    lengths = checks.row_lengths(plan, source, tokenizer)
     first = list(_first_row(plan, source, tokenizer))
     return max(lengths.sampled, lengths.trained), rehearsed, first, with_use_of_engine(plan, source)
 
@@ -216,18 +186,18 @@ def _first_row(plan: Plan, source: Source, tokenizer: Any) -> Iterator[str]:
 
 def _check_without_tokenizer(plan: Plan, longest: int) -> None:
     """Checks what can be checked of a plan for another machine without the model's tokenizer."""
-    check_model_folders(plan)
+    checks.check_model_folders(plan)
     say(f"note: {plan.model} has no tokenizer: data, chat template, rewards and environment are not checked")
-    for sentence in check_code(plan, here=False):
+    for sentence in checks.check_code(plan, here=False):
         say(f"note: {sentence}")
-    check_ranks(plan, installed=False)
+    checks.check_ranks(plan, installed=False)
     if plan.learns_from == "samples":
         if not (plan.reward.by_user or plan.env.name or plan.data.convert):
             held_out = () if plan.data.val_size else plan.data.val_files
             for source in sources_in([*(plan.data.train_files if plan.needs_reward else ()), *held_out]):
                 rule_for(source)
         parts = "a row: data.max_prompt_length and data.max_response_length"
-        check_lengths(plan, RowLengths(longest, longest, longest, longest, parts))
+        checks.check_lengths(plan, checks.RowLengths(longest, longest, longest, longest, parts))
     elif any(part.name == "engine weights" for phase in phases(plan) for part in phase.parts):
         say(
             "note: the memory of a rollout engine is counted. The run takes it only if held-out answers are judged; "
@@ -237,20 +207,10 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
     """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the other engine has all slots."""
-    if plan.rollout.name == "vllm" and (rows := cached_rows(plan, gpu)) < (asked := rows_of_engine(plan)):
+    rows, asked = fitting.cached_rows(plan, gpu), fitting.rows_of_engine(plan)
+    if plan.rollout.name == "vllm" and rows < asked:
         held = f"{rows} of the longest rows, of {longest} tokens, at once in each engine, and more of shorter ones"
         yield f"cache       {held}; it gets {asked} a step"
-
-
-def _on_gpus(plan: Plan) -> Plan:
-    """Returns the plan for a machine with GPUs.
-
-    Raises:
-        ConfigError: the run computes on the CPU.
-    """
-    if plan.driver.device == "cpu":
-        raise ConfigError("driver.device is cpu, and --gpus plans for GPUs; set driver.device=auto or cuda")
-    return plan.changed("driver", device="cuda")
 
 
 def _run_lines(plan: Plan, longest: int) -> Iterator[str]:
@@ -331,37 +291,37 @@ def host_lines(plan: Plan, gpu: int | None, gpus: int | None) -> Iterator[str]:
 
 def _proposals(plan: Plan, gpus: int, gpu: int, *, begun: bool) -> Iterator[str]:
     """Yields settings that use the GPUs better, layouts that fit them, and whether the plan fits."""
-    if fits(plan, gpu) and plan.learns_from == "samples":
-        yield from (f"engine      {sentence}" for sentence in better_engine(plan, gpu))
-    found = layouts(plan, gpus, gpu)
-    more = None if found else enough_gpus(plan, gpus, gpu)
+    if fitting.fits(plan, gpu) and plan.learns_from == "samples":
+        yield from (f"engine      {sentence}" for sentence in fitting.better_engine(plan, gpu))
+    found = fitting.layouts(plan, gpus, gpu)
+    more = None if found else fitting.enough_gpus(plan, gpus, gpu)
     yield from _layout_lines(plan, gpus, gpu, found)
     if more is not None:
         yield f"            {more[0]} such GPUs are enough: {more[1]}"
     most, room = largest(phases(plan, gpu)), f"{gpu / GIB:.4g} GiB"
     takes = f"the largest phase, the {most.title}, takes {most.nbytes / GIB:.1f} of {room}"
-    if fits(plan, gpu):
+    if fitting.fits(plan, gpu):
         yield f"fits: {takes}"
         return
-    lora = None if begun or found else adapters(plan, gpus, gpu)
-    ways = _help(remedies(plan, gpus, gpu, begun=begun), found, more, lora)
-    if fits(plan, gpu, 1.0):
-        yield f"fits, with less than {100 * (1 - FILLED):.0f} % to spare: {takes}; to spare more: {ways}"
+    lora = None if begun or found else fitting.adapters(plan, gpus, gpu)
+    ways = _help(fitting.remedies(plan, gpus, gpu, begun=begun), found, more, lora)
+    if fitting.fits(plan, gpu, 1.0):
+        yield f"fits, with less than {100 * (1 - fitting.FILLED):.0f} % to spare: {takes}; to spare more: {ways}"
     else:
         yield f"does not fit: {_lacking(plan, gpu)}; {ways}"
 
 
 def _layout_lines(plan: Plan, gpus: int, gpu: int, found: Sequence[Fit]) -> Iterator[str]:
     """Yields the layouts that fit, or what is missing for the one that needs least."""
-    machine = f"{100 * FILLED:.0f} % of {gpus} x {gpu / GIB:.4g} GiB"
+    machine = f"{100 * fitting.FILLED:.0f} % of {gpus} x {gpu / GIB:.4g} GiB"
     if found:
         yield f"layouts     with the largest budget of tokens, up to all of a step, that fits {machine}:"
         yield from (f"            {layout}\n              {layout.by_phase()}" for layout in found)
         return
     what = "with the parameters and the moments of this config; the last line says what helps"
     yield f"layouts     none fits {machine} {what}"
-    if (least := nearest(plan, gpus, gpu)) is not None:
-        lacking = (least.phase.nbytes - FILLED * gpu) / GIB
+    if (least := fitting.nearest(plan, gpus, gpu)) is not None:
+        lacking = (least.phase.nbytes - fitting.FILLED * gpu) / GIB
         what = f"{lacking:.1f} GiB a GPU are missing" if lacking > 0 else "its engine does not fit its share of a GPU"
         yield f"            the least is {least}: {what}"
         yield f"              {least.phase.describe()}"

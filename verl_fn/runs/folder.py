@@ -19,7 +19,7 @@ from verl_fn.data.prepare import write_answers
 from verl_fn.errors import in_one_line
 from verl_fn.errors import say as print_line
 
-from . import RunError
+from . import RunError, logs
 from .checkpoints import (
     REMOVED,
     WRITING,
@@ -32,20 +32,7 @@ from .checkpoints import (
     seal,
 )
 from .history import fingerprints, numbered, record
-from .logs import (
-    GENERATIONS,
-    LOGS,
-    METRICS,
-    SUMS,
-    Row,
-    checksum,
-    checksums_of,
-    last_evaluation,
-    line_of,
-    metrics_row,
-    read_checksums,
-    read_lines,
-)
+from .logs import Row
 from .progress import Say, waiting
 from .state import RunState, run_of
 
@@ -158,46 +145,45 @@ class Run:
 
     def _start_logs(self, step: int, source: Path | None) -> None:
         """Writes the lines of the logs in ``source`` up to ``step``; without a source, the logs begin empty."""
-        evaluated = bool(last_evaluation(source, step))
-        known = read_checksums(source) if source is not None else []
+        evaluated = bool(logs.last_evaluation(source, step))
+        known = logs.read_checksums(source) if source is not None else []
         sums: list[str] = []
-        for name in LOGS:
+        for name in logs.LOGS:
             # A run that was killed in an evaluation repeats it, and writes its answers again.
-            end = step if name != GENERATIONS or evaluated else step - 1
-            rows = [row for row in read_lines(source / name) if row["step"] <= end] if source is not None else []
+            end = step if name != logs.GENERATIONS or evaluated else step - 1
+            rows = [row for row in logs.read_lines(source / name) if row["step"] <= end] if source is not None else []
             kept = {row["step"] for row in rows}
-            sums += (
-                [line for log, at, line in known if log == name and at in kept] if known else checksums_of(name, rows)
-            )
-            if rows or name == METRICS or (self.folder / name).exists():
-                atomic.write(self.folder / name, "".join(map(line_of, rows)))
-            if rows and name == METRICS:
+            own = [line for log, at, line in known if log == name and at in kept]
+            sums += own if known else logs.checksums_of(name, rows)
+            if rows or name == logs.METRICS or (self.folder / name).exists():
+                atomic.write(self.folder / name, "".join(map(logs.line_of, rows)))
+            if rows and name == logs.METRICS:
                 self._row = rows[-1]
-        atomic.write(self.folder / SUMS, "".join(sums))
+        atomic.write(self.folder / logs.SUMS, "".join(sums))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
-        self._row = metrics_row(step, report)
-        self.append(METRICS, self._row)
+        self._row = logs.metrics_row(step, report)
+        self.append(logs.METRICS, self._row)
 
     def amend(self, step: int, report: Mapping[str, float]) -> None:
         """Adds further metrics of the step that was logged last, so that ``metrics.jsonl`` has one line for it."""
         if self._row.get("step") != step:
             self.log(step, report)
             return
-        values, length = self._row | metrics_row(step, report), len(line_of(self._row))
+        values, length = self._row | logs.metrics_row(step, report), len(logs.line_of(self._row))
         self._row = {"step": step} | dict(sorted(item for item in values.items() if item[0] != "step"))
-        line = line_of(self._row)
-        self._append(SUMS, checksum(METRICS, step, line))
-        with self.written(METRICS), open(self.folder / METRICS, "r+b", opener=_no_link) as file:
+        line = logs.line_of(self._row)
+        self._append(logs.SUMS, logs.checksum(logs.METRICS, step, line))
+        with self.written(logs.METRICS), open(self.folder / logs.METRICS, "r+b", opener=_no_link) as file:
             # The longer line replaces the shorter one in a single write, so that a kill leaves one of them.
             os.pwrite(file.fileno(), line.encode(), file.seek(-length, os.SEEK_END))
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:
         """Appends the lines of a step to a log."""
         # Checksums come first, so that no kill leaves a line without one.
-        self._append(SUMS, "".join(checksums_of(name, rows)))
-        self._append(name, "".join(map(line_of, rows)))
+        self._append(logs.SUMS, "".join(logs.checksums_of(name, rows)))
+        self._append(name, "".join(map(logs.line_of, rows)))
 
     def _append(self, name: str, content: str) -> None:
         with self.written(name), open(self.folder / name, "a", opener=_no_link) as file:
@@ -250,7 +236,7 @@ class Run:
         aside = aside_of(final)
         with self._saving(final):
             seal(aside, manifest, self._plan, w, later=later)
-            for name in (*LOGS, SUMS):
+            for name in (*logs.LOGS, logs.SUMS):
                 if (self.folder / name).exists():
                     atomic.sync(self.folder / name)
             aside.rename(final)

@@ -21,19 +21,11 @@ from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tok
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import reasoning_names, verifiers_name
+from verl_fn.data import notices
 from verl_fn.data.examples import Conversation
 from verl_fn.data.files import FileData, label_of
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import check_files, converters, file_data, generated, read_files
-from verl_fn.data.notices import (
-    MOST_ENCODED,
-    MOST_RENDERED,
-    OF_TOOLS,
-    TOOL_ARGUMENTS,
-    notices,
-    of_template,
-    traits_of,
-)
 from verl_fn.data.rendering import prompt_text
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem, Source
@@ -41,17 +33,9 @@ from verl_fn.driver.ranks import torchrun_size
 from verl_fn.environments.engine import environment_data
 from verl_fn.rewards.reward import FORMS, rule_for, unattainable
 
+from . import checks
 from .checkpoints import check_model_folder
-from .checks import (
-    OTHER_MODELS,
-    check,
-    check_cluster,
-    check_code,
-    check_device,
-    check_model_folders,
-    check_parts,
-    sampled,
-)
+from .checks import sampled
 from .history import run_around
 from .progress import Say
 from .state import check_blank
@@ -76,12 +60,12 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
-    for sentence in check_code(plan):
+    for sentence in checks.check_code(plan):
         say(f"note: {sentence}")
     from_files = plan.data.train_files or plan.data.val_files
     if plan.new_model is not None:
         _check_random_model(plan)
-    check_model_folders(plan)
+    checks.check_model_folders(plan)
     make_model_folder(plan)
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
         check_model_folder(folder)
@@ -96,7 +80,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
         )
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
-    check_parts(plan, tokenizer, ends, gpus)
+    checks.check_parts(plan, tokenizer, ends, gpus)
     check_blank(plan)
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
@@ -111,7 +95,7 @@ def prepare(plan: Plan, say: Say, gpus: int | None = None) -> Source:
     else:
         source = generated(plan.data, tokenizer, learns_from)
     check_has_goal(plan, source)
-    check(plan, source, tokenizer, installed=gpus is None)
+    checks.check(plan, source, tokenizer, installed=gpus is None)
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
@@ -124,7 +108,7 @@ def _check_policies(plan: Plan) -> None:
     """
     for name, role in plan.roles.items():
         if role.head == "lm" and is_classifier(read_config(role.folder)):
-            key = f"algorithm.{name}" if name in OTHER_MODELS else "model.path"
+            key = f"algorithm.{name}" if name in checks.OTHER_MODELS else "model.path"
             raise ConfigError(
                 f"{key}: {role.folder} has a value head, as critics and reward models have, and {plan.algorithm} "
                 "needs a language model there; set the folder of one, such as a checkpoint's actor"
@@ -239,22 +223,22 @@ def _of_models(plan: Plan) -> Iterator[str]:
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
     known = (source.training, source.validation) if isinstance(source, FileData) else ()
-    yield from of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
+    yield from notices.of_template(known, plan.data, tokenizer, converses=bool(plan.env.name))
     yield from _of_other_templates(known, plan, tokenizer)
     if not isinstance(source, FileData):
         return
     yield from _by_rules(source, plan)
-    made = [traits_of(problems, tokenizer) for problems in known]
-    needing = sum(one.count(TOOL_ARGUMENTS) for one in made)
+    made = [notices.traits_of(problems, tokenizer) for problems in known]
+    needing = sum(one.count(notices.TOOL_ARGUMENTS) for one in made)
     if needing and not plan.env.name and plan.learns_from == "samples":
         yield (
-            f"{needing} of {sum(map(len, made))} problems have {' or '.join(OF_TOOLS)} in extra_info, and without an "
-            "environment (env.name) the model calls no tools and answers once"
+            f"{needing} of {sum(map(len, made))} problems have {' or '.join(notices.OF_TOOLS)} in extra_info, and "
+            "without an environment (env.name) the model calls no tools and answers once"
         )
     # Of a stream, only the first problems are known.
     if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         by_env = bool(plan.env.name) and not plan.reward.by_user
-        yield from notices(
+        yield from notices.notices(
             source.training, source.validation, plan.data, tokenizer, answers=answers, judged_by_env=by_env,
             sizes=source.sizes,
         )  # fmt: skip
@@ -269,10 +253,10 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 def _of_other_templates(known: Sequence[Sequence[Problem]], plan: Plan, tokenizer: Any) -> Iterator[str]:
     """Yields a line for each frozen model whose own chat template writes the first prompts otherwise."""
-    firsts = [one for problems in known for one in problems[:MOST_RENDERED]]
+    firsts = [one for problems in known for one in problems[: notices.MOST_RENDERED]]
     firsts = [one for one in firsts if not isinstance(one.prompt, str) and not one.images]
     for name, role in plan.roles.items():
-        if name not in OTHER_MODELS or not firsts:
+        if name not in checks.OTHER_MODELS or not firsts:
             continue
         other = read_tokenizer(role.folder, plan.data.chat_template_kwargs, plan.data.date)
         for problem in firsts if other.chat_template is not None else ():
@@ -297,7 +281,7 @@ def _by_rules(source: FileData, plan: Plan) -> Iterator[str]:
     held_out = sampled(plan, source.held_out(plan.data.val_size))
     for key, problems in (("data.train_files", trained), ("data.val_files", held_out)):
         # What is learned to be said is an answer in full.
-        some = [one for one in problems[:MOST_ENCODED] if not isinstance(one, Conversation | Judged)]
+        some = [one for one in problems[: notices.MOST_ENCODED] if not isinstance(one, Conversation | Judged)]
         if wrong := [problem for problem in some if problem.answer and unattainable(problem)]:
             form = FORMS[rule_for(wrong[0].data_source)].format("ANSWER")
             yield (
@@ -328,11 +312,11 @@ def started(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """
     if plan.driver.kind != "ray":
         return contextlib.nullcontext()
-    check_device(plan)
-    check_code(plan)
-    check_model_folders(plan)
+    checks.check_device(plan)
+    checks.check_code(plan)
+    checks.check_model_folders(plan)
     check_files(plan.data)
-    check_cluster(plan)
+    checks.check_cluster(plan)
     from verl_fn.driver.ray import ray_started
 
     return ray_started(plan)
@@ -347,7 +331,7 @@ def workers(plan: Plan, begun: Any = None) -> contextlib.AbstractContextManager[
     Raises:
         ConfigError: the device does not exist.
     """
-    check_device(plan)
+    checks.check_device(plan)
     if plan.driver.kind == "ray":
         from verl_fn.driver.ray import ray_workers
 

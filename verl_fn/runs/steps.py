@@ -194,15 +194,11 @@ def ledger(
         dropped[reason] = Counter({kind: rest[f"{kind}/{reason}"] for kind in ("rows", "tokens")})
     named = sum(dropped.values(), Counter())
     split = whole["rows"] - whole["conversations"] if "conversations" in whole else 0
-    report: Report = {
-        "rollout/rows_learned": used["rows"],
-        "rollout/rows_dropped/engine": asked - (whole["rows"] - split),
-        "rollout/rows_dropped/algorithm": whole["rows"] - used["rows"] - named["rows"],
-        "rollout/tokens_learned": used["tokens"],
-        "rollout/tokens_dropped/algorithm": whole["tokens"] - used["tokens"] - named["tokens"],
-    }
-    for name, counts in dropped.items():
-        report |= {f"rollout/{kind}_dropped/{name}": counts[kind] for kind in ("rows", "tokens")}
+    report: Report = {NOT_RETURNED: asked - (whole["rows"] - split)}
+    for kind in ("rows", "tokens"):
+        report[f"rollout/{kind}_learned"] = used[kind]
+        report[f"rollout/{kind}_dropped/algorithm"] = whole[kind] - used[kind] - named[kind]
+        report |= {f"rollout/{kind}_dropped/{name}": counts[kind] for name, counts in dropped.items()}
     if "conversations" in whole:
         talks = max(1, whole["conversations"])
         report |= {"rollout/rows_split": split, "env/turns/mean": whole["turns"] / talks}

@@ -213,14 +213,12 @@ def compare_numbers(result: Mapping[str, float], wanted: Mapping[str, float]) ->
         >>> compare_numbers({"loss": 1.5, "grad_norm": 3.0}, {"loss": 1.0, "grad_norm": 2.0, "scale": 4.0})
         {'loss': 0.125, 'grad_norm': 0.5}
     """
-    least = sys.float_info.min
-    errors = {
-        "loss": abs(result["loss"] - wanted["loss"]) / max(wanted["scale"], least),
-        "grad_norm": abs(result["grad_norm"] - wanted["grad_norm"]) / max(wanted["grad_norm"], least),
+    scales = {"loss": wanted["scale"], "grad_norm": wanted["grad_norm"], "second_loss": wanted["scale"]}
+    return {
+        name: abs(result[name] - wanted[name]) / max(scale, sys.float_info.min)
+        for name, scale in scales.items()
+        if name in result
     }
-    if "second_loss" in result:
-        errors["second_loss"] = abs(result["second_loss"] - wanted["second_loss"]) / max(wanted["scale"], least)
-    return errors
 
 
 @attrs.frozen

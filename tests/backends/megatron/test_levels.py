@@ -750,7 +750,7 @@ def test_a_report_says_what_was_not_shown(models, tmp_path):
     passed = of_level("Level 0: smoke", ["a"], {"level_0": Outcome((held,))})
     failed = of_level("Level 5: learning", ["a", "b"], {"level_5": Outcome((held, missed))})
     asked = Deliverable("Level 1: save and resume", Verdict.NOT_REQUESTED, "")
-    report = LevelsReport.of(request, [passed, asked, failed], "verl-fn levels 0 5", [], {})
+    report = LevelsReport.of(request, [passed, asked, failed], "verl-fn levels 0 5", {}, {})
     text = report.text()
     assert text.startswith("Result: Fail - Level 5: learning: b: 3 of 2\n")
     order = ["Result:", "Requested coverage:", "Model:", "Deliverables:", "Evidence:", "Limitations:", "Follow-ups:"]
@@ -759,5 +759,5 @@ def test_a_report_says_what_was_not_shown(models, tmp_path):
     assert "every rank had all experts (ep=1)" in text
     assert "1 \\| 2" in report.markdown() and "<td>missed</td>" in report.page()
     assert "**verl_fn levels: Fail**" in report.pull_request()
-    nothing = LevelsReport.of(request, [asked], "verl-fn levels 1", [], {})
+    nothing = LevelsReport.of(request, [asked], "verl-fn levels 1", {}, {})
     assert nothing.result == Verdict.BLOCKED

@@ -154,7 +154,7 @@ def test_a_part_on_cpus_has_their_environment_and_imports_from_elsewhere_block(t
         ran.append((words[-1], env.get("CUDA_VISIBLE_DEVICES"), log, folder))
         return 7
 
-    outcomes = iter([Outcome((Check("a", True, "1"),), notes=("made",)), Outcome(blocked="no room")])
+    outcomes = iter([Outcome((Check("a", True, "1"),)), Outcome(blocked="no room")])
     monkeypatch.setattr(command, "run_logged", logged)
     monkeypatch.setattr(command, "read_outcome", lambda folder, status: next(outcomes))
     parts = SimpleNamespace(
@@ -166,7 +166,6 @@ def test_a_part_on_cpus_has_their_environment_and_imports_from_elsewhere_block(t
     assert [one[:2] for one in ran] == [("one", "3"), ("two_on_cpu", "")]
     assert [one[2] for one in ran] == [tmp_path / name / "log.txt" for name in ("one", "two_on_cpu")]
     assert (found.name, found.verdict, found.reason) == ("Level 2: t", Verdict.BLOCKED, "no room")
-    assert found.outcomes["one"].notes[0] == "made" and found.outcomes["one"].notes[1].endswith(" s")
     assert command._level(2, request, tmp_path, {}, ["no GPU"]).reason == "no GPU"
     assert command._level(3, request, tmp_path, {}, ["no GPU"]).verdict == Verdict.NOT_REQUESTED
     # What a process imported from elsewhere is no evidence, whatever it found.
@@ -200,7 +199,7 @@ def test_weights_of_a_level_that_did_not_pass_stay_and_empty_logs_are_told(tmp_p
     assert command._capture(tmp_path, []).verdict == Verdict.SKIPPED
 
 
-def test_where_the_tested_packages_came_from(tmp_path):
+def test_where_the_tested_packages_came_from(tmp_path, monkeypatch):
     (tmp_path / "src/megatron/bridge").mkdir(parents=True)
     files = {"megatron.bridge": f"{tmp_path}/lib/bridge/x.py", "megatron.core": f"{tmp_path}/lib/core/y.py"}
     probed = {"files": files}
@@ -213,9 +212,13 @@ def test_where_the_tested_packages_came_from(tmp_path):
     assert imported(str(tmp_path), probed, [])[0] == Verdict.BLOCKED
     own = {"files": {"megatron.bridge": f"{tmp_path}/src/megatron/bridge/x.py"}}
     assert imported(str(tmp_path), own, []) == (Verdict.PASS, own["files"]["megatron.bridge"])
-    folders = lambda *given: [(one.name, one.folder) for one in command._repositories(*given)]  # noqa: E731
-    us = ("verl_fn", str(provenance.ROOT))
-    bridge, core = ("Megatron-Bridge", f"{tmp_path}/lib/bridge"), ("Megatron-LM", f"{tmp_path}/lib/core")
-    assert folders("", {}) == [us] and folders("", probed) == [bridge, core, us]
-    assert folders(str(tmp_path), probed) == [("Megatron-Bridge", str(tmp_path)), core, us]
-    assert folders(str(tmp_path), {}) == [("Megatron-Bridge", str(tmp_path)), us]
+    monkeypatch.setattr(provenance, "repository", lambda folder: f"at {folder}")
+    us = {"verl_fn": f"at {provenance.ROOT}"}
+    installed, core = (
+        {"Megatron-Bridge": f"no checkout, {tmp_path}/lib/bridge"},
+        {"Megatron-LM": f"at {tmp_path}/lib/core"},
+    )
+    checkout = {"Megatron-Bridge": f"at {tmp_path}"}
+    assert command._repositories("", {}) == us and command._repositories("", probed) == installed | core | us
+    assert command._repositories(str(tmp_path), probed) == checkout | core | us
+    assert command._repositories(str(tmp_path), {}) == checkout | us

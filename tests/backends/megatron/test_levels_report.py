@@ -14,7 +14,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks.tiny_models import tiny_config
 from verl_fn.errors import UsageError
 from verl_fn.levels import parity, provenance, training, verdict, worker
-from verl_fn.levels.provenance import SHOWN, Repository
+from verl_fn.levels.provenance import SHOWN
 from verl_fn.levels.report import CHECKS, MOST_KEY_LINES, LevelsReport, follow_ups, key_lines, limitations, sentence
 from verl_fn.levels.subject import Request, model_folder
 from verl_fn.levels.verdict import Check, Deliverable, Outcome, SaysNothing, Verdict, of_level, preflight
@@ -119,17 +119,17 @@ def test_a_report_passes_only_if_a_level_did(tmp_path):
     checks = Deliverable(CHECKS, Verdict.PASS, "3 passed")
     request = attrs.evolve(ASKED, out=str(tmp_path), features=("moe",), dummy=True)
     probed = {"versions": {"torch": "2", "ray": "3"}}
-    alone = LevelsReport.of(request, [checks, level(0, Verdict.NOT_REQUESTED)], "c", [], {})
+    alone = LevelsReport.of(request, [checks, level(0, Verdict.NOT_REQUESTED)], "c", {}, {})
     assert (alone.result, alone.follow_ups, alone.curves) == (Verdict.BLOCKED, ("none",), {})
-    assert LevelsReport.of(request, [checks, level(0, Verdict.FAIL)], "c", [], {}).result == Verdict.FAIL
+    assert LevelsReport.of(request, [checks, level(0, Verdict.FAIL)], "c", {}, {}).result == Verdict.FAIL
     (tmp_path / "level_5_baseline/run").mkdir(parents=True)
     (tmp_path / "level_5_baseline/run/metrics.jsonl").write_text("")
-    report = LevelsReport.of(request, [checks, level(0, Verdict.PASS)], "c", [Repository("x", "/x", "abc")], probed)
+    report = LevelsReport.of(request, [checks, level(0, Verdict.PASS)], "c", {"x": "abc (/x)"}, probed)
     assert report.result == Verdict.PASS and list(report.curves) == ["baseline"]
     assert "Curves" not in report.page(), "a run that ended in its first step has none"
     assert (report.requested, report.model) == ("Level 0, 5 (moe) on cuda, engine vllm", "m (random weights)")
     assert report.evidence == (
-        ("x repo", "abc (/x), no dirty files"), ("Versions", "torch 2, ray 3"), ("Command", "c"),
+        ("x repo", "abc (/x)"), ("Versions", "torch 2, ray 3"), ("Command", "c"),
     )  # fmt: skip
     short = report.pull_request()
     assert (
@@ -142,10 +142,6 @@ def test_a_report_passes_only_if_a_level_did(tmp_path):
 
 
 def test_changed_files_of_a_checkout_are_named(tmp_path):
-    lines = tuple(f" M f{n}" for n in range(SHOWN + 2))
-    for count, end in ((SHOWN, f"M f{SHOWN - 1}"), (SHOWN + 2, f"M f{SHOWN - 1} and 2 more")):
-        text = Repository("x", "/x", "abc", lines[:count]).text
-        assert text.startswith("abc (/x), M f0, M f1") and text.endswith(end)
     assert parity._named(["a", "b", "c"]) == "a, b, c changed"
     assert parity._named(["a", "b", "c", "d"]) == "a, b, c and 1 more changed"
     # A folder that a checkout ignores belongs to none.
@@ -157,11 +153,16 @@ def test_changed_files_of_a_checkout_are_named(tmp_path):
     (tmp_path / ".gitignore").write_text("ignored\n")
     git("add", "own", ".gitignore")
     git("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c")
-    (tmp_path / "own/a.py").write_text("1")
+    own = tmp_path / "own"
+    assert provenance.repository(own).endswith(f" ({own}), no dirty files")
+    (own / "a.py").write_text("1")
     (tmp_path / "other").write_text("")
-    own = provenance.repository("x", tmp_path / "own")
-    assert own.commit and [line.split()[0] for line in own.dirty] == ["M"]
-    assert provenance.repository("x", tmp_path / "ignored").text == f"no checkout, {tmp_path}/ignored"
+    for count, end in ((1, ""), (SHOWN, f", ?? f{SHOWN - 2}"), (SHOWN + 2, f", ?? f{SHOWN - 2} and 2 more")):
+        for n in range(count - 1):
+            (own / f"f{n}").write_text("")
+        commit, _, changed = provenance.repository(own).partition(f" ({own}), ")
+        assert commit and changed.startswith("M a.py") and changed.endswith(end)
+    assert provenance.repository(tmp_path / "ignored") == f"no checkout, {tmp_path}/ignored"
 
 
 def test_processes_of_a_checkout_find_it_first(tmp_path, monkeypatch):
