@@ -24,7 +24,7 @@ from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images
 from verl_fn.backends.hf.tokenizer import chat_texts, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 from verl_fn.data.images import check_marks
-from verl_fn.data.notices import special_pattern
+from verl_fn.data.notices import special_pattern, without_field
 from verl_fn.data.rendering import check_shown, in_parts, name_of
 from verl_fn.data.rows import DataError
 from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
@@ -287,23 +287,21 @@ class Renderer:
     def _check_fields(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
     ) -> None:
-        for place, message in enumerate(messages, len(said)):
-            for name in sorted(message.keys() - PLAIN_FIELDS):
-                # Templates often ask whether a field is true.
-                if (field := f"{message['role']}.{name}") in self._fields or not message[name]:
-                    continue
-                self._fields.add(field)
-                whole = [*said, *messages]
-                others = [*whole[:place], {key: message[key] for key in message if key != name}, *whole[place + 1 :]]
-                shown = [(with_image_parts(some), True) for some in (whole, others)]
-                with contextlib.suppress(ModelError):  # without it, a template that looks at it may fail
-                    before, after = chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
-                    if before == after:
-                        warnings.warn(
-                            f"{label}: the chat template does not show {name} of the environment's messages of the "
-                            f"role {message['role']}, so the model does not see it",
-                            stacklevel=3,
-                        )
+        # Templates often ask whether a field is true.
+        given = {f"{m['role']}.{name}" for m in messages for name in m.keys() - PLAIN_FIELDS if m[name]}
+        for field in sorted(given - self._fields):
+            self._fields.add(field)
+            whole = [*said, *messages]
+            shown = [(with_image_parts(some), True) for some in (whole, without_field(whole, field))]
+            with contextlib.suppress(ModelError):  # without it, a template that looks at it may fail
+                before, after = chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
+                if before == after:
+                    role, _, name = field.partition(".")
+                    warnings.warn(
+                        f"{label}: the chat template does not show {name} of the environment's messages of the "
+                        f"role {role}, so the model does not see it",
+                        stacklevel=3,
+                    )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
