@@ -14,7 +14,7 @@ from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Convert, Kind
 from verl_fn.data.examples import encode_rows
-from verl_fn.data.files import prompt_lengths, too_long
+from verl_fn.data.files import encode_prompts, too_long
 from verl_fn.data.judged import Judged
 from verl_fn.data.notices import IMAGES, Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
@@ -138,7 +138,7 @@ class Encoder:
 
     def lengths(self, problems: Sequence[Problem]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of problems: what ``Encoded`` has as prompts and rows."""
-        prompts = np.array(prompt_lengths(problems, self.tokenizer), np.int32)
+        prompts = np.array([len(ids) for ids in encode_prompts(problems, self.tokenizer)], np.int32)
         rows = np.zeros((len(problems), 4), np.int32)
         if self.end_tokens is None:
             return prompts, rows
