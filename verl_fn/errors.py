@@ -37,8 +37,8 @@ class ArgumentError(UserError, TypeError):
 
 
 @contextlib.contextmanager
-def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) -> Iterator[None]:
-    """Turns some errors inside into one for the user that begins with what it is about.
+def raised_as(becomes: type[UserError], about: str, *caught: type[Exception], advice: str = "") -> Iterator[None]:
+    """Turns some errors inside into one for the user that begins with what it is about, and ends with advice.
 
     Example:
         >>> with raised_as(UsageError, "a.json cannot be read", OSError):
@@ -49,7 +49,7 @@ def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) ->
     try:
         yield
     except caught as error:
-        raise becomes(f"{about}: {error}") from error
+        raise becomes(f"{about}: {error}" + (f"; {advice}" if advice else "")) from error
 
 
 def install(*requirements: str) -> str:

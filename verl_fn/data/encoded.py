@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -20,20 +20,8 @@ from verl_fn.data.notices import IMAGES, Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
 
-
-@attrs.frozen(eq=False)
-class Asked:
-    """What is asked of an ``Encoder``.
-
-    Attributes:
-        block: some rows.
-        file: the number of their file.
-        first: the number of the first row, counted over all files.
-    """
-
-    block: Block
-    file: int
-    first: int
+Asked: TypeAlias = tuple[Block, int, int]
+"""What is asked of an ``Encoder``: some rows, the number of their file, and of the first row, over all files."""
 
 
 @attrs.frozen(eq=False)
@@ -120,10 +108,10 @@ class Encoder:
         Raises:
             UserError: a row cannot be used, or cannot be encoded.
         """
+        block, file, first = asked
         unused: Counter[str] = Counter()
-        kind = self.kinds[asked.file]
-        problems = list(kind.problems(asked.block, asked.first, self.convert, unused))
-        return self.part(problems, asked.file, unused)
+        problems = list(self.kinds[file].problems(block, first, self.convert, unused))
+        return self.part(problems, file, unused)
 
     def part(self, problems: Sequence[Problem], file: int = 0, unused: Counter[str] | None = None) -> Encoded:
         """Returns problems with their lengths.

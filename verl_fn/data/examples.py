@@ -6,7 +6,7 @@ The assistant's turns are found in what the chat template makes of a conversatio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -74,15 +74,9 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key, images), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
             _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION, None), value, last)
-        if value[last + 1 :]:
-            unused[BEHIND] += 1
+        said = _conversation(value, fields, unused)
         judged_by = row.get("reward_model")
-        return Conversation(
-            prompt=value[:last],
-            answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
-            **fields,
-            messages=value[: last + 1],
-        )
+        return said if judged_by is None else attrs.evolve(said, answer=ground_truth_of(place, judged_by))
 
     return Kind((MESSAGES,), (prompt_key, COMPLETION, "data_source", "reward_model", *OPTIONAL), make)
 
@@ -117,14 +111,18 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
         check_turns(place, completion, COMPLETION)
         before: Messages = prompt if not isinstance(prompt, str) else begun or ({"role": "user", "content": prompt},)
         messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
-        *_, last = learned_turns(messages)
-        if messages[last + 1 :]:
-            unused[BEHIND] += 1
-        answer = messages[last]["content"] or ""
-        return Conversation(messages[:last], answer, **common, messages=messages[: last + 1])
+        return _conversation(messages, common, unused)
 
     hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
     return Kind(required, ("data_source", *OPTIONAL), make, hint)
+
+
+def _conversation(messages: Messages, fields: Mapping[str, Any], unused: Counter[str]) -> Conversation:
+    """Returns the conversation up to the last turn that is learned; messages behind it are counted."""
+    *_, last = learned_turns(messages)
+    if messages[last + 1 :]:
+        unused[BEHIND] += 1
+    return Conversation(messages[:last], messages[last]["content"] or "", **fields, messages=messages[: last + 1])
 
 
 def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column: str) -> None:

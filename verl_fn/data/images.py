@@ -20,6 +20,7 @@ from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images
 from verl_fn.config.options import home
 from verl_fn.data.rows import DataError, Row, one_line
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import raised_as
 from verl_fn.state import RowImages
 
 COLUMNS = ("images", "image")
@@ -80,12 +81,9 @@ def _content(name: str, value: Any, place: str) -> bytes:
     if isinstance(value, str):
         return _file(name, value, place)
     if hasattr(value, "__array__") and not isinstance(value, Image.Image):
-        try:
+        about, advice = f"{name} is an array that is no image", "write height x width x 3, uint8"
+        with raised_as(DataError, about, TypeError, ValueError, AttributeError, advice=advice):
             value = Image.fromarray(np.asarray(value))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{name} is an array that is no image: {error}; write height x width x 3, uint8"
-            ) from error
     if isinstance(value, Image.Image):
         _check(name, value)
         written = io.BytesIO()
@@ -99,10 +97,8 @@ def _file(name: str, path: str, place: str) -> bytes:
         written = "".join(path.partition(";base64,")[2].split()).rstrip("=").translate(_OF_ADDRESSES)
         if not written:
             raise DataError(f"{name} is an address {path!r:.40} without ;base64, and what follows it; write both")
-        try:
+        with raised_as(DataError, f"{name} is an address {path!r:.40} whose base64 is damaged", ValueError):
             return base64.b64decode(written + "=" * (-len(written) % 4), validate=True)
-        except ValueError as error:
-            raise DataError(f"{name} is an address {path!r:.40} whose base64 is damaged: {error}") from error
     if "://" in path:
         raise DataError(f"{name} is the address {path!r:.60}; nothing is downloaded: write bytes, or a file's path")
     file = Path(place.rpartition(", ")[0]).expanduser().parent / home(path)

@@ -185,7 +185,7 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     head, rows = list[Asked](), 0
     for asked in _asked(opened, encoder):
         head.append(asked)
-        rows += len(asked.block.numbers)
+        rows += len(asked[0].numbers)
         if rows >= FEWEST:
             break
     else:
@@ -212,7 +212,7 @@ def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked]:
     first = 0
     for number, file in enumerate(files):
         for block in encoder.kinds[number].blocks(file, encoder.convert):
-            yield Asked(block, number, first)
+            yield block, number, first
             first += len(block.numbers)
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from verl_fn.data.images import check_marks
 from verl_fn.data.notices import special_pattern, without_field
 from verl_fn.data.rendering import check_shown, in_parts, name_of
 from verl_fn.data.rows import DataError
+from verl_fn.errors import raised_as
 from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
 
 from . import Message
@@ -278,11 +279,8 @@ class Renderer:
             shown = [(with_image_parts(messages), begun) for messages, begun in conversations]
             return chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
 
-        try:
-            with _renderable(whole):
-                check_shown(whole, render([(whole, True)])[0], render, start=len(said))
-        except DataError as error:
-            raise EnvError(f"{label}: of the environment's messages {error}") from error
+        with raised_as(EnvError, f"{label}: of the environment's messages", DataError), _renderable(whole):
+            check_shown(whole, render([(whole, True)])[0], render, start=len(said))
 
     def _check_fields(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
@@ -386,16 +384,11 @@ def check_no_marks(messages: Sequence[Message], label: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _renderable(messages: Sequence[Message]) -> Iterator[None]:
-    try:
-        yield
-    except ModelError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise EnvError(
-            f"env.name: messages of the roles {roles} cannot be rendered ({error}); let the environment use "
-            "roles that the template knows, or take another template"
-        ) from error
+def _renderable(messages: Sequence[Message]) -> contextlib.AbstractContextManager[None]:
+    roles = ", ".join(message["role"] for message in messages)
+    about = f"env.name: messages of the roles {roles} cannot be rendered"
+    advice = "let the environment use roles that the template knows, or take another template"
+    return raised_as(EnvError, about, ModelError, advice=advice)
 
 
 @attrs.define(eq=False)
