@@ -307,8 +307,6 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
         >>> _shortest({"a": [0.10000000149011612]}, pa.struct({"a": pa.list_(pa.float32())}))
         {'a': [0.1]}
     """
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

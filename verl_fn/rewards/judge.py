@@ -299,12 +299,9 @@ class Replies:
             if self.file is None:
                 return
             line = json.dumps({"question": question, "reply": reply}).encode() + b"\n"
-            about = f"{self.file} cannot be written"
             # One write, so that lines of two processes do not mix.
-            with raised_as(RewardError, about, OSError), self.file.open("ab", buffering=0) as out:
-                written = out.write(line)
-            if written < len(line):
-                raise RewardError(f"{about}: the disk is full")
+            with raised_as(RewardError, f"{self.file} cannot be written", OSError), self.file.open("ab") as out:
+                out.write(line)
 
     def _read(self, file: Path) -> None:
         with raised_as(RewardError, f"{file} cannot be read", OSError):
