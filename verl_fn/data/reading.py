@@ -106,6 +106,13 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     context = multiprocessing.get_context("fork")
     started: list[tuple[Any, Connection]] = []
     left, busy = iter(items), deque[tuple[Any, Connection]]()
+
+    def give(one: tuple[Any, Connection]) -> None:
+        for item in itertools.islice(left, 1):
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                one[1].send(item)
+            busy.append(one)
+
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
@@ -114,19 +121,14 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
             process.start()
             started.append((process, ours))
             theirs.close()
-        for one, item in zip(started, left, strict=False):
-            one[1].send(item)
-            busy.append(one)
+        for one in started:
+            give(one)
         while busy:
-            process, pipe = busy.popleft()
-            result, failure = _answer(process, pipe)
+            one = busy.popleft()
+            result, failure = _answer(*one)
             if failure is not None:
                 raise failure
-            # It works on its next item while the result is used.
-            for item in itertools.islice(left, 1):
-                with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
-                    pipe.send(item)
-                busy.append((process, pipe))
+            give(one)  # while the result is used
             yield result
     finally:
         for process, pipe in started:

@@ -603,7 +603,9 @@ class Groups:
         if not groups:
             return []
         failures = []
-        results = self._environments([_scoring(group) for group in groups])
+        seeds = (group[0].request.key.fold_in("environment").fold_in("group").seed() % 2**32 for group in groups)
+        jobs = [tuple(one.job() for one in group) for group in groups]
+        results = self._environments(list(map(Scoring, seeds, jobs)))
         for group, result in zip(groups, results, strict=True):
             if isinstance(result, Failure):
                 for one in group:
@@ -614,9 +616,3 @@ class Groups:
             for one, end in zip(group, result.ends, strict=True):
                 one.score, one.acc = end.reward, end.acc
         return failures
-
-
-def _scoring(group: Sequence[Conversation]) -> Scoring:
-    """Returns the job that scores conversations of a request."""
-    seed = group[0].request.key.fold_in("environment").fold_in("group").seed() % 2**32
-    return Scoring(seed, tuple(one.job() for one in group))
