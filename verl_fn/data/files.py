@@ -18,7 +18,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of
 from verl_fn.data.entries import Kind
-from verl_fn.data.images import fill, kept, seen_by
+from verl_fn.data.images import Seen, fill, kept, seen_by
 from verl_fn.data.rendering import name_of, prompt_text, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
@@ -112,8 +112,7 @@ def encode_prompts(
         >>> encode_prompts([Problem("cab", "")], char_tokenizer("abc"))
         [[1, 6, 4, 5]]
     """
-    prompts, texts = [], _texts(problems, tokenizer)
-    seen = [_filled(texts, i, tokenizer, problem) if problem.images else None for i, problem in enumerate(problems)]
+    prompts, (texts, seen) = [], _texts(problems, tokenizer)
     for problem, ids, shown in zip(problems, token_ids(texts, tokenizer), seen, strict=True):
         ids = begun(ids, tokenizer) if isinstance(problem.prompt, str) else ids
         cuts = truncation != "error" and not problem.images
@@ -130,26 +129,20 @@ def encode_prompts(
     return prompts
 
 
-def _filled(texts: list[str], number: int, tokenizer: Any, problem: Problem) -> Any:
-    """Returns the images of a problem, and writes their tokens into its text."""
-    with named(problem):
-        seen = seen_by(problem, tokenizer)
-        if seen is not None:
-            texts[number] = fill([texts[number]], seen, problem)[0]
-        return seen
-
-
 def named(problem: Problem) -> AbstractContextManager[None]:
     """Makes errors about a problem, its template or its images a DataError that begins with the problem's name."""
     return raised_as(DataError, label_of(problem), DataError, ModelError)
 
 
-def _texts(problems: Sequence[Problem], tokenizer: Any) -> list[str]:
-    texts = []
+def _texts(problems: Sequence[Problem], tokenizer: Any) -> tuple[list[str], list[Seen]]:
+    """Returns the text of each prompt, with the tokens of its images, and these images."""
+    texts, seen = [], []
     for problem in problems:
         with named(problem):
-            texts.append(_plain(problem) if isinstance(problem.prompt, str) else prompt_text(tokenizer, problem))
-    return texts
+            text = _plain(problem) if isinstance(problem.prompt, str) else prompt_text(tokenizer, problem)
+            seen.append(seen_by(problem, tokenizer))
+            texts += fill([text], seen[-1], problem)
+    return texts, seen
 
 
 def _plain(problem: Problem) -> str:

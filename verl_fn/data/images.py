@@ -11,7 +11,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -22,6 +22,9 @@ from verl_fn.data.rows import DataError, Row, one_line
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import raised_as
 from verl_fn.state import RowImages
+
+Seen: TypeAlias = tuple[Shown, Processor] | None
+"""Images as a model reads them, and what makes them; None without images."""
 
 COLUMNS = ("images", "image")
 MOST_PIXELS = 2**26
@@ -237,7 +240,7 @@ def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any
         raise DataError(f"{place}: {column} has {marks} marks {MARK} for {images} images; write one for each")
 
 
-def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
+def seen_by(problem: Problem, tokenizer: Any) -> Seen:
     """Returns the images of a problem as its model reads them; None without images.
 
     Raises:
@@ -250,17 +253,19 @@ def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
     return shown(pictures(problem), processor), processor
 
 
-def unplaced(seen: tuple[Shown, Processor] | None) -> RowImages | None:
+def unplaced(seen: Seen) -> RowImages | None:
     """Returns what a conversation needs of a problem's images, before an environment writes its first messages."""
     return None if seen is None else RowImages(seen[0].fields, texts=tuple(seen[0].tokens))
 
 
-def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) -> list[str]:
+def fill(texts: Sequence[str], seen: Seen, problem: Problem) -> list[str]:
     """Returns texts with the tokens of a problem's images in place of the marks that the chat template has written.
 
     Raises:
         DataError: the texts have more or fewer marks than there are images.
     """
+    if seen is None:
+        return list(texts)
     images, processor = seen
     tokens: Iterator[str] = iter(images.tokens)
     if isinstance(problem.prompt, str):
@@ -274,7 +279,7 @@ def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) 
     return [filled(text, tokens, processor.mark) for text in texts]
 
 
-def kept(ids: Sequence[int], seen: tuple[Shown, Processor] | None) -> RowImages | None:
+def kept(ids: Sequence[int], seen: Seen) -> RowImages | None:
     """Returns what a row of these tokens holds of its images.
 
     Raises:

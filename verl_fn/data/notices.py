@@ -381,9 +381,9 @@ def without_field(messages: Sequence[Message], field: str) -> list[Message]:
 
     def changed(message: Message) -> Message:
         kept = {key: value for key, value in message.items() if key != name}
-        if inner == name:
+        if inner == name or not kept.get("tool_calls"):
             return kept
-        calls = [{key: value for key, value in call.items() if key != inner} for call in kept.get("tool_calls") or ()]
+        calls = [{key: value for key, value in call.items() if key != inner} for call in kept["tool_calls"]]
         return {**kept, "tool_calls": calls}
 
     return [changed(message) if message["role"] == role else message for message in messages]

@@ -81,7 +81,7 @@ class Renderer:
         # Conversations of a group begin alike, and many go on alike.
         self._rendered = functools.lru_cache(CACHE)(self._render)
         self._followed = functools.lru_cache(CACHE)(lambda text: following([text], tokenizer)[0])
-        self._ends = tokenizer.batch_decode([[token] for token in sorted(self._end_tokens)])
+        self._ends = list(filter(None, tokenizer.batch_decode([[token] for token in sorted(self._end_tokens)])))
         self._special = special_pattern(tokenizer)
         # Kinds of messages that the template is known to show, and fields of which it is known whether it does.
         self._shown: set[str] = set()
@@ -199,7 +199,7 @@ class Renderer:
             before, after = chat_texts(
                 self._tokenizer, [(said, False), (whole, True)], arguments.tools, arguments.kwargs
             )
-        last = len(before) if self._begins else max(before.rfind(end) for end in self._ends)
+        last = len(before) if self._begins else max((before.rfind(end) for end in self._ends), default=-1)
         if last >= 0 and not after.startswith(before):
             return None
         tokens = list(self._followed(after[last:])) if last >= 0 else []
