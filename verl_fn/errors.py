@@ -60,8 +60,8 @@ def in_one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) -> Iterator[None]:
-    """Turns some errors inside into one for the user that begins with what it is about.
+def raised_as(becomes: type[UserError], about: str, *caught: type[Exception], advice: str = "") -> Iterator[None]:
+    """Turns some errors inside into one for the user that begins with what it is about, and ends with advice.
 
     Example:
         >>> with raised_as(UsageError, "a.json cannot be read", OSError):
@@ -72,7 +72,7 @@ def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) ->
     try:
         yield
     except caught as error:
-        raise becomes(f"{about}: {error}") from error
+        raise becomes(f"{about}: {error}" + (f"; {advice}" if advice else "")) from error
 
 
 def install(*requirements: str) -> str:

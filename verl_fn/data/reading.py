@@ -26,9 +26,9 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, TypeVar
@@ -52,7 +52,6 @@ from verl_fn.errors import UserError
 from verl_fn.user_files import code_files
 
 MOST = 32  # processes
-AHEAD = 4  # results for each process that wait for an earlier one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,7 +59,6 @@ R = TypeVar("R")
 FEWEST = 10_000  # fewer problems are encoded in a few seconds, by this process
 VERSIONS = ("transformers", "tokenizers", "jinja2", "pyarrow", "numpy", "attrs")
 CODE = ("data/*.py", "backends/hf/*.py", "config/schema.py", "scores.py")  # makes problems and tokens of rows
-Stat = tuple[int, ...]
 UNUSED = 30 * 24 * 3600  # seconds after which a file that no run has read is removed
 CHUNK = 1 << 20
 
@@ -87,8 +85,8 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the result of each item, in the order of the items.
 
     The function runs in a process for each core. They are forked, so the function may be anything, and items and
-    results are pickled. Each process has one item at a time, and few results wait for an earlier one, so memory does
-    not grow with the number of items. If this process is killed, the others end.
+    results are pickled. Each process has one item at a time, in turns, so memory does not grow with the number of
+    items. If this process is killed, the others end.
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
@@ -106,53 +104,50 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     context = multiprocessing.get_context("fork")
-    processes: dict[Connection, Any] = {}
+    started: list[tuple[Any, Connection]] = []
+    left, busy = iter(items), deque[tuple[Any, Connection]]()
+
+    def give(one: tuple[Any, Connection]) -> None:
+        for item in itertools.islice(left, 1):
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                one[1].send(item)
+            busy.append(one)
+
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(function, theirs, [*processes, ours]), daemon=True)
+            inherited = [*(pipe for _, pipe in started), ours]
+            process = context.Process(target=_serve, args=(function, theirs, inherited), daemon=True)
             process.start()
-            processes[ours] = process
+            started.append((process, ours))
             theirs.close()
-        yield from _gathered(processes, enumerate(items))
+        for one in started:
+            give(one)
+        while busy:
+            one = busy.popleft()
+            result, failure = _answer(*one)
+            if failure is not None:
+                raise failure
+            give(one)  # while the result is used
+            yield result
     finally:
-        for pipe, process in processes.items():
+        for process, pipe in started:
             pipe.close()
             # It may be in the middle of an item.
             process.kill()
             process.join()
 
 
-def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-    free, at = list(processes), dict[Connection, int]()
-    results: dict[int, tuple[Any, BaseException | None]] = {}
-    first = 0
-    while True:
-        for number, item in itertools.islice(items, len(free) if len(results) < AHEAD * len(processes) else 0):
-            pipe = free.pop()
-            at[pipe] = number
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
-                pipe.send(item)
-        if not at and not results:
-            return
-        # A process that has answered gets its next item before an earlier result is handed out and used.
-        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
-        for pipe in ready:
-            try:
-                results[at.pop(pipe)] = pipe.recv()
-            except (EOFError, ConnectionResetError) as error:
-                processes[pipe].join()
-                raise ProcessEnded(
-                    f"a process that reads data ended with exit status {processes[pipe].exitcode}; the system may "
-                    "have killed it for lack of memory"
-                ) from error
-            free.append(pipe)
-        if not ready:
-            result, failure = results.pop(first)
-            if failure is not None:
-                raise failure
-            first += 1
-            yield result
+def _answer(process: Any, pipe: Connection) -> tuple[Any, BaseException | None]:
+    try:
+        answer: tuple[Any, BaseException | None] = pipe.recv()
+        return answer
+    except (EOFError, ConnectionResetError) as error:
+        process.join()
+        raise ProcessEnded(
+            f"a process that reads data ended with exit status {process.exitcode}; the system may have killed it for "
+            "lack of memory"
+        ) from error
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
@@ -192,7 +187,7 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     head, rows = list[Asked](), 0
     for asked in _asked(opened, encoder):
         head.append(asked)
-        rows += len(asked.block.numbers)
+        rows += len(asked[0].numbers)
         if rows >= FEWEST:
             break
     else:
@@ -202,9 +197,10 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     def parts() -> Iterator[Encoded]:
         return in_order(attrs.evolve(encoder, pack=packed), _asked(opened, encoder))
 
+    named = functools.partial(name_of, opened, encoder, references)
     try:
-        name = name_of(opened, encoder, references)
-        found = in_memory(parts()) if name is None else stored(name, parts)
+        name = named()
+        found = in_memory(parts()) if name is None else stored(name, parts, lambda: named() == name)
     except Unstorable:
         return assembled(map(encoder, _asked(opened, encoder)))
     assert isinstance(found.problems, Stored)
@@ -218,7 +214,7 @@ def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked]:
     first = 0
     for number, file in enumerate(files):
         for block in encoder.kinds[number].blocks(file, encoder.convert):
-            yield Asked(block, number, first)
+            yield block, number, first
             first += len(block.numbers)
 
 
@@ -229,26 +225,11 @@ def encoded_problems(problems: Sequence[Problem], tokenizer: Any) -> Encoded:
     return assembled((map if len(problems) < FEWEST else in_order)(encoder.part, some))
 
 
-@attrs.frozen
-class Name:
-    """A digest of all that encoded problems depend on.
+def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> str | None:
+    """Returns a digest of all that the encoded problems of files depend on; None if that cannot be known.
 
-    Attributes:
-        digest: of the contents of files, the settings, the tokenizer with its template and arguments, the code that
-            makes problems, and versions.
-        stats: sizes, times and places of the files before they were read for it.
-    """
-
-    digest: str
-    stats: Mapping[Path, Stat]
-
-    def holds(self) -> bool:
-        """Returns whether no file has been written or replaced since."""
-        return all(_stat(file) == stat for file, stat in self.stats.items())
-
-
-def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Name | None:
-    """Returns the name of the encoded problems of files; None if it cannot be known what they depend on.
+    These are the contents of files, the settings, the tokenizer with its template and arguments, the code that makes
+    problems, and versions.
 
     Args:
         files: the files and open data sets.
@@ -270,20 +251,13 @@ def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str])
             used += [Path(part["filename"]) for part in parts]
     own = [name for name in references if not name.startswith("verl_fn.")]
     code = [file for name in own for file in code_files(name.rpartition(":")[0])]
-    stats = {file: _stat(file) for file in (*used, *code)}
     hashed = hashlib.sha256()
     for part in (*_settings(files, encoder, references), *_tokens(tokenizer), *_versions(bool(own))):
         hashed.update(part.encode(errors="surrogatepass") + b"\0")
     for path in (*used, *code):
         with path.open("rb") as opened:
             hashed.update(f"{path.suffix}\0".encode() + hashlib.file_digest(opened, "sha256").digest())
-    return Name(hashed.hexdigest(), stats)
-
-
-def _stat(file: Path) -> Stat:
-    now = file.stat()
-    # Nobody can set the time of the last change of a file's state, st_ctime.
-    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+    return hashed.hexdigest()
 
 
 def _settings(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Iterator[str]:
@@ -460,22 +434,23 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
     return Encoded(Stored(read, ends), prompts, rows, traits, tuple(about["sizes"]), Counter(about["unused"]))
 
 
-def stored(name: Name, parts: Callable[[], Iterable[Encoded]]) -> Encoded:
+def stored(name: str, parts: Callable[[], Iterable[Encoded]], holds: Callable[[], bool]) -> Encoded:
     """Returns encoded problems from the cache, and makes them first if the cache lacks them.
 
     Several processes that lack the same at once wait for the one that makes it. If the cache cannot be written,
     the problems stay in memory, as bytes.
 
     Args:
-        name: of the problems; if it does not hold any more once they are read, nothing stays in the cache.
+        name: of the problems.
         parts: makes the problems, packed.
+        holds: whether that is their name still. If not, once they are read, nothing stays in the cache.
     """
-    file = cache_folder() / f"{name.digest}.rows"
+    file = cache_folder() / f"{name}.rows"
     if (found := _found(file)) is not None:
         return found
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{name.digest}.writing")
+        aside = file.with_name(f".{name}.writing")
         with _claimed(aside) as out:
             # Another process may have made it meanwhile.
             if (found := _found(file)) is not None:
@@ -483,7 +458,7 @@ def stored(name: Name, parts: Callable[[], Iterable[Encoded]]) -> Encoded:
             out.truncate(0)
             write_stored(out, parts())
             made = _of_file(os.dup(out.fileno()))
-            if name.holds():
+            if holds():
                 aside.replace(file)
                 _remove_unused(file)
             return made
