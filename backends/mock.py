@@ -180,9 +180,8 @@ class Mock(Base):
             total.backward()
             of_part = {"loss": Sum(total.double()), **of_part}
             reported = metrics.merge(reported, tree.map_tensors(Tensor.detach, of_part))
-        return Grads(
-            {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
-        ), reported
+        grads = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
+        return Grads(grads), reported
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``."""
