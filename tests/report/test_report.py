@@ -745,7 +745,11 @@ def test_what_cannot_be_reported_is_told(tmp_path):
     broken = write(tmp_path / "broken", metrics(2))
     (broken / "config.toml").write_text("a = = 1")
     partial = write(tmp_path / "partial", metrics(2), [{"prompt": "ab>"}])
+    other = write(tmp_path / "other", metrics(2), overrides=["data.train_files=['/a', '/b']"])
+    config = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(config.replace('"/b"', "3"))
     for runs, message in [
+        ([other], r"other/config\.toml: data\.train_files has a value of another kind, \['/a', 3\]"),
         ([tmp_path / "missing"], r"missing is no run: it has no config\.toml"),
         ([empty], "empty has no metrics yet"),
         ([broken], r"broken/config\.toml is not TOML"),

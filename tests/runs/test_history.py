@@ -286,6 +286,16 @@ def test_a_checkpoint_without_an_identity_is_not_one_of_a_run_that_has_one(copy)
         verify(copy / "checkpoints/step_2")
 
 
+@pytest.mark.parametrize("content", [
+    {}, "", None, [{"since": 0, "id": None, "settings": ""}], [{"since": 1.9, "id": "a", "settings": ""}],
+    [{"since": float("inf"), "id": "a", "settings": ""}], [{"since": 0, "id": "a"}],
+])  # fmt: skip
+def test_a_file_of_identities_that_holds_something_else_is_damaged(tmp_path, content):
+    (tmp_path / IDENTITY).write_text(json.dumps(content))
+    with pytest.raises(RunError, match=r"run\.json is damaged: it is no list of identities"):
+        identity_at(tmp_path, 1)
+
+
 def test_a_run_of_an_older_version_goes_on(tiny, copy, run):
     for checkpoint in checkpoints(copy):
         strip(checkpoint / MANIFEST)

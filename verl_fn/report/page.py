@@ -189,6 +189,7 @@ def _read(folder: Path, label: str) -> RunRecord:
         table = tomllib.loads(toml)
         values = flat(table)
     config = flat(default_table(table)) | values
+    _check_shown(config, file)
     ignored: Collection[str] = ()
     with contextlib.suppress(Exception):  # an algorithm of the user's own is made, and may need what is not here
         ignored = unused(structure(table), config)
@@ -207,6 +208,15 @@ def _read(folder: Path, label: str) -> RunRecord:
         answers.setdefault(step, {})[*problem, seen[asked]] = line
         seen[asked] += 1
     return RunRecord(label, folder, toml, config, ignored, rows, answers, recorded_inputs(folder), failure)
+
+
+def _check_shown(config: Mapping[str, Any], file: Path) -> None:
+    """Checks the values that the page formats. Others are shown as they are, also values of older versions."""
+    kinds = {"algorithm.name": str, "data.task": str, "data.train_files": list, "trainer.total_training_steps": int}
+    for key, kind in kinds.items():
+        value = list(config[key]) if isinstance(config[key], tuple) else config[key]
+        if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+            raise ReportError(f"{file}: {key} has a value of another kind, {value!r:.60}")
 
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:

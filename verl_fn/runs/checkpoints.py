@@ -222,11 +222,17 @@ def identities(run: Path) -> list[dict[str, Any]]:
         RunError: the file is damaged.
     """
     try:
-        known: list[dict[str, Any]] = json.loads((run / IDENTITY).read_bytes())
+        known = json.loads((run / IDENTITY).read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{run / IDENTITY} cannot be read: {error}; restore or remove it") from error
+    kinds = {"since": int, "id": str, "settings": str}
+    if not isinstance(known, list) or not all(
+        isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        for one in known
+    ):
+        raise RunError(f"{run / IDENTITY} is damaged: it is no list of identities; restore or remove it")
     return known
 
 
