@@ -321,6 +321,7 @@ def share_out(
     All are copied to the device before the first is computed on, since a copy to a GPU waits for its computations.
 
     Args:
+        max_tokens: of a micro-batch; patches of images count, too.
         stage: puts the rows of a micro-batch on the device of this rank.
         together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
         padded: the budget counts rows as long as the longest of their micro-batch.

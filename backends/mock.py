@@ -177,7 +177,8 @@ class Mock(Base):
         reported: Metrics = {}
         for part in split_by_tokens(batch, self.max_tokens, loss.together):
             total, of_part = total_loss(loss, _outputs(params, part, wanted), part)
-            total.backward()
+            if total.requires_grad:
+                total.backward()
             of_part = {"loss": Sum(total.double()), **of_part}
             reported = metrics.merge(reported, tree.map_tensors(Tensor.detach, of_part))
         grads = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}

@@ -99,12 +99,12 @@ def isolated(*, gradients: bool | None = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Gives a module or a class other values of these attributes inside.
 
     Example:
         >>> import math
-        >>> with replaced(math, pi=3):
+        >>> with with_attributes(math, pi=3):
         ...     math.pi
         3
     """

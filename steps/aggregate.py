@@ -72,7 +72,7 @@ def aggregate(
         raise ValueError("no token of this batch has response_mask set, so there is nothing to learn from")
     if callable(mode):
         return batch.with_tokens(loss_weight=_own_weight(batch, mode))
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; it is one of {', '.join(MODES)}")
     if mode == NORM and not loss_scale_factor:
         raise ValueError(f"{NORM} needs loss_scale_factor, such as the maximal response length")

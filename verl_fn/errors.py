@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-# By what other trainers call them: devices, schedules, algorithms, losses and averages of losses.
+# What is often written in their place, by the names of other trainers; it is meant whatever else is similar.
 MEANT = {
     "gpu": "cuda", "constant_with_warmup": "constant", "sigmoid": "dpo", "robust": "cdpo", "kto_pair": "kto",
     **dict.fromkeys(("vanilla", "grpo", "dr_grpo"), "ppo_clip"), "gmpo": "geo_mean",
@@ -53,10 +53,13 @@ def in_one_line(error: Exception) -> str:
     Example:
         >>> in_one_line(KeyError("x")), in_one_line(ValueError("a\\nb")), in_one_line(UserError("no room\\nhere"))
         ("KeyError: 'x'", 'ValueError: a', 'no room')
+        >>> in_one_line(UserError()), in_one_line(RuntimeError("\\nbehind an empty line"))
+        ('UserError', 'RuntimeError: behind an empty line')
     """
     cause = cause_of(error)
-    first, *_ = str(cause).splitlines() or [""]
-    return first if isinstance(cause, UserError) else f"{type(cause).__name__}: {first}".removesuffix(": ")
+    first = next(filter(None, map(str.strip, str(cause).splitlines())), "")
+    name = "" if isinstance(cause, UserError) and first else type(cause).__name__
+    return ": ".join(filter(None, (name, first)))
 
 
 @contextlib.contextmanager

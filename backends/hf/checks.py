@@ -34,7 +34,7 @@ from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skele
 from verl_fn.backends.hf.vision import attentions, family_of
 from verl_fn.errors import installed_version
 from verl_fn.state import Batch, one_thread
-from verl_fn.state.guards import replaced
+from verl_fn.state.guards import with_attributes
 
 LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
@@ -397,7 +397,7 @@ def kernels_for(device: str | torch.device, auto: Any, config: Any) -> AbstractC
         taken = {name: None for name, f in names.items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     if "torch_chunk_gated_delta_rule" in names:
         taken |= _rounded_once(names, {name for name, f in (names | taken).items() if f is None})
-    return replaced(module, **taken)
+    return with_attributes(module, **taken)
 
 
 def _rounded_once(names: Mapping[str, Any], missing: Collection[str]) -> dict[str, Any]:

@@ -122,7 +122,6 @@ def read_config(folder: str | Path) -> Any:
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json; {way}")
     table = read_json(Path(folder) / "config.json")
     only_transformers()
-    _names_of_published_files()
     kind = table.get("model_type")
     if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
         own = " and Python code of a model's folder (auto_map) is never run," if "auto_map" in table else ""
@@ -205,11 +204,13 @@ def only_transformers() -> None:
     """Takes back the names of model types under which other packages registered configs and models of their own.
 
     flash-linear-attention does so when it is imported, as transformers does for the first model with its kernels.
+    Names of tensors in files are mended, too.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     for name in CONFIG_MAPPING._extra_content.keys() & CONFIG_MAPPING_NAMES.keys():
         del CONFIG_MAPPING._extra_content[name]
+    _names_of_published_files()
 
 
 @functools.cache

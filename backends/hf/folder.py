@@ -47,7 +47,7 @@ from verl_fn.backends.hf.weights import HEADS, check_numbers
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.errors import install
 from verl_fn.state import Key, isolated
-from verl_fn.state.guards import replaced
+from verl_fn.state.guards import with_attributes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -469,7 +469,7 @@ def _parameters_on_meta() -> Iterator[None]:
         register(self, name, param)
 
     # Memory that is allocated and never written costs nothing.
-    with replaced(nn.Module, register_parameter=on_meta), unfilled():
+    with with_attributes(nn.Module, register_parameter=on_meta), unfilled():
         yield
 
 

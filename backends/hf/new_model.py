@@ -24,7 +24,7 @@ from verl_fn.backends.hf.processor import image_processor_class
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.vision import FAMILIES, GRIDS, PIXEL_MASKS
 from verl_fn.errors import closest, did_you_mean, install
-from verl_fn.state.guards import replaced
+from verl_fn.state.guards import with_attributes
 
 # The tokens of images in real tokenizers, by the field of the config that has their ids.
 QWEN = {
@@ -469,7 +469,7 @@ def _read_once() -> Iterator[None]:
 
     with _READING:  # a second thread would take what is kept here for gguf's own functions
         cached = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-        with replaced(gguf, **cached):
+        with with_attributes(gguf, **cached):
             yield
 
 

@@ -22,7 +22,7 @@ from verl_fn.backends.agreement import gathered
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.shards import Piece
 from verl_fn.backends.protocol import BUCKET_BYTES
-from verl_fn.state.guards import replaced
+from verl_fn.state.guards import with_attributes
 
 
 @attrs.frozen
@@ -189,7 +189,7 @@ def _without_exchange(gather: Gather) -> Iterator[None]:
     """Makes Bridge's mappings call ``gather`` instead of asking other ranks."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
-    without = replaced(
+    without = with_attributes(
         MegatronParamMapping,
         broadcast_from_pp_rank=lambda mapping, tensor, cache_key=None: tensor,
         gather_from_tp_ranks=lambda mapping, tensor: gather(tensor),

@@ -36,7 +36,7 @@ from verl_fn.backends.sampler.decoder import (
 from verl_fn.backends.sampler.fused import ExactFusedDecoder, FusedDecoder, GraphRun
 from verl_fn.backends.sampler.llama import LlamaDecoder, misfit
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, model_of, not_finite
-from verl_fn.backends.weight_sync import receive
+from verl_fn.backends.weight_sync import form_of, receive
 from verl_fn.state import Batch, isolated, uniform_at, with_images
 
 Decoder: TypeAlias = "GeneralDecoder | LlamaDecoder"
@@ -142,7 +142,7 @@ class Sampler(Serving):
         with self._publication(), isolated(), torch.inference_mode():
             if not self.decoder.intact:
                 self._base = None
-            source, base = self._part(given, getattr(given, "kept", None), self.decoder.shapes)
+            source, base = self._part(given, form_of(given, "kept"), self.decoder.shapes)
             if not self.capabilities.versions_per_token:
                 self._calls += 1
             self.version = None

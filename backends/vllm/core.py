@@ -102,6 +102,7 @@ class Engine(LLMEngine):
             raise EngineError(str(error)) from error
 
 
+# Calls that fail if the core has ended say why it did.
 for name in ("add_request", "abort_request", "reset_prefix_cache", "reset_encoder_cache", "sleep", "step", "wake_up"):
     setattr(Engine, name, _explained_call(name))
 

@@ -29,6 +29,7 @@ from verl_fn.backends.protocol import (
     here,
 )
 from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_finite, seeds_of
+from verl_fn.backends.weight_sync import form_of
 from verl_fn.backends.weight_sync.inlet import Arriving
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 from verl_fn.state.guards import expect
@@ -191,13 +192,13 @@ class Vllm(Growing):
         Raises:
             ValueError: the names or shapes are not the model's, or there are no adapters apart from the model.
         """
-        apart = getattr(source, "kept" if self._lora is None else "apart", None)
-        if self._lora is not None and apart is None:
+        form = form_of(source, "kept" if self._lora is None else "apart")
+        if self._lora is not None and form is None:
             raise ValueError(
                 "the engine takes adapters apart from the model, and these weights have none: set "
                 "rollout.adapters=merged"
             )
-        return self._part(source, apart, self.shapes)
+        return self._part(source, form, self.shapes)
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of the cache at level 1, moving weights to the CPU, and also of weights at level 2."""

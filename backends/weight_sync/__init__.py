@@ -8,6 +8,7 @@ from .publication import (
     apart,
     arriving,
     check_specs,
+    form_of,
     identity_of,
     in_parts,
     keeping,
@@ -18,5 +19,5 @@ from .publication import (
 
 __all__ = [
     "Apart", "Cut", "IncompleteWeights", "Weights", "apart", "arriving", "check_specs",
-    "identity_of", "in_parts", "keeping", "receive", "specs_of", "whole_of_parts",
+    "form_of", "identity_of", "in_parts", "keeping", "receive", "specs_of", "whole_of_parts",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from .channel import (
     send_message,
     transfer,
 )
-from .publication import Apart, in_dtype
+from .publication import form_of, in_dtype
 
 TRIES = 3  # to connect to an engine
 # An engine that refuses the weights, or has ended, raises the reason in its own call.
@@ -268,12 +268,12 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     """
     sources: dict[str, WeightSource] = {}
     identify, parts = {}, {}
-    for kind, part, form in ((MERGED, CHANGED, "kept"), (WHOLE, ADAPTERS, "apart")):
-        apart: Apart | None = getattr(source, form, None)
-        if apart is not None:
-            sources |= {kind: apart.whole, part: apart.changing}
-            identify[part] = apart.identify
-            parts[part] = frozenset(spec.name for spec in apart.changing.specs)
+    for kind, part, name in ((MERGED, CHANGED, "kept"), (WHOLE, ADAPTERS, "apart")):
+        form = form_of(source, name)
+        if form is not None:
+            sources |= {kind: form.whole, part: form.changing}
+            identify[part] = form.identify
+            parts[part] = frozenset(spec.name for spec in form.changing.specs)
     # What was passed may be a part that the engine chose.
     sources[MERGED] = source
     for outlet in outlets:

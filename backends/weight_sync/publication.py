@@ -243,6 +243,12 @@ class Apart:
     identify: Callable[[], str]
 
 
+def form_of(source: WeightSource, name: str) -> Apart | None:
+    """Returns a source with its frozen weights apart (``kept``) or its adapters (``apart``); None without any."""
+    form: Apart | None = getattr(source, name, None)
+    return form
+
+
 class IncompleteWeights(UserError, RuntimeError):
     """A publication lacked rows, repeated rows, or gave other values than were sent."""
 

@@ -173,9 +173,11 @@ def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
     Example:
         >>> as_mask({"w": True, "b": False}) == as_mask({"b": False, "w": True})
         True
+        >>> as_mask({"w": True, "b": False})
+        ByName(decays={'b': False, 'w': True})
     """
     if isinstance(mask, Mapping):
-        return ByName({name: bool(decays) for name, decays in mask.items()})
+        return ByName({name: bool(decays) for name, decays in sorted(mask.items())})
     if mask is not None and not takes(mask, ["name", "tensor"]):
         raise ArgumentError(
             f"weight_decay_mask is a function of name and tensor or a mapping by name, not {mask!r}; "

@@ -1,5 +1,6 @@
 """The mock backend computes what it says: the laws alone would not notice a wrong gradient."""
 
+import attrs
 import mutants
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 from verl_fn.backends.mock import Mock, MockRollout, Response, sample_table
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.weight_sync import Weights
-from verl_fn.state import Batch, Key, TokenOutputs, pack, requests_for
+from verl_fn.state import Batch, Key, Params, TokenOutputs, pack, requests_for
 from verl_fn.steps import (
     adamw,
     aggregate,
@@ -66,6 +67,14 @@ def test_gradients_are_those_of_a_token_at_a_time(loss):
     for name, g in grads.items():
         torch.testing.assert_close(g.double(), expected[name], rtol=1e-4, atol=1e-6)
     assert "loss" in metrics
+
+
+def test_a_loss_that_depends_on_no_trained_table_has_gradients_of_zero():
+    backend = mutants.mock()
+    whole = backend.init(Key.from_seed(3))
+    state = attrs.evolve(whole, params=Params(dict(whole.params), trainable={"values"}))
+    grads, metrics = backend.forward_backward(state, tiny_batch(), cross_entropy())
+    assert list(grads) == ["values"] and not grads["values"].any() and metrics["loss"].total > 0
 
 
 def test_a_target_without_a_token_before_it_is_refused():

@@ -1,5 +1,6 @@
 """What a run's folder records, without any training: identities, inputs, logs, and the manifests of checkpoints."""
 
+import contextlib
 import errno
 import shutil
 import sys
@@ -10,7 +11,7 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.backends.checkpoint import CheckpointError
-from verl_fn.runs import RunError, history
+from verl_fn.runs import RunError, history, loop
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs.checkpoints import check_model_folder, checkpoints_at_once, identities, identity_at, seal
 from verl_fn.runs.folder import FAILURE, Run
@@ -25,6 +26,7 @@ from verl_fn.runs.logs import (
     read_lines,
     read_metrics,
 )
+from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
 
 SILENT = lambda line: None  # noqa: E731
@@ -230,35 +232,58 @@ def test_a_continued_run_is_the_same_one_for_wandb(tiny, tmp_path, monkeypatch):
     fake = SimpleNamespace(init=lambda **given: made.append(given) or of_wandb, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (folder := tmp_path / "run").mkdir()
-    for start, more in ((0, []), (3, ["trainer.experiment_name=mine"])):
+    for start, more in ((None, []), (3, ["trainer.experiment_name=mine"])):
         trainer = tiny_run(tiny, folder, "trainer.logger=wandb", "trainer.project_name=p", *more).trainer
         with loggers(trainer, {}, folder, start) as (log,):
-            log(start + 1, {"loss": 1.0})
+            log((start or 0) + 1, {"loss": 1.0})
     assert [one["name"] for one in made] == ["run", "mine"] and made[0]["id"] == made[1]["id"]
     assert {(one["resume"], one["dir"], one["project"]) for one in made} == {("allow", str(folder), "p")}
     assert (logged, ended) == ([1, 4], [1, 2])
     (other := tmp_path / "other").mkdir()
-    with loggers(trainer, {}, other, 0):
+    with loggers(trainer, {}, other, None):
         assert made[2]["id"] != made[0]["id"]
 
 
 def test_a_copy_and_a_run_that_starts_over_are_new_runs_for_wandb_and_a_moved_one_is_not(tmp_path):
     (run := tmp_path / "run").mkdir()
-    first = _identity(run, 0)
-    assert _identity(run, 2) == first
-    copied = _identity(shutil.copytree(run, tmp_path / "copy"), 2)
-    assert copied != first and _identity(tmp_path / "copy", 3) == copied and _identity(run, 3) == first
+    first = _identity(run, fresh=True)
+    assert _identity(run, fresh=False) == first
+    copy = shutil.copytree(run, tmp_path / "copy")
+    copied = _identity(copy, fresh=False)
+    assert copied != first and _identity(copy, fresh=False) == copied and _identity(run, fresh=False) == first
     moved = run.rename(tmp_path / "moved")
-    assert _identity(moved, 4) == first
-    assert _identity(moved, 0) not in (first, copied)
+    run.mkdir()  # another run takes the old place
+    assert _identity(run, fresh=True) != first == _identity(moved, fresh=False)
+    (link := tmp_path / "link").symlink_to(moved)
+    assert _identity(link, fresh=False) == first
+    assert _identity(moved, fresh=True) not in (first, copied)
+    (moved / "wandb_id").write_text("of an older version")
+    assert _identity(moved, fresh=False) == "of an older version"
 
 
-@pytest.mark.parametrize(("start", "kept"), [(0, [5]), (1, [1, 5])])
+def test_a_run_that_continues_from_its_first_checkpoint_continues_for_its_loggers(tiny, tmp_path, monkeypatch):
+    """Its evaluation before training is not made again."""
+    starts = []
+
+    @contextlib.contextmanager
+    def noted(trainer, table, folder, start):
+        starts.append(start)
+        yield []
+
+    monkeypatch.setattr(loop, "loggers", noted)
+    plan = tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.total_training_steps=1")
+    train(plan, lambda line: None)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_1")
+    train(plan, lambda line: None)
+    assert starts == [None, 0]
+
+
+@pytest.mark.parametrize(("start", "kept"), [(None, [5]), (0, [0, 5]), (1, [0, 1, 5])])
 def test_tensorboard_forgets_the_steps_that_a_run_makes_again(start, kept, tiny, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trainer = tiny_run(tiny, tmp_path, "trainer.logger=tensorboard").trainer
-    for begins, steps in ((0, (1, 2, 3)), (start, (5,))):
+    for begins, steps in ((None, (0, 1, 2, 3)), (start, (5,))):
         with loggers(trainer, {}, tmp_path, begins) as (log,):
             for step in steps:
                 log(step, {"loss": 1.0})
@@ -270,7 +295,7 @@ def test_tensorboard_forgets_the_steps_that_a_run_makes_again(start, kept, tiny,
 def test_tensorboard_leaves_out_what_is_not_finite(tiny, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with loggers(tiny_run(tiny, tmp_path, "trainer.logger=tensorboard").trainer, {}, tmp_path, 0) as (log,):
+    with loggers(tiny_run(tiny, tmp_path, "trainer.logger=tensorboard").trainer, {}, tmp_path, None) as (log,):
         log(1, {"nan": float("nan"), "loss": 1.0})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

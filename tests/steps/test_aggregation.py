@@ -164,9 +164,10 @@ def test_a_function_that_returns_no_weights_is_refused(returned, message):
         aggregate(batch, lambda batch: returned(batch["response_mask"].float()))
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'; it is one of token-mean, token-sum"):
-        aggregate(pack(MULTI_TURN, 0)[0], "mean")
+@pytest.mark.parametrize("mode", ["mean", ["mean"]])
+def test_an_unknown_mode_is_refused_with_the_known_ones(mode):
+    with pytest.raises(ValueError, match=r"unknown loss_agg_mode .*mean.*; it is one of token-mean, token-sum"):
+        aggregate(pack(MULTI_TURN, 0)[0], mode)
 
 
 def test_the_batch_passed_in_is_unchanged():

@@ -207,8 +207,10 @@ def _check_without_tokenizer(plan: Plan, longest: int) -> None:
 
 def _cached_rows(plan: Plan, gpu: int, longest: int) -> Iterator[str]:
     """Yields a line if the cache of a vLLM engine holds fewer rows than it gets; the other engine has all slots."""
+    if plan.rollout.name != "vllm":
+        return
     rows, asked = fitting.cached_rows(plan, gpu), fitting.rows_of_engine(plan)
-    if plan.rollout.name == "vllm" and rows < asked:
+    if rows < asked:
         held = f"{rows} of the longest rows, of {longest} tokens, at once in each engine, and more of shorter ones"
         yield f"cache       {held}; it gets {asked} a step"
 

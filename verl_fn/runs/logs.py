@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_fn import atomic
 from verl_fn.algorithms import Report
 from verl_fn.config.schema import Table, TrainerConfig
 
@@ -146,12 +147,12 @@ def _damaged(file: Path, i: int, problem: str) -> RunError:
 
 
 @contextlib.contextmanager
-def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[list[Log]]:
+def loggers(t: TrainerConfig, table: Table, folder: Path, start: int | None) -> Iterator[list[Log]]:
     """Opens the loggers of ``trainer.logger`` and closes them at the end.
 
     Args:
         table: the whole config, for the logger's own display.
-        start: the last step that is done.
+        start: the last step that is done; None for a run that begins.
 
     Yields:
         A function for each logger that takes a step and its report.
@@ -184,11 +185,11 @@ def _failures(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
+def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int | None) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # The run repeats the steps after its last checkpoint, so TensorBoard drops what it has of them.
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
+    # A run repeats the steps after its last checkpoint, or all of them, so TensorBoard drops what it has of them.
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0 if start is None else start + 1)
 
     def log(step: int, report: Mapping[str, float]) -> None:
         for name, value in report.items():
@@ -200,13 +201,13 @@ def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> It
 
 
 @contextlib.contextmanager
-def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
+def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int | None) -> Iterator[Log]:
     import wandb
 
     run = wandb.init(
         project=t.project_name,
         name=t.experiment_name or folder.name,
-        id=_identity(folder, start),
+        id=_identity(folder, fresh=start is None),
         resume="allow",
         dir=str(folder),
         config=table,
@@ -217,16 +218,19 @@ def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator
         run.finish()
 
 
-def _identity(folder: Path, start: int) -> str:
+def _identity(folder: Path, *, fresh: bool) -> str:
     """Returns the id that wandb knows the run by; it is kept in the run's folder, with the folder's path.
 
     A continued run is the same one for wandb, wherever its folder was moved. A run that starts over is another one,
     since wandb takes no step twice, and so is the copy of a folder that is still there.
     """
-    file, here = folder / "wandb_id", str(folder.resolve())
-    name, _, home = file.read_text().partition("\n") if file.exists() else ("", "", here)
-    copied = home not in ("", here) and Path(home, file.name).exists()
-    if not (name and start) or copied:
+    file = folder / "wandb_id"
+    kept = file.read_text() if file.exists() else ""
+    name, _, home = kept.partition("\n")
+    original = Path(home or folder, file.name)
+    copied = original.exists() and not original.samefile(file) and original.read_text() == kept
+    if fresh or copied or not name:
         name = secrets.token_hex(8)
-    file.write_text(f"{name}\n{here}")
+    if (text := f"{name}\n{folder.resolve()}") != kept:
+        atomic.write(file, text)
     return name

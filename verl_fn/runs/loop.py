@@ -237,7 +237,7 @@ class _Loop:
     def _steps(self, state: RunState, live: bool, *, fresh: bool) -> RunState:
         plan, t = self.plan, self.plan.trainer
         with contextlib.ExitStack() as stack:
-            logs = stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
+            logs = stack.enter_context(loggers(t, plan.table, self.run.folder, None if fresh else state.step))
             with self.start.part("evaluate"):
                 self._evaluate_first(state, logs, fresh=fresh)
             if self.saved is None:
