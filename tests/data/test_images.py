@@ -266,9 +266,13 @@ def test_models_and_templates_without_images(tmp_path, tokenizer):
         encode_prompts([seen], silent)
 
 
-def test_preference_pairs_with_images_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "content", ["a?", [{"type": "image"}, {"type": "text", "text": "a?"}]], ids=["text", "parts of a message"]
+)
+def test_preference_pairs_with_images_are_refused(tmp_path, content):
+    prompt = content if isinstance(content, str) else [{"role": "user", "content": content}]
     pq.write_table(
-        pa.Table.from_pylist([{"prompt": "a?", "chosen": "b", "rejected": "c", "images": [png()]}]),
+        pa.Table.from_pylist([{"prompt": prompt, "chosen": "b", "rejected": "c", "images": [png()]}]),
         tmp_path / "pairs.parquet",
     )
     with pytest.raises(DataError, match="the row has images, which are not read beside judged responses"):

@@ -157,12 +157,12 @@ def labelled_rows(prompt_key: str = "prompt") -> Kind:
 
 def _kind(required: tuple[str, ...], prompt_key: str, parts: Callable[[str, Row, str], JudgedParts]) -> Kind:
     def made(place: str, row: Row, number: int, unused: Counter[str]) -> Judged:
-        prompt, chosen, rejected = parts(place, row, prompt_key)
         fields = fields_of(place, row, number, SOURCE)
         if fields["images"]:
             raise DataError(
                 f"{place}: the row has images, which are not read beside judged responses; leave the row out"
             )
+        prompt, chosen, rejected = parts(place, row, prompt_key)
         truth = "" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"])
         judged = Judged(prompt, truth, **fields, chosen=chosen, rejected=rejected)
         messages = [response for response, _ in judged.responses if not isinstance(response, str)]
