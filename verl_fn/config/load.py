@@ -211,13 +211,13 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
 
 
 WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it is another thing
-# The keys for which other trainers have other names, by the ends of these names.
 # What other trainers call an algorithm, and is a part of one here.
 PARTS = {
     "algorithm.name=dpo algorithm.loss_type": LOSS_TYPES,
     "algorithm.name=grpo algorithm.policy_loss": POLICY_LOSSES,
     "algorithm.name=grpo algorithm.adv_estimator": GROUP_ESTIMATORS,
 }
+# The keys for which other trainers have other names, by the ends of these names.
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "n_gpus", "num_gpus", "nproc_per_node"), "ray.ranks"),
     "nccl_timeout": "ray.timeout",
