@@ -43,8 +43,9 @@ class ArgumentError(UserError, TypeError):
 
 def cause_of(error: Exception) -> Exception:
     """Returns what a worker raised, without Ray's error around it, whose message begins with a traceback."""
+    of_ray = type(error).__name__.startswith("RayTaskError")
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, Exception) else error
+    return cause if of_ray and isinstance(cause, Exception) else error
 
 
 def in_one_line(error: Exception) -> str:
@@ -63,8 +64,8 @@ def in_one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def raised_as(becomes: type[UserError], about: str, *caught: type[Exception], advice: str = "") -> Iterator[None]:
-    """Turns some errors inside into one for the user that begins with what it is about, and ends with advice.
+def raised_as(becomes: type[UserError], about: str, *caught: type[Exception]) -> Iterator[None]:
+    """Turns some errors inside into one for the user that begins with what it is about.
 
     Example:
         >>> with raised_as(UsageError, "a.json cannot be read", OSError):
@@ -75,7 +76,7 @@ def raised_as(becomes: type[UserError], about: str, *caught: type[Exception], ad
     try:
         yield
     except caught as error:
-        raise becomes(f"{about}: {error}" + (f"; {advice}" if advice else "")) from error
+        raise becomes(f"{about}: {error}") from error
 
 
 def install(*requirements: str) -> str:

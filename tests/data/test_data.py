@@ -19,9 +19,9 @@ from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.examples import pack_examples
-from verl_fn.data.files import FileData, encode_prompts
+from verl_fn.data.files import FileData, encode_prompts, prompt_lengths
 from verl_fn.data.loading import file_data, read_files
-from verl_fn.data.rendering import token_ids
+from verl_fn.data.rendering import token_counts, token_ids
 from verl_fn.data.rows import DataError, arrow_rows, count_rows, read_rows
 from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
@@ -578,9 +578,10 @@ def test_tokens_are_those_of_the_tokenizers_own_call(kind):
     made.chat_template = TEMPLATE
     texts = ["", "ab", "abcab 12<|end|>ab", "  CAB\n\n345 ", "été 日本 \U0001f600", "<|end|>", "abc" * 40]
     assert token_ids(texts, made) == [made(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert token_counts(texts, made) == [len(made(text, add_special_tokens=False)["input_ids"]) for text in texts]
     asked = [Problem(text or "a", "") for text in texts] + [Problem(tuple(messages(text)), "") for text in texts]
     asked = [one for one in asked if kind != "unknown" or str(one.prompt).isascii()]
-    assert encode_prompts(asked, made) == [encode_prompts([one], made)[0] for one in asked]
+    assert prompt_lengths(asked, made) == [len(encode_prompts([one], made)[0]) for one in asked]
 
 
 def test_a_character_that_only_the_template_has_is_not_blamed_on_the_prompt(tmp_path):

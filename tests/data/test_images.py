@@ -16,7 +16,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.encoded import Encoder, short_enough
 from verl_fn.data.examples import pack_examples
-from verl_fn.data.files import encode_prompts
+from verl_fn.data.files import encode_prompts, prompt_lengths
 from verl_fn.data.images import FromFile, images_in, pictures
 from verl_fn.data.loading import read_files
 from verl_fn.data.notices import traits_of
@@ -162,6 +162,7 @@ def test_marks_and_parts_are_the_same_prompt(tmp_path, tokenizer):
     ids = encode_prompts([one, Problem("b?", "")], tokenizer, images=held)
     assert held[0].fields["grids"].tolist() == [[1, 4, 4]] and held[1] is None
     assert ids[0].count(tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 4
+    assert prompt_lengths([one], tokenizer) == [len(ids[0])]
 
 
 def test_conversations_and_string_prompts(tmp_path, tokenizer):
@@ -313,7 +314,7 @@ def test_the_cache_holds_images_but_none_of_other_files(tmp_path, tokenizer):
         file = folder / "preprocessor_config.json"
         settings = json.loads(file.read_text())
         file.write_text(json.dumps(settings | {"size": {"shortest_edge": 256, "longest_edge": longest}}))
-        names.append(name_of([], Encoder((), (), read_tokenizer(folder)), ()))
+        names.append(name_of([], Encoder((), (), read_tokenizer(folder)), ()).digest)
     assert names[0] != names[1]
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.files import FileData, describe_unknown, encode_prompts
+from verl_fn.data.files import FileData, describe_unknown, encode_prompts, prompt_lengths
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import HELD_OUT, TASKS, Problem, content_of, is_held_out, text_of
 from verl_fn.state import Key
@@ -75,8 +75,9 @@ def test_a_prompt_without_a_token_is_refused():
     assert encode_prompts([Problem("", "")], tokenizer) == [[tokenizer.bos_token_id]]
     tokenizer.bos_token = None
     for problems in ([Problem("", "", id=3, data_source="mine")], [Problem("a", ""), Problem("", "")]):
-        with pytest.raises(DataError, match=r"problem [03] of .*: the tokenizer makes no token of the prompt ''"):
-            encode_prompts(problems, tokenizer)
+        for encode in (encode_prompts, prompt_lengths):
+            with pytest.raises(DataError, match=r"problem [03] of .*: the tokenizer makes no token of the prompt ''"):
+                encode(problems, tokenizer)
 
 
 def test_as_many_held_out_problems_of_files_as_are_asked_for():

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import requests_of, without_failures
@@ -393,30 +391,13 @@ def test_conversations_go_on_while_the_engine_draws_the_replies_of_others():
     assert all(sample.outcome.turns == 2 for sample in samples[0])
 
 
-def spacing(scheme):
-    """A tokenizer that begins texts, or all of their parts between special tokens, with a space."""
-    pieces = ("<u>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"abcdefgh?", "\u2581")
-    backend = Tokenizer(
-        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<u>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", eos_token="</s>")
-    made.chat_template = "{% for m in messages %}[{{ m.content }}]{{ eos_token }}{% endfor %}"
-    return made
-
-
-@pytest.mark.parametrize("kind", ["letters", "first", "always", "never"])
-def test_texts_are_continued_as_whole_conversations_are_rendered(kind):
+def test_texts_are_continued_as_whole_conversations_are_rendered():
     """Of a long conversation only the end is made into tokens, and these are those of the whole."""
-    tokenizer = TOKENIZER if kind == "letters" else spacing(kind)
-    end = tokenizer.eos_token_id
-    renderer, said = Renderer(tokenizer, [end]), list(user("ab"))
+    renderer, said = Renderer(TOKENIZER, [END]), list(user("ab"))
     for reply, answer in (("cd", "ef"), ("", "g?"), ("h", "a")):
         said.append({"role": "assistant", "content": reply})
-        before = tokenizer.apply_chat_template(said, return_dict=False)
-        after = tokenizer.apply_chat_template([*said, *user(answer)], add_generation_prompt=True, return_dict=False)
-        last = len(before) - before[::-1].index(end)
-        assert after[: len(before)] == before and renderer.continuation(said, user(answer)) == after[last:]
+        whole = renderer._by_tokens(said, user(answer))
+        assert [END, *renderer.continuation(said, user(answer))] == whole == renderer._by_text(said, user(answer))
         said += user(answer)
 
 
@@ -428,12 +409,15 @@ TURNS_BEGIN = (
 )
 
 
-def test_a_reply_may_end_with_the_token_that_begins_the_next_turn():
+@pytest.mark.parametrize("by_text", [True, False])
+def test_a_reply_may_end_with_the_token_that_begins_the_next_turn(by_text):
     tokenizer, begins = char_tokenizer("abcd"), ["<|user|>", "<|observation|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": [*begins, "<|assistant|>"]})
     tokenizer.chat_template = TURNS_BEGIN
     drawn, other = tokenizer.convert_tokens_to_ids(begins)
     renderer, said = Renderer(tokenizer, [drawn, other]), [*user("a"), {"role": "assistant", "content": "b"}]
+    assert renderer._from_end
+    renderer._from_end = by_text
     assert tokenizer.decode(renderer.continuation(said, user("c"), drawn=drawn)) == "c<|assistant|>"
     # The model has asked for a tool, and the user answers.
     assert renderer.continuation(said, user("c"), drawn=other) is None

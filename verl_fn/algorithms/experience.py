@@ -23,7 +23,6 @@ from verl_fn.data.files import encode_prompts, named
 from verl_fn.data.images import seen_by, unplaced
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
-from verl_fn.rewards.reward import with_scores
 from verl_fn.state import (
     END_REASONS,
     FAILURES,
@@ -44,6 +43,7 @@ from verl_fn.state import (
 )
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss
 from verl_fn.steps.advantages.columns import groups_of
+from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.correction import engine_log_probs
 
 from .policy import aggregation, select_tokens, selected_by, whole_conversations
@@ -414,7 +414,10 @@ def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:
         >>> with_model_score(batch, TokenOutputs({"row_values": torch.tensor([0.5])}))["token_level_scores"].tolist()
         [0.0, 0.0, 0.5]
     """
-    return with_scores(batch, score=outputs.row_values)
+    on_last = batch.spread(outputs.row_values) * last_of_rows(batch, batch["response_mask"])
+    return batch.with_rows(score=outputs.row_values).with_tokens(
+        token_level_scores=on_last, token_level_rewards=on_last
+    )
 
 
 class NotExact(UserError, RuntimeError):

@@ -88,7 +88,7 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     """Returns a sentence for each key that is set but has no effect, and for settings that are hardly meant.
 
     A key of the file that loses its effect only by an override is not reported. Nor is a key at its default, if the
-    file has every key, as a run's own config has, or if the default turns something off.
+    file has most keys, as a run's own config has, or if the default turns something off.
 
     Example:
         >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
@@ -100,7 +100,7 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
         with contextlib.suppress(ConfigError):
             file_alone = load(path)
             table = flat(raw_table(path, ()))
-            by_hand = not flat(to_table(file_alone)).keys() <= table.keys()
+            by_hand = 2 * len(table) < len(flat(to_table(file_alone)))
             ignored_in_file = without_effect(file_alone, table, defaults=by_hand)
             ignored = {key: table[key] for key in ignored_in_file}
             sentences = without_effect(cfg, ignored, defaults=by_hand) | sentences

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import attrs
 import cattrs
 
-from verl_fn.errors import closest, did_you_mean
+from verl_fn.errors import MEANT, closest, did_you_mean
 
 from .algorithms import BUILT_IN, GROUP_ESTIMATORS, LOSS_TYPES, POLICY_LOSSES, AlgorithmTable
 from .names import beside, is_reference, load_object, options_class
@@ -114,7 +114,8 @@ def algorithm_options(name: Any) -> type[Any]:
         return BUILT_IN[name]
     if isinstance(name, str) and is_reference(name):
         return options_class(load_object(name, "algorithm.name"), "algorithm.name")
-    part = next((f"{where}={name}" for where, names in PARTS.items() if name in names), "")
+    meant = MEANT.get(str(name), name)
+    part = next((f"{where}={meant}" for where, names in PARTS.items() if meant in names), "")
     raise ConfigError(
         f"algorithm.name: must be {', '.join(BUILT_IN)}, or a function of yours as FILE.py:NAME or MODULE:NAME "
         f"(got {name!r})" + (f"; set {part}" if part else did_you_mean(name, BUILT_IN))
@@ -215,7 +216,7 @@ WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it 
 PARTS = {
     "algorithm.name=dpo algorithm.loss_type": LOSS_TYPES,
     "algorithm.name=grpo algorithm.policy_loss": POLICY_LOSSES,
-    "algorithm.name=grpo algorithm.adv_estimator": GROUP_ESTIMATORS,
+    "algorithm.name=grpo algorithm.adv_estimator": (*GROUP_ESTIMATORS, "reinforce_plus_plus"),
 }
 # The keys for which other trainers have other names, by the ends of these names.
 NAMES_ELSEWHERE = {

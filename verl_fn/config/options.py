@@ -158,7 +158,7 @@ def check_path(value: str) -> str:
     """Returns a path whose ``~`` was replaced, if a file can have it.
 
     Raises:
-        ValueError: it has a null byte, its ``~name`` is of no user, or it has a variable.
+        ValueError: it has a null byte or is not Unicode, its ``~name`` is of no user, or it has a variable.
 
     Example:
         >>> check_path("~nobody_of_this_name/x")
@@ -174,6 +174,10 @@ def check_path(value: str) -> str:
         )
     if value.startswith("~"):
         raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} is not Unicode; rename the file") from None
     return value
 
 

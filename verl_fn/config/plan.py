@@ -531,11 +531,14 @@ def check_address(address: str, *, reach: bool = True) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
-    about = f"ray.address: no Ray cluster answers at {address}"
-    advice = "start one with `ray start --head`, or leave the key empty to use this machine alone"
-    with raised_as(ConfigError, about, OSError, OverflowError, advice=advice):
+    try:
         if reach:
             socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave the key empty to use this machine alone"
+        ) from error
 
 
 def check_room(

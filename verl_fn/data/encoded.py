@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import numpy as np
@@ -14,14 +14,26 @@ from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Convert, Kind
 from verl_fn.data.examples import encode_rows
-from verl_fn.data.files import encode_prompts, too_long
+from verl_fn.data.files import prompt_lengths, too_long
 from verl_fn.data.judged import Judged
 from verl_fn.data.notices import IMAGES, Traits, joined, traits_of
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
 
-Asked: TypeAlias = tuple[Block, int, int]
-"""What is asked of an ``Encoder``: some rows, the number of their file, and of the first row, over all files."""
+
+@attrs.frozen(eq=False)
+class Asked:
+    """What is asked of an ``Encoder``.
+
+    Attributes:
+        block: some rows.
+        file: the number of their file.
+        first: the number of the first row, counted over all files.
+    """
+
+    block: Block
+    file: int
+    first: int
 
 
 @attrs.frozen(eq=False)
@@ -108,10 +120,10 @@ class Encoder:
         Raises:
             UserError: a row cannot be used, or cannot be encoded.
         """
-        block, file, first = asked
         unused: Counter[str] = Counter()
-        problems = list(self.kinds[file].problems(block, first, self.convert, unused))
-        return self.part(problems, file, unused)
+        kind = self.kinds[asked.file]
+        problems = list(kind.problems(asked.block, asked.first, self.convert, unused))
+        return self.part(problems, asked.file, unused)
 
     def part(self, problems: Sequence[Problem], file: int = 0, unused: Counter[str] | None = None) -> Encoded:
         """Returns problems with their lengths.
@@ -126,7 +138,7 @@ class Encoder:
 
     def lengths(self, problems: Sequence[Problem]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the lengths of problems: what ``Encoded`` has as prompts and rows."""
-        prompts = np.array([len(ids) for ids in encode_prompts(problems, self.tokenizer)], np.int32)
+        prompts = np.array(prompt_lengths(problems, self.tokenizer), np.int32)
         rows = np.zeros((len(problems), 4), np.int32)
         if self.end_tokens is None:
             return prompts, rows

@@ -26,7 +26,6 @@ from verl_fn.data.rows import (
     read_blocks,
 )
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import raised_as
 
 Entry: TypeAlias = str | Path | Table
 """A file, a data set as ``open_set`` reads it, or an open one."""
@@ -177,10 +176,11 @@ def _check_made(place: str, row: Row) -> None:
         DataError: a column has what no file of JSON can have.
     """
     for column, value in row.items():
-        about = f"{place}: {column}, as data.convert made it, is no value of JSON"
-        with raised_as(DataError, about, TypeError, UnicodeEncodeError, RecursionError):
+        try:
             if not is_media(column):
                 check_plain(value)
+        except (TypeError, UnicodeEncodeError, RecursionError) as error:
+            raise DataError(f"{place}: {column}, as data.convert made it, is no value of JSON: {error}") from error
 
 
 def entry_name(entry: str) -> str:

@@ -6,7 +6,7 @@ The assistant's turns are found in what the chat template makes of a conversatio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -25,7 +25,7 @@ from verl_fn.data.columns import (
 )
 from verl_fn.data.entries import Kind
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, named
-from verl_fn.data.images import Seen, fill, kept, seen_by
+from verl_fn.data.images import fill, kept, seen_by
 from verl_fn.data.judged import Judged, repeated
 from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, following, turn_parts
 from verl_fn.data.rows import DataError, Row, strings
@@ -74,9 +74,15 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key, images), value, prompt_key)
         if row.get(COMPLETION) not in (None, "", []):
             _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION, None), value, last)
-        said = _conversation(value, fields, unused)
+        if value[last + 1 :]:
+            unused[BEHIND] += 1
         judged_by = row.get("reward_model")
-        return said if judged_by is None else attrs.evolve(said, answer=ground_truth_of(place, judged_by))
+        return Conversation(
+            prompt=value[:last],
+            answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
+            **fields,
+            messages=value[: last + 1],
+        )
 
     return Kind((MESSAGES,), (prompt_key, COMPLETION, "data_source", "reward_model", *OPTIONAL), make)
 
@@ -111,18 +117,14 @@ def completion_rows(prompt_key: str = "prompt") -> Kind:
         check_turns(place, completion, COMPLETION)
         before: Messages = prompt if not isinstance(prompt, str) else begun or ({"role": "user", "content": prompt},)
         messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
-        return _conversation(messages, common, unused)
+        *_, last = learned_turns(messages)
+        if messages[last + 1 :]:
+            unused[BEHIND] += 1
+        answer = messages[last]["content"] or ""
+        return Conversation(messages[:last], answer, **common, messages=messages[: last + 1])
 
     hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
     return Kind(required, ("data_source", *OPTIONAL), make, hint)
-
-
-def _conversation(messages: Messages, fields: Mapping[str, Any], unused: Counter[str]) -> Conversation:
-    """Returns the conversation up to the last turn that is learned; messages behind it are counted."""
-    *_, last = learned_turns(messages)
-    if messages[last + 1 :]:
-        unused[BEHIND] += 1
-    return Conversation(messages[:last], messages[last]["content"] or "", **fields, messages=messages[: last + 1])
 
 
 def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column: str) -> None:
@@ -225,13 +227,14 @@ def encode_rows(
     """
     ends = all_ends(tokenizer, end_tokens)
     rendered = [_rendered(problem, tokenizer, ends) for problem in problems]
-    rows = iter(encode_parts([parts for one, _ in rendered for parts in one], tokenizer))
+    seen = [_show(problem, parts, tokenizer) for problem, parts in zip(problems, rendered, strict=True)]
+    rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
     # String prompts have no template.
     plain = [problem for problem in problems if _is_plain(problem)]
     shown: list[RowImages | None] = []
     prompts = iter(zip(encode_prompts(plain, tokenizer, images=shown), shown, strict=True))
     results, held = [], list[RowImages | None]()
-    for problem, (parts, seen) in zip(problems, rendered, strict=True):
+    for problem, parts, of_problem in zip(problems, rendered, seen, strict=True):
         with named(problem):
             if _is_plain(problem):
                 prompt, own = next(prompts)
@@ -241,13 +244,26 @@ def encode_rows(
                 examples = [next(rows) for _ in parts]
                 for ids, _ in examples:
                     _check_rendered(problem, ids, tokenizer, ends)
-                    held.append(kept(ids, seen))
+                    held.append(kept(ids, of_problem))
             if isinstance(problem, Judged) and problem.chosen and problem.rejected and examples[0] == examples[-1]:
                 raise DataError("chosen and rejected are the same tokens, so neither is preferred; remove the row")
         results.append(examples)
     if images is not None:
         images += held
     return results
+
+
+def _show(problem: Problem, rows: list[Parts], tokenizer: Any) -> Any:
+    """Returns the images of a problem of chat messages, and writes their tokens into the texts of its rows."""
+    if _is_plain(problem):
+        return None
+    with named(problem):
+        seen = seen_by(problem, tokenizer)
+        if seen is not None:
+            for parts in rows:
+                texts = fill([text for text, _ in parts], seen, problem)
+                parts[:] = [(text, learned) for text, (_, learned) in zip(texts, parts, strict=True)]
+        return seen
 
 
 def encode_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> list[Example]:
@@ -347,34 +363,25 @@ def _is_plain(problem: Problem) -> bool:
     return isinstance(problem.prompt, str) and not isinstance(problem, Conversation)
 
 
-def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> tuple[list[Parts], Seen]:
-    """Returns the texts of the rows of a problem of chat messages, and its images; none for a string prompt."""
+def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Parts]:
+    """Returns the texts of the rows of a problem of chat messages; none for a string prompt."""
     if _is_plain(problem):
-        return [], None
+        return []
     with named(problem):
-        rows = _turns(problem, tokenizer, ends)
-        seen = seen_by(problem, tokenizer)
-        for parts in rows:
-            texts = fill([text for text, _ in parts], seen, problem)
-            parts[:] = [(text, learned) for text, (_, learned) in zip(texts, parts, strict=True)]
-    return rows, seen
-
-
-def _turns(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Parts]:
-    if isinstance(problem, Conversation):
-        return turn_parts(tokenizer, problem, problem.messages, ends)
-    responses = [one for one, _ in problem.responses] if isinstance(problem, Judged) else [problem.answer]
-    rows = []
-    assert not isinstance(problem.prompt, str)
-    for response in responses:
-        said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
-        rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))
-    if any(len(parts) > 1 for parts in rows):
-        raise DataError(
-            "a response has several turns of the assistant, and the chat template renders the first ones otherwise "
-            "once more follow, as templates do that drop earlier reasoning; let a response be one turn, with the "
-            "turns before it in the prompt, or take another template"
-        )
+        if isinstance(problem, Conversation):
+            return turn_parts(tokenizer, problem, problem.messages, ends)
+        responses = [one for one, _ in problem.responses] if isinstance(problem, Judged) else [problem.answer]
+        rows = []
+        assert not isinstance(problem.prompt, str)
+        for response in responses:
+            said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
+            rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))
+        if any(len(parts) > 1 for parts in rows):
+            raise DataError(
+                "a response has several turns of the assistant, and the chat template renders the first ones "
+                "otherwise once more follow, as templates do that drop earlier reasoning; let a response be one "
+                "turn, with the turns before it in the prompt, or take another template"
+            )
     return [parts for (parts,) in rows]
 
 

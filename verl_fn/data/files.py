@@ -18,8 +18,8 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of
 from verl_fn.data.entries import Kind
-from verl_fn.data.images import Seen, fill, kept, seen_by
-from verl_fn.data.rendering import name_of, prompt_text, token_ids
+from verl_fn.data.images import fill, kept, seen_by
+from verl_fn.data.rendering import name_of, prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import raised_as
@@ -112,16 +112,12 @@ def encode_prompts(
         >>> encode_prompts([Problem("cab", "")], char_tokenizer("abc"))
         [[1, 6, 4, 5]]
     """
-    prompts, (texts, seen) = [], _texts(problems, tokenizer)
+    prompts, texts = [], _texts(problems, tokenizer)
+    seen = [_filled(texts, i, tokenizer, problem) if problem.images else None for i, problem in enumerate(problems)]
     for problem, ids, shown in zip(problems, token_ids(texts, tokenizer), seen, strict=True):
         ids = begun(ids, tokenizer) if isinstance(problem.prompt, str) else ids
         cuts = truncation != "error" and not problem.images
-        if not ids:
-            raise DataError(f"{label_of(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
-        if has_unknown(ids, tokenizer):
-            raise DataError(f"{label_of(problem)}: {describe_unknown('prompt', problem.prompt, tokenizer)}")
-        if max_length is not None and len(ids) > max_length and not cuts:
-            raise too_long(problem, len(ids), max_length)
+        _check_prompt(problem, ids, tokenizer, None if cuts else max_length)
         prompts.append(ids if max_length is None else truncated(ids, max_length, truncation))
         if images is not None:
             with named(problem):
@@ -129,20 +125,43 @@ def encode_prompts(
     return prompts
 
 
+def _filled(texts: list[str], number: int, tokenizer: Any, problem: Problem) -> Any:
+    """Returns the images of a problem, and writes their tokens into its text."""
+    with named(problem):
+        seen = seen_by(problem, tokenizer)
+        if seen is not None:
+            texts[number] = fill([texts[number]], seen, problem)[0]
+        return seen
+
+
 def named(problem: Problem) -> AbstractContextManager[None]:
     """Makes errors about a problem, its template or its images a DataError that begins with the problem's name."""
     return raised_as(DataError, label_of(problem), DataError, ModelError)
 
 
-def _texts(problems: Sequence[Problem], tokenizer: Any) -> tuple[list[str], list[Seen]]:
-    """Returns the text of each prompt, with the tokens of its images, and these images."""
-    texts, seen = [], []
+def prompt_lengths(problems: Sequence[Problem], tokenizer: Any) -> list[int]:
+    """Returns the number of tokens of each prompt, as ``encode_prompts`` encodes it, in less time.
+
+    Raises:
+        DataError: as ``encode_prompts``.
+    """
+    strings = any(isinstance(problem.prompt, str) for problem in problems)
+    shown = any(problem.images for problem in problems)
+    if shown or _unknown(tokenizer) is not None or (strings and tokenizer.bos_token_id is not None):
+        return list(map(len, encode_prompts(problems, tokenizer)))
+    counts = token_counts(_texts(problems, tokenizer), tokenizer)
+    for problem, count in zip(problems, counts, strict=True):
+        if not count:
+            _check_prompt(problem, [], tokenizer, None)
+    return counts
+
+
+def _texts(problems: Sequence[Problem], tokenizer: Any) -> list[str]:
+    texts = []
     for problem in problems:
         with named(problem):
-            text = _plain(problem) if isinstance(problem.prompt, str) else prompt_text(tokenizer, problem)
-            seen.append(seen_by(problem, tokenizer))
-            texts += fill([text], seen[-1], problem)
-    return texts, seen
+            texts.append(_plain(problem) if isinstance(problem.prompt, str) else prompt_text(tokenizer, problem))
+    return texts
 
 
 def _plain(problem: Problem) -> str:
@@ -176,6 +195,15 @@ def truncated(ids: list[int], max_length: int, side: str) -> list[int]:
     return ids[:start] + ids[len(ids) - max_length + start :]
 
 
+def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: int | None) -> None:
+    if not ids:
+        raise DataError(f"{label_of(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
+    if has_unknown(ids, tokenizer):
+        raise DataError(f"{label_of(problem)}: {describe_unknown('prompt', problem.prompt, tokenizer)}")
+    if max_length is not None and len(ids) > max_length:
+        raise too_long(problem, len(ids), max_length)
+
+
 def too_long(problem: Problem, tokens: int, max_length: int, *, learned: bool = False) -> DataError:
     """Returns the error about a prompt that has too many tokens.
 
@@ -193,9 +221,14 @@ def too_long(problem: Problem, tokens: int, max_length: int, *, learned: bool = 
 
 def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
     """Returns whether token ids contain the unknown token: it stands for characters that are lost."""
-    unknown: int | None = tokenizer.unk_token_id
+    unknown = _unknown(tokenizer)
+    return unknown is not None and unknown in ids
+
+
+def _unknown(tokenizer: Any) -> int | None:
     # Byte-level tokenizers can encode every string, and some of them (GPT-2's) use bos or eos as the unknown token.
-    return unknown not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id) and unknown in ids
+    unknown: int | None = tokenizer.unk_token_id
+    return None if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id) else unknown
 
 
 def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:

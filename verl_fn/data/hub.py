@@ -275,9 +275,12 @@ def open_set(entry: str) -> Table:
             f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT, or name the files of a folder "
             "(one that Dataset.save_to_disk wrote needs no split)"
         )
-    about = f"{entry} is read with the package datasets, which cannot be imported"
-    with raised_as(DataError, about, ImportError, advice=INSTALL):
+    try:
         import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{entry} is read with the package datasets, which cannot be imported ({error}): {INSTALL}"
+        ) from error
     if hub:
         folder = _of_hub(entry)
     try:

@@ -11,7 +11,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -20,11 +20,7 @@ from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images
 from verl_fn.config.options import home
 from verl_fn.data.rows import DataError, Row, one_line
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import raised_as
 from verl_fn.state import RowImages
-
-Seen: TypeAlias = tuple[Shown, Processor] | None
-"""Images as a model reads them, and what makes them; None without images."""
 
 COLUMNS = ("images", "image")
 MOST_PIXELS = 2**26
@@ -84,9 +80,12 @@ def _content(name: str, value: Any, place: str) -> bytes:
     if isinstance(value, str):
         return _file(name, value, place)
     if hasattr(value, "__array__") and not isinstance(value, Image.Image):
-        about, advice = f"{name} is an array that is no image", "write height x width x 3, uint8"
-        with raised_as(DataError, about, TypeError, ValueError, AttributeError, advice=advice):
+        try:
             value = Image.fromarray(np.asarray(value))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{name} is an array that is no image: {error}; write height x width x 3, uint8"
+            ) from error
     if isinstance(value, Image.Image):
         _check(name, value)
         written = io.BytesIO()
@@ -100,8 +99,10 @@ def _file(name: str, path: str, place: str) -> bytes:
         written = "".join(path.partition(";base64,")[2].split()).rstrip("=").translate(_OF_ADDRESSES)
         if not written:
             raise DataError(f"{name} is an address {path!r:.40} without ;base64, and what follows it; write both")
-        with raised_as(DataError, f"{name} is an address {path!r:.40} whose base64 is damaged", ValueError):
+        try:
             return base64.b64decode(written + "=" * (-len(written) % 4), validate=True)
+        except ValueError as error:
+            raise DataError(f"{name} is an address {path!r:.40} whose base64 is damaged: {error}") from error
     if "://" in path:
         raise DataError(f"{name} is the address {path!r:.60}; nothing is downloaded: write bytes, or a file's path")
     file = Path(place.rpartition(", ")[0]).expanduser().parent / home(path)
@@ -240,7 +241,7 @@ def check_marks(place: str, column: str, prompt: str | Sequence[Mapping[str, Any
         raise DataError(f"{place}: {column} has {marks} marks {MARK} for {images} images; write one for each")
 
 
-def seen_by(problem: Problem, tokenizer: Any) -> Seen:
+def seen_by(problem: Problem, tokenizer: Any) -> tuple[Shown, Processor] | None:
     """Returns the images of a problem as its model reads them; None without images.
 
     Raises:
@@ -253,19 +254,17 @@ def seen_by(problem: Problem, tokenizer: Any) -> Seen:
     return shown(pictures(problem), processor), processor
 
 
-def unplaced(seen: Seen) -> RowImages | None:
+def unplaced(seen: tuple[Shown, Processor] | None) -> RowImages | None:
     """Returns what a conversation needs of a problem's images, before an environment writes its first messages."""
     return None if seen is None else RowImages(seen[0].fields, texts=tuple(seen[0].tokens))
 
 
-def fill(texts: Sequence[str], seen: Seen, problem: Problem) -> list[str]:
+def fill(texts: Sequence[str], seen: tuple[Shown, Processor], problem: Problem) -> list[str]:
     """Returns texts with the tokens of a problem's images in place of the marks that the chat template has written.
 
     Raises:
         DataError: the texts have more or fewer marks than there are images.
     """
-    if seen is None:
-        return list(texts)
     images, processor = seen
     tokens: Iterator[str] = iter(images.tokens)
     if isinstance(problem.prompt, str):
@@ -279,7 +278,7 @@ def fill(texts: Sequence[str], seen: Seen, problem: Problem) -> list[str]:
     return [filled(text, tokens, processor.mark) for text in texts]
 
 
-def kept(ids: Sequence[int], seen: Seen) -> RowImages | None:
+def kept(ids: Sequence[int], seen: tuple[Shown, Processor] | None) -> RowImages | None:
     """Returns what a row of these tokens holds of its images.
 
     Raises:

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -369,55 +369,57 @@ def _parts(text: str) -> Counter[str]:
     return Counter(c for c in plain if not c.isspace() and unicodedata.category(c)[0] != "C" and c not in _NO_SIGNS)
 
 
-def without_field(messages: Sequence[Message], field: str) -> list[Message]:
-    """Returns messages without a field of one role: ``user.name``, or ``assistant.tool_calls.id`` of tool calls.
+class _Read(dict[str, Any]):
+    """A message, or a tool call in one, that notes the fields that a template reads.
 
-    Example:
-        >>> without_field([{"role": "user", "name": "x"}, {"role": "tool", "name": "f"}], "user.name")
-        [{'role': 'user'}, {'role': 'tool', 'name': 'f'}]
+    Args:
+        fields: of the message.
+        place: the role, and ``.tool_calls`` for a call.
+        read: gets ``place.name`` of each field that is read.
     """
-    role, _, name = field.partition(".")
-    inner = name.removeprefix("tool_calls.")
 
-    def changed(message: Message) -> Message:
-        kept = {key: value for key, value in message.items() if key != name}
-        if inner == name or not kept.get("tool_calls"):
-            return kept
-        calls = [{key: value for key, value in call.items() if key != inner} for call in kept["tool_calls"]]
-        return {**kept, "tool_calls": calls}
+    def __init__(self, fields: Message, place: str, read: set[str]) -> None:
+        super().__init__(fields)
+        self._place, self._read = place, read
+        if calls := fields.get("tool_calls"):
+            self["tool_calls"] = [_Read(call, f"{place}.tool_calls", read) for call in calls]
 
-    return [changed(message) if message["role"] == role else message for message in messages]
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(f"{self._place}.{name}")
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(f"{self._place}.{name}" for name in super().__iter__())
+        return super().__iter__()
+
+    # Methods of a dict would not call these two.
+    get, __contains__ = Mapping.get, Mapping.__contains__  # type: ignore[assignment]
+    keys, items, values = Mapping.keys, Mapping.items, Mapping.values  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
 
 
 def _unread(problems: Sequence[Problem], traits: Traits, tokenizer: Any) -> Counter[str]:
-    """Returns the fields of messages that the template does not show, with the number of problems that have each."""
+    """Returns the fields of messages that the template does not read, with the number of problems that have each."""
     unread = Counter[str]()
     for number, group in enumerate(traits.names):
         places = np.flatnonzero(traits.groups == number)
-        few = places[:: max(1, len(places) // MOST_RENDERED)][:MOST_RENDERED] if group.fields else ()
-        some = [problems[int(place)] for place in few]
-        hidden = [field for field in group.fields if not any(_is_shown(field, one, tokenizer) for one in some)]
-        unread.update(dict.fromkeys(hidden, len(places)))
+        read = set[str]()
+        for place in places[:: max(1, len(places) // MOST_RENDERED)][:MOST_RENDERED] if group.fields else ():
+            problem = problems[int(place)]
+            for messages in filter(None, _conversations(problem)):
+                seen = [_Read(in_parts(m) if problem.images else m, m["role"], read) for m in messages]
+                # Templates may show something of a turn only until others follow.
+                said = [m["role"] == "assistant" for m in messages]
+                texts = [(seen[: i + 1], not said[i]) for i in range(len(seen)) if said[i] or i == len(seen) - 1]
+                try:
+                    chat_texts(tokenizer, texts, problem.tools, problem.chat_template_kwargs)
+                    read |= _thought(problem, messages, tokenizer)
+                except ModelError:
+                    read.update(group.fields)  # it may fail at any of them, and is an error later
+        unread.update(dict.fromkeys(set(group.fields) - read, len(places)))
     return unread
-
-
-def _is_shown(field: str, problem: Problem, tokenizer: Any) -> bool:
-    """Returns whether the template makes other texts of a problem without a field of its messages."""
-    for messages in filter(None, _conversations(problem)):
-        said = [m["role"] == "assistant" for m in messages]
-        # Templates may show something of a turn only until others follow.
-        ends = [i for i in range(len(messages)) if said[i] or i == len(messages) - 1]
-        seen = [in_parts(m) for m in messages] if problem.images else messages
-        both = [[(some[: i + 1], not said[i]) for i in ends] for some in (seen, without_field(seen, field))]
-        try:
-            before, after = (
-                chat_texts(tokenizer, texts, problem.tools, problem.chat_template_kwargs) for texts in both
-            )
-            if before != after or field in _thought(problem, messages, tokenizer):
-                return True
-        except ModelError:
-            return True  # it may fail at this field, and is an error later
-    return False
 
 
 def _thought(problem: Problem, messages: Sequence[Message], tokenizer: Any) -> set[str]:

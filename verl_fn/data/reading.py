@@ -26,9 +26,9 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType
 from typing import Any, BinaryIO, TypeVar
@@ -52,6 +52,7 @@ from verl_fn.errors import UserError
 from verl_fn.user_files import code_files
 
 MOST = 32  # processes
+AHEAD = 4  # results for each process that wait for an earlier one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,6 +60,7 @@ R = TypeVar("R")
 FEWEST = 10_000  # fewer problems are encoded in a few seconds, by this process
 VERSIONS = ("transformers", "tokenizers", "jinja2", "pyarrow", "numpy", "attrs")
 CODE = ("data/*.py", "backends/hf/*.py", "config/schema.py", "scores.py")  # makes problems and tokens of rows
+Stat = tuple[int, ...]
 UNUSED = 30 * 24 * 3600  # seconds after which a file that no run has read is removed
 CHUNK = 1 << 20
 
@@ -85,8 +87,8 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields the result of each item, in the order of the items.
 
     The function runs in a process for each core. They are forked, so the function may be anything, and items and
-    results are pickled. Each process has one item at a time, in turns, so memory does not grow with the number of
-    items. If this process is killed, the others end.
+    results are pickled. Each process has one item at a time, and few results wait for an earlier one, so memory does
+    not grow with the number of items. If this process is killed, the others end.
 
     Args:
         function: is called on each item, in the order of the items if there is one core.
@@ -104,50 +106,53 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         yield from map(function, items)
         return
     context = multiprocessing.get_context("fork")
-    started: list[tuple[Any, Connection]] = []
-    left, busy = iter(items), deque[tuple[Any, Connection]]()
-
-    def give(one: tuple[Any, Connection]) -> None:
-        for item in itertools.islice(left, 1):
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
-                one[1].send(item)
-            busy.append(one)
-
+    processes: dict[Connection, Any] = {}
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            inherited = [*(pipe for _, pipe in started), ours]
-            process = context.Process(target=_serve, args=(function, theirs, inherited), daemon=True)
+            process = context.Process(target=_serve, args=(function, theirs, [*processes, ours]), daemon=True)
             process.start()
-            started.append((process, ours))
+            processes[ours] = process
             theirs.close()
-        for one in started:
-            give(one)
-        while busy:
-            one = busy.popleft()
-            result, failure = _answer(*one)
-            if failure is not None:
-                raise failure
-            give(one)  # while the result is used
-            yield result
+        yield from _gathered(processes, enumerate(items))
     finally:
-        for process, pipe in started:
+        for pipe, process in processes.items():
             pipe.close()
             # It may be in the middle of an item.
             process.kill()
             process.join()
 
 
-def _answer(process: Any, pipe: Connection) -> tuple[Any, BaseException | None]:
-    try:
-        answer: tuple[Any, BaseException | None] = pipe.recv()
-        return answer
-    except (EOFError, ConnectionResetError) as error:
-        process.join()
-        raise ProcessEnded(
-            f"a process that reads data ended with exit status {process.exitcode}; the system may have killed it for "
-            "lack of memory"
-        ) from error
+def _gathered(processes: dict[Connection, Any], items: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    free, at = list(processes), dict[Connection, int]()
+    results: dict[int, tuple[Any, BaseException | None]] = {}
+    first = 0
+    while True:
+        for number, item in itertools.islice(items, len(free) if len(results) < AHEAD * len(processes) else 0):
+            pipe = free.pop()
+            at[pipe] = number
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as receiving will find
+                pipe.send(item)
+        if not at and not results:
+            return
+        # A process that has answered gets its next item before an earlier result is handed out and used.
+        ready = [one for one in wait(list(at), 0 if first in results else None) if isinstance(one, Connection)]
+        for pipe in ready:
+            try:
+                results[at.pop(pipe)] = pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                processes[pipe].join()
+                raise ProcessEnded(
+                    f"a process that reads data ended with exit status {processes[pipe].exitcode}; the system may "
+                    "have killed it for lack of memory"
+                ) from error
+            free.append(pipe)
+        if not ready:
+            result, failure = results.pop(first)
+            if failure is not None:
+                raise failure
+            first += 1
+            yield result
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
@@ -187,7 +192,7 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     head, rows = list[Asked](), 0
     for asked in _asked(opened, encoder):
         head.append(asked)
-        rows += len(asked[0].numbers)
+        rows += len(asked.block.numbers)
         if rows >= FEWEST:
             break
     else:
@@ -197,10 +202,9 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     def parts() -> Iterator[Encoded]:
         return in_order(attrs.evolve(encoder, pack=packed), _asked(opened, encoder))
 
-    named = functools.partial(name_of, opened, encoder, references)
     try:
-        name = named()
-        found = in_memory(parts()) if name is None else stored(name, parts, lambda: named() == name)
+        name = name_of(opened, encoder, references)
+        found = in_memory(parts()) if name is None else stored(name, parts)
     except Unstorable:
         return assembled(map(encoder, _asked(opened, encoder)))
     assert isinstance(found.problems, Stored)
@@ -214,7 +218,7 @@ def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked]:
     first = 0
     for number, file in enumerate(files):
         for block in encoder.kinds[number].blocks(file, encoder.convert):
-            yield block, number, first
+            yield Asked(block, number, first)
             first += len(block.numbers)
 
 
@@ -225,11 +229,26 @@ def encoded_problems(problems: Sequence[Problem], tokenizer: Any) -> Encoded:
     return assembled((map if len(problems) < FEWEST else in_order)(encoder.part, some))
 
 
-def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> str | None:
-    """Returns a digest of all that the encoded problems of files depend on; None if that cannot be known.
+@attrs.frozen
+class Name:
+    """A digest of all that encoded problems depend on.
 
-    These are the contents of files, the settings, the tokenizer with its template and arguments, the code that makes
-    problems, and versions.
+    Attributes:
+        digest: of the contents of files, the settings, the tokenizer with its template and arguments, the code that
+            makes problems, and versions.
+        stats: sizes, times and places of the files before they were read for it.
+    """
+
+    digest: str
+    stats: Mapping[Path, Stat]
+
+    def holds(self) -> bool:
+        """Returns whether no file has been written or replaced since."""
+        return all(_stat(file) == stat for file, stat in self.stats.items())
+
+
+def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Name | None:
+    """Returns the name of the encoded problems of files; None if it cannot be known what they depend on.
 
     Args:
         files: the files and open data sets.
@@ -251,13 +270,20 @@ def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str])
             used += [Path(part["filename"]) for part in parts]
     own = [name for name in references if not name.startswith("verl_fn.")]
     code = [file for name in own for file in code_files(name.rpartition(":")[0])]
+    stats = {file: _stat(file) for file in (*used, *code)}
     hashed = hashlib.sha256()
     for part in (*_settings(files, encoder, references), *_tokens(tokenizer), *_versions(bool(own))):
         hashed.update(part.encode(errors="surrogatepass") + b"\0")
     for path in (*used, *code):
         with path.open("rb") as opened:
             hashed.update(f"{path.suffix}\0".encode() + hashlib.file_digest(opened, "sha256").digest())
-    return hashed.hexdigest()
+    return Name(hashed.hexdigest(), stats)
+
+
+def _stat(file: Path) -> Stat:
+    now = file.stat()
+    # Nobody can set the time of the last change of a file's state, st_ctime.
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _settings(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Iterator[str]:
@@ -434,23 +460,22 @@ def load_stored(read: Callable[[int, int], bytes], size: int) -> Encoded:
     return Encoded(Stored(read, ends), prompts, rows, traits, tuple(about["sizes"]), Counter(about["unused"]))
 
 
-def stored(name: str, parts: Callable[[], Iterable[Encoded]], holds: Callable[[], bool]) -> Encoded:
+def stored(name: Name, parts: Callable[[], Iterable[Encoded]]) -> Encoded:
     """Returns encoded problems from the cache, and makes them first if the cache lacks them.
 
     Several processes that lack the same at once wait for the one that makes it. If the cache cannot be written,
     the problems stay in memory, as bytes.
 
     Args:
-        name: of the problems.
+        name: of the problems; if it does not hold any more once they are read, nothing stays in the cache.
         parts: makes the problems, packed.
-        holds: whether that is their name still. If not, once they are read, nothing stays in the cache.
     """
-    file = cache_folder() / f"{name}.rows"
+    file = cache_folder() / f"{name.digest}.rows"
     if (found := _found(file)) is not None:
         return found
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{name}.writing")
+        aside = file.with_name(f".{name.digest}.writing")
         with _claimed(aside) as out:
             # Another process may have made it meanwhile.
             if (found := _found(file)) is not None:
@@ -458,7 +483,7 @@ def stored(name: str, parts: Callable[[], Iterable[Encoded]], holds: Callable[[]
             out.truncate(0)
             write_stored(out, parts())
             made = _of_file(os.dup(out.fileno()))
-            if holds():
+            if name.holds():
                 aside.replace(file)
                 _remove_unused(file)
             return made

@@ -143,16 +143,7 @@ def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
         >>> token_ids(["ab", "c"], char_tokenizer("abc"))
         [[4, 5], [6]]
     """
-    if not strings:
-        return []
-    # This call also sets what the tokenizer's options change in its Rust part.
-    first: list[list[int]] = tokenizer(strings[:1], add_special_tokens=False)["input_ids"]
-    calls = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus"))
-    if [getattr(call, "__module__", "") for call in calls] != PLAIN_CALLS:  # the class has its own
-        return first + (tokenizer(strings[1:], add_special_tokens=False)["input_ids"] if strings[1:] else [])
-    # Without offsets, and without what transformers copies for each string, it takes 40 % less time.
-    others = tokenizer.backend_tokenizer.encode_batch_fast(strings[1:], add_special_tokens=False)
-    return first + [encoded.ids for encoded in others]
+    return [encoded if isinstance(encoded, list) else encoded.ids for encoded in _encoded(strings, tokenizer)]
 
 
 def following(texts: list[str], tokenizer: Any) -> list[list[int]]:
@@ -170,6 +161,24 @@ def following(texts: list[str], tokenizer: Any) -> list[list[int]]:
         return alone
     behind = token_ids([f"\n{text}" for text in texts], tokenizer)
     return [ids[len(start) :] if ids[: len(start)] == start else own for ids, own in zip(behind, alone, strict=True)]
+
+
+def token_counts(strings: list[str], tokenizer: Any) -> list[int]:
+    """Returns the number of tokens of each string, in less time than ``token_ids`` takes."""
+    return list(map(len, _encoded(strings, tokenizer)))
+
+
+def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
+    """Returns for each string its token ids, or an ``Encoding`` of the package tokenizers."""
+    if not strings:
+        return []
+    # This call also sets what the tokenizer's options change in its Rust part.
+    first = tokenizer(strings[:1], add_special_tokens=False)["input_ids"]
+    calls = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus"))
+    if [getattr(call, "__module__", "") for call in calls] != PLAIN_CALLS:  # the class has its own
+        return first + (tokenizer(strings[1:], add_special_tokens=False)["input_ids"] if strings[1:] else [])
+    # Without offsets, and without what transformers copies for each string, it takes 40 % less time.
+    return first + tokenizer.backend_tokenizer.encode_batch_fast(strings[1:], add_special_tokens=False)
 
 
 def _renderer(tokenizer: Any, problem: Problem, instead: str = "") -> Render:

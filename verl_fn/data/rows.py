@@ -16,7 +16,7 @@ import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_fn.errors import UserError, closest, raised_as
+from verl_fn.errors import UserError, closest
 
 Row = dict[str, Any]
 
@@ -117,13 +117,14 @@ def read_blocks(file: str | Path, columns: Columns) -> Iterator[Block]:
         raise DataError(f"{path}: there is no such file")
     parquet = path.suffix == ".parquet"
     empty = True
-    with (
-        raised_as(DataError, f"{path} has text that is not UTF-8", UnicodeDecodeError),
-        raised_as(DataError, f"{path} cannot be read", OSError),
-    ):
+    try:
         for block in _parquet(path, columns) if parquet else _lines(path):
             empty = False
             yield block
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} has text that is not UTF-8: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     if empty:
         raise DataError(f"{path} has no rows")
 
@@ -307,6 +308,8 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
         >>> _shortest({"a": [0.10000000149011612]}, pa.struct({"a": pa.list_(pa.float32())}))
         {'a': [0.1]}
     """
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):

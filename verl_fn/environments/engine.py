@@ -23,7 +23,7 @@ from verl_fn.data.files import FileData
 from verl_fn.data.reading import encoded_problems
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import ArgumentError, raised_as
+from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
 from . import Done
@@ -393,5 +393,7 @@ def _empty_reply(one: Conversation, end: int) -> Sample:
 
 def _check_json(one: Conversation) -> None:
     """Raises EnvError for a problem that cannot be JSON, and so not be sent to a process."""
-    with raised_as(EnvError, f"{one.label}: its fields cannot be JSON", TypeError, ValueError, RecursionError):
+    try:
         json.dumps(dict(one.problem))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"{one.label}: its fields cannot be JSON ({error})") from error

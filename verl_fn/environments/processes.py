@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.errors import UserError, raised_as
+from verl_fn.errors import UserError
 from verl_fn.pool.playing import GROUPS, PROBLEMS
 from verl_fn.pool.pool import Pool, Work
 from verl_fn.state import EndReason
@@ -179,9 +179,10 @@ class EnvProcesses:
         self.name, self._timeout = name, timeout
         if python:
             check_interpreter(python)
-        advice = "write dates and times as strings"
-        with raised_as(EnvError, "env.arguments cannot be JSON", TypeError, ValueError, advice=advice):
+        try:
             json.dumps(arguments)
+        except (TypeError, ValueError) as error:
+            raise EnvError(f"env.arguments cannot be JSON ({error}); write dates and times as strings") from error
         self._num_workers = num_workers
         self._pool = Pool(
             "verl_fn.pool.playing",

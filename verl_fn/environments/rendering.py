@@ -10,7 +10,7 @@ import functools
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -24,10 +24,9 @@ from verl_fn.backends.hf.processor import MARK, Processor, Shown, filled, images
 from verl_fn.backends.hf.tokenizer import chat_texts, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 from verl_fn.data.images import check_marks
-from verl_fn.data.notices import special_pattern, without_field
-from verl_fn.data.rendering import check_shown, following, in_parts, name_of
+from verl_fn.data.notices import special_pattern
+from verl_fn.data.rendering import check_shown, in_parts, name_of
 from verl_fn.data.rows import DataError
-from verl_fn.errors import raised_as
 from verl_fn.state import EndReason, Key, Outcome, Request, RowImages, Sample
 
 from . import Message
@@ -80,8 +79,8 @@ class Renderer:
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
         # Conversations of a group begin alike, and many go on alike.
         self._rendered = functools.lru_cache(CACHE)(self._render)
-        self._followed = functools.lru_cache(CACHE)(lambda text: following([text], tokenizer)[0])
-        self._ends = list(filter(None, tokenizer.batch_decode([[token] for token in sorted(self._end_tokens)])))
+        self._encoded = functools.lru_cache(CACHE)(self._encode)
+        self._ends = tokenizer.convert_ids_to_tokens(sorted(self._end_tokens))
         self._special = special_pattern(tokenizer)
         # Kinds of messages that the template is known to show, and fields of which it is known whether it does.
         self._shown: set[str] = set()
@@ -93,10 +92,12 @@ class Renderer:
             )
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
         # Of a template that ends no turn, the end token of a reply is the first token of the next turn.
-        talks = ([user], [user, reply], [user, reply, user])
-        asked, replied, more = (sum(map(self._end_tokens.__contains__, self._tokens(some, NONE))) for some in talks)
-        self._begins = asked == replied != more
-        self._after_reply([user, reply], [user])  # it looks for the end token
+        self._begins = not self._new_ends([user], [user, reply]) and bool(
+            self._new_ends([user, reply], [user, reply, user])
+        )
+        whole = self._by_tokens([user, reply], [user])
+        # Some tokenizers encode the start of a text differently, for example with a space before it.
+        self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
 
     def opening(self, messages: Sequence[Message], arguments: TemplateArguments = NONE) -> list[int]:
         """Returns the tokens of a conversation so far and of its tools, up to the start of the model's reply.
@@ -145,9 +146,16 @@ class Renderer:
             text = chat_texts(self._tokenizer, [(messages, True)], arguments.tools, arguments.kwargs)[0]
             if (marks := text.count(processor.mark)) != len(images.texts):
                 raise ModelError(f"the text has {marks} marks {processor.mark} for {len(images.texts)} images")
-            ids = self._encode(filled(text, iter(images.texts), processor.mark))
+            ids = self._encoded(filled(text, iter(images.texts), processor.mark))
             features = sum(each.count(processor.feature) for each in images.texts)
-            return ids, images_of(ids, Shown(list(images.texts), images.fields, features), processor)
+            return list(ids), images_of(ids, Shown(list(images.texts), images.fields, features), processor)
+
+    def _new_ends(self, before: Sequence[Message], after: Sequence[Message]) -> int:
+        """Returns how many more end tokens a template writes for a longer conversation."""
+        shorter, longer = (
+            sum(token in self._end_tokens for token in self._tokens(messages, NONE)) for messages in (before, after)
+        )
+        return longer - shorter
 
     def continuation(
         self,
@@ -159,8 +167,8 @@ class Renderer:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
         They are the difference between two renderings, with and without ``messages``. So the tokens before them may
-        be the ones that the model drew, and they can differ from what the tokenizer makes of their text. Only the
-        text after the reply is made into tokens.
+        be the ones that the model drew, and they can differ from what the tokenizer makes of their text. Where the
+        tokenizer allows it, only the text after the reply is made into tokens.
 
         Args:
             said: the conversation so far; it ends with the reply.
@@ -176,7 +184,8 @@ class Renderer:
         """
         if "</think>" in said[-1]["content"] and self._drops_reasoning(said, arguments):
             return None
-        tokens = self._after_reply(said, messages, arguments)
+        tokens = self._by_text(said, messages, arguments) if self._from_end else None
+        tokens = self._by_tokens(said, messages, arguments) if tokens is None else tokens
         if tokens is None or (self._begins and drawn not in (None, tokens[0])):
             return None
         return tokens[1:]
@@ -190,26 +199,37 @@ class Renderer:
         reasoning = said[-1]["content"].partition("</think>")[0].rpartition("<think>")[2]
         return reasoning.strip() not in whole.removeprefix(before)
 
-    def _after_reply(
+    def _by_text(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
     ) -> list[int] | None:
-        """Returns the tokens from the end token of the reply on; None where the text before it differs."""
-        whole = [*said, *messages]
-        with _renderable(whole):
+        """Returns the tokens of the text from the end token of the reply on; None where the text before differs."""
+        with _renderable([*said, *messages]):
+            whole = [*said, *messages]
             before, after = chat_texts(
                 self._tokenizer, [(said, False), (whole, True)], arguments.tools, arguments.kwargs
             )
-        last = len(before) if self._begins else max((before.rfind(end) for end in self._ends), default=-1)
-        if last >= 0 and not after.startswith(before):
+        last = len(before) if self._begins else max(before.rfind(end) for end in self._ends)
+        if last < 0 or not after.startswith(before):
             return None
-        tokens = list(self._followed(after[last:])) if last >= 0 else []
-        if not self._end_tokens.intersection(tokens[:1]):
+        tokens = self._encoded(after[last:])
+        return list(tokens) if self._end_tokens.intersection(tokens[:1]) else None
+
+    def _by_tokens(
+        self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments = NONE
+    ) -> list[int] | None:
+        """Returns the tokens from the end token of the reply on; None if the tokens before it are not the same."""
+        before = self._tokens(said, arguments)
+        after = self.opening([*said, *messages], arguments)
+        ends = [place for place, token in enumerate(before) if token in self._end_tokens]
+        if self._begins and after[: len(before)] == before:
+            ends = [len(before)] if self._end_tokens.intersection(after[len(before) :][:1]) else []
+        if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
             raise EnvError(
                 f"env.name: the chat template does not end a turn of the assistant with {token!r}, where sampling "
                 "stops; write that token after the assistant's content in the template"
             )
-        return tokens
+        return after[ends[-1] :] if after[: len(before)] == before else None
 
     def check_seen(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
@@ -258,27 +278,32 @@ class Renderer:
             shown = [(with_image_parts(messages), begun) for messages, begun in conversations]
             return chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
 
-        with raised_as(EnvError, f"{label}: of the environment's messages", DataError), _renderable(whole):
-            check_shown(whole, render([(whole, True)])[0], render, start=len(said))
+        try:
+            with _renderable(whole):
+                check_shown(whole, render([(whole, True)])[0], render, start=len(said))
+        except DataError as error:
+            raise EnvError(f"{label}: of the environment's messages {error}") from error
 
     def _check_fields(
         self, said: Sequence[Message], messages: Sequence[Message], arguments: TemplateArguments, label: str
     ) -> None:
-        # Templates often ask whether a field is true.
-        given = {f"{m['role']}.{name}" for m in messages for name in m.keys() - PLAIN_FIELDS if m[name]}
-        for field in sorted(given - self._fields):
-            self._fields.add(field)
-            whole = [*said, *messages]
-            shown = [(with_image_parts(some), True) for some in (whole, without_field(whole, field))]
-            with contextlib.suppress(ModelError):  # without it, a template that looks at it may fail
-                before, after = chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
-                if before == after:
-                    role, _, name = field.partition(".")
-                    warnings.warn(
-                        f"{label}: the chat template does not show {name} of the environment's messages of the "
-                        f"role {role}, so the model does not see it",
-                        stacklevel=3,
-                    )
+        for place, message in enumerate(messages, len(said)):
+            for name in sorted(message.keys() - PLAIN_FIELDS):
+                # Templates often ask whether a field is true.
+                if (field := f"{message['role']}.{name}") in self._fields or not message[name]:
+                    continue
+                self._fields.add(field)
+                whole = [*said, *messages]
+                others = [*whole[:place], {key: message[key] for key in message if key != name}, *whole[place + 1 :]]
+                shown = [(with_image_parts(some), True) for some in (whole, others)]
+                with contextlib.suppress(ModelError):  # without it, a template that looks at it may fail
+                    before, after = chat_texts(self._tokenizer, shown, arguments.tools, arguments.kwargs)
+                    if before == after:
+                        warnings.warn(
+                            f"{label}: the chat template does not show {name} of the environment's messages of the "
+                            f"role {message['role']}, so the model does not see it",
+                            stacklevel=3,
+                        )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -363,11 +388,16 @@ def check_no_marks(messages: Sequence[Message], label: str) -> None:
         )
 
 
-def _renderable(messages: Sequence[Message]) -> contextlib.AbstractContextManager[None]:
-    roles = ", ".join(message["role"] for message in messages)
-    about = f"env.name: messages of the roles {roles} cannot be rendered"
-    advice = "let the environment use roles that the template knows, or take another template"
-    return raised_as(EnvError, about, ModelError, advice=advice)
+@contextlib.contextmanager
+def _renderable(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise EnvError(
+            f"env.name: messages of the roles {roles} cannot be rendered ({error}); let the environment use "
+            "roles that the template knows, or take another template"
+        ) from error
 
 
 @attrs.define(eq=False)
@@ -603,9 +633,7 @@ class Groups:
         if not groups:
             return []
         failures = []
-        seeds = (group[0].request.key.fold_in("environment").fold_in("group").seed() % 2**32 for group in groups)
-        jobs = [tuple(one.job() for one in group) for group in groups]
-        results = self._environments(list(map(Scoring, seeds, jobs)))
+        results = self._environments([_scoring(group) for group in groups])
         for group, result in zip(groups, results, strict=True):
             if isinstance(result, Failure):
                 for one in group:
@@ -616,3 +644,9 @@ class Groups:
             for one, end in zip(group, result.ends, strict=True):
                 one.score, one.acc = end.reward, end.acc
         return failures
+
+
+def _scoring(group: Sequence[Conversation]) -> Scoring:
+    """Returns the job that scores conversations of a request."""
+    seed = group[0].request.key.fold_in("environment").fold_in("group").seed() % 2**32
+    return Scoring(seed, tuple(one.job() for one in group))

@@ -23,7 +23,6 @@ import attrs
 import httpx
 
 from verl_fn.data.tasks import text_of
-from verl_fn.errors import raised_as
 from verl_fn.pool.worker import LARGEST, short
 from verl_fn.rewards.reward import Answer, RewardError, describe
 
@@ -299,16 +298,23 @@ class Replies:
             if self.file is None:
                 return
             line = json.dumps({"question": question, "reply": reply}).encode() + b"\n"
-            # One write, so that lines of two processes do not mix.
-            with raised_as(RewardError, f"{self.file} cannot be written", OSError), self.file.open("ab") as out:
-                out.write(line)
+            try:
+                # One write, so that lines of two processes do not mix.
+                with self.file.open("ab", buffering=0) as out:
+                    written = out.write(line)
+            except OSError as error:
+                raise RewardError(f"{self.file} cannot be written: {error.strerror}") from error
+            if written < len(line):
+                raise RewardError(f"{self.file} cannot be written: the disk is full")
 
     def _read(self, file: Path) -> None:
-        with raised_as(RewardError, f"{file} cannot be read", OSError):
+        try:
             data = file.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data) and not self.offline:
                 os.truncate(file, len(whole))
+        except OSError as error:
+            raise RewardError(f"{file} cannot be read: {error.strerror}") from error
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 match json.loads(line):

@@ -136,13 +136,8 @@ class Reward:
                 f"{empty} of {len(batch)} responses have no token that the model drew; their scores are ignored",
                 stacklevel=2,
             )
-        return with_scores(batch, **fields)
-
-
-def with_scores(batch: Batch, **fields: Tensor) -> Batch:
-    """Writes fields of rows, and their ``score`` on each row's last response token."""
-    on_last = batch.spread(fields["score"]) * last_of_rows(batch, batch["response_mask"])
-    return batch.with_rows(**fields).with_tokens(token_level_scores=on_last, token_level_rewards=on_last)
+        on_last = batch.spread(fields["score"]) * last_of_rows(batch, batch["response_mask"])
+        return batch.with_rows(**fields).with_tokens(token_level_scores=on_last, token_level_rewards=on_last)
 
 
 def problems_of(batch: Batch, problems: Sequence[Problem]) -> list[Problem]:
