@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-# What is often written in their place, by the names of other trainers; it is meant whatever else is similar.
+# Names that other trainers use, and the name here that each of them means.
 MEANT = {
     "gpu": "cuda", "constant_with_warmup": "constant", "sigmoid": "dpo", "robust": "cdpo", "kto_pair": "kto",
     **dict.fromkeys(("vanilla", "grpo", "dr_grpo"), "ppo_clip"), "gmpo": "geo_mean",
@@ -106,9 +106,11 @@ def installed_version(distribution: str) -> str:
 def closest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns the known name that is most similar to ``name``; an empty string if none is as similar as ``cutoff``.
 
+    A name of another trainer in ``MEANT`` stands for the one that it means.
+
     Example:
-        >>> closest("bf16", ["float32", "bfloat16"]), closest("x", ["cpu"])
-        ('bfloat16', '')
+        >>> closest("bf16", ["float32", "bfloat16"]), closest("x", ["cpu"]), closest("vanilla", ["ppo_clip"])
+        ('bfloat16', '', 'ppo_clip')
     """
     names = sorted(known)
     if (meant := MEANT.get(str(name), "")) in names:

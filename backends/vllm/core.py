@@ -58,6 +58,14 @@ class Engine(LLMEngine):
 
     ended: Future[Exception]
 
+    add_request = _explained_call("add_request")
+    abort_request = _explained_call("abort_request")
+    reset_prefix_cache = _explained_call("reset_prefix_cache")
+    reset_encoder_cache = _explained_call("reset_encoder_cache")
+    sleep = _explained_call("sleep")
+    step = _explained_call("step")
+    wake_up = _explained_call("wake_up")
+
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a method of ``worker.Extension``, or a function of the worker, on all workers; returns the results.
 
@@ -100,11 +108,6 @@ class Engine(LLMEngine):
                 raise
             # So vLLM passes on what failed in the core.
             raise EngineError(str(error)) from error
-
-
-# Calls that fail if the core has ended say why it did.
-for name in ("add_request", "abort_request", "reset_prefix_cache", "reset_encoder_cache", "sleep", "step", "wake_up"):
-    setattr(Engine, name, _explained_call(name))
 
 
 def started(arguments: Mapping[str, Any], model: str, process: Core) -> Engine:

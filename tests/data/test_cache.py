@@ -426,6 +426,20 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
     assert set(threading.enumerate()) <= threads and set(multiprocessing.active_children()) <= children
 
 
+def test_an_item_that_takes_long_holds_up_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(reading.os, "sched_getaffinity", lambda process: range(2))
+
+    def first_waits_for_the_last(number):
+        (tmp_path / str(number)).touch()
+        for _ in range(2000 if number == 0 else 0):
+            if (tmp_path / "5").exists():
+                break
+            time.sleep(0.01)
+        return number, (tmp_path / "5").exists()
+
+    assert next(reading.in_order(first_waits_for_the_last, range(6))) == (0, True)
+
+
 def test_processes_end_with_the_one_that_started_them(warm):
     code = """
         import os, time

@@ -343,6 +343,23 @@ def test_a_field_that_the_template_reads_of_another_role_or_of_a_tool_is_named()
     assert list(of_template([turns], DataConfig(), tokenizer)) == []
 
 
+@pytest.mark.parametrize(
+    ("message", "shown", "unread"),
+    [
+        (USER | {"name": "x", "title": "x"}, "message.name or message.title", ["user.title (1 rows)"]),
+        ({"role": "functions.f", "content": "a", "name": "f"}, "message.name", []),
+    ],
+    ids=["one of two fields with the same text", "of a role with a dot"],
+)
+def test_a_field_that_the_template_reads_is_not_named(message, shown, unread):
+    tokenizer = char_tokenizer("abc\n")
+    tokenizer.chat_template = (
+        f"{{% for message in messages %}}{{{{ message.content }}}}{{{{ {shown} }}}}{{% endfor %}}"
+    )
+    said = of_template([[Problem((message,), "b")]], DataConfig(), tokenizer)
+    assert [line.rpartition("see them: ")[2] for line in said if "see them: " in line] == unread
+
+
 def test_a_text_for_false_is_named():
     tokenizer = char_tokenizer("abc")
     tokenizer.chat_template = CHAT_TEMPLATE + "{# thinking tools #}"

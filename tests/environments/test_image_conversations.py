@@ -128,6 +128,22 @@ def test_the_template_of_a_row_with_images_gets_the_arguments_of_its_problem(mod
     assert brief == [*plain, tokenizer.convert_tokens_to_ids("c")]
 
 
+def test_samples_of_a_prompt_with_images_share_its_tokens(model, monkeypatch):
+    """Thousands of tokens of images are made once for a group."""
+    tokenizer, (problem, *_) = read_tokenizer(model), problems()
+    renderer, images = Renderer(tokenizer, end_tokens(model)), unplaced(seen_by(problem, tokenizer))
+    made, encode = [], type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *given, **more: made.append(1) or encode(*given, **more))
+    first, again = (
+        renderer.opening_with_images(problem.prompt, TemplateArguments(), images, f"problem {i}") for i in range(2)
+    )
+    count = len(made)
+    third = renderer.opening_with_images(problem.prompt, TemplateArguments(), images, "problem 2")
+    assert first[0] == again[0] == third[0] and len(made) == count
+    third[0].clear()
+    assert renderer.opening_with_images(problem.prompt, TemplateArguments(), images, "problem 3")[0] == first[0]
+
+
 def test_an_image_in_a_tools_reply_is_refused():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     with pytest.raises(Failed, match="images are shown only in the first messages, by the mark <image>"):

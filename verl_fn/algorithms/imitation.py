@@ -97,7 +97,7 @@ def rejection(options: Rejection) -> Algorithm[ActorState]:
         if not len(batch):
             report = {"rejection/rows_kept": 0.0, "perf/total_num_tokens": 0.0} | experience.report
             return attrs.evolve(state, step=state.step + 1), report | timing_report(clock, 0.0)
-        # Answers are imitated as data of fine-tuning: by the model itself, not by what its temperature makes of it.
+        # Fine-tuning fits the model at temperature 1, whatever the temperature of the draws.
         batch = weighted(batch, options, w).without("temperature")
         after, report = one_update(state, batch, loss, experience, w, clock, "actor")
         return after, report | {"rejection/rows_kept": float(len(batch)), "rejection/score/mean": mean_score(batch)}

@@ -87,23 +87,23 @@ def _toml(value: Any) -> str:
 def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     """Returns a sentence for each key that is set but has no effect, and for settings that are hardly meant.
 
-    A key of the file that loses its effect only by an override is not reported. Nor is a key at its default, if the
-    file has most keys, as a run's own config has, or if the default turns something off.
+    A key of the file that loses its effect only by an override is not reported. Nor is a key at its default, if
+    the file has most keys, as a run's own config has, or if the default is false, 0 or empty.
 
     Example:
         >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
         ['algorithm.lam has no effect with algorithm.name = "sft"']
     """
     cfg = load(path, overrides)
-    sentences = without_effect(cfg, flat(raw_table(None, overrides)), defaults=True)
+    sentences = without_effect(cfg, flat(raw_table(None, overrides)), at_default=True)
     if path is not None:
         with contextlib.suppress(ConfigError):
             file_alone = load(path)
             table = flat(raw_table(path, ()))
             by_hand = 2 * len(table) < len(flat(to_table(file_alone)))
-            ignored_in_file = without_effect(file_alone, table, defaults=by_hand)
+            ignored_in_file = without_effect(file_alone, table, at_default=by_hand)
             ignored = {key: table[key] for key in ignored_in_file}
-            sentences = without_effect(cfg, ignored, defaults=by_hand) | sentences
+            sentences = without_effect(cfg, ignored, at_default=by_hand) | sentences
     return [*sentences.values(), *_hardly_meant(cfg)]
 
 
@@ -149,18 +149,18 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
 
 
-def without_effect(cfg: Config, settings: dict[str, Any], *, defaults: bool = False) -> dict[str, str]:
+def without_effect(cfg: Config, settings: dict[str, Any], *, at_default: bool = False) -> dict[str, str]:
     """Returns a sentence for each of these settings that ``cfg`` ignores, by key.
 
     Args:
-        defaults: also for settings at their default, but for those that turn something off.
+        at_default: report a setting at its default, too, unless that default is false, 0 or empty.
     """
     chosen: type = type(cfg.algorithm.options)
     values, usual = flat(to_table(cfg)), _defaults(chosen)
     return {
         key: f"{key} has no effect {reason}"
         for key, reason in unused(cfg, settings).items()
-        if (value := values.get(key, settings[key])) != usual.get(key) or (defaults and value)
+        if (value := values.get(key, settings[key])) != usual.get(key) or (at_default and value)
     }
 
 

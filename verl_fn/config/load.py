@@ -212,7 +212,7 @@ def _unknown_keys(table: Mapping[str, Any], known: Set[str], prefix: str = "") -
 
 
 WITHOUT_LIKE = {"data.val_batch_size"}  # of verl; the key that is most like it is another thing
-# What other trainers call an algorithm, and is a part of one here.
+# Losses and estimators that other trainers call algorithms, by the keys that choose them here.
 PARTS = {
     "algorithm.name=dpo algorithm.loss_type": LOSS_TYPES,
     "algorithm.name=grpo algorithm.policy_loss": POLICY_LOSSES,
